@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact
@@ -25,9 +23,10 @@ from weightswap_runtime.sources.atomic import UnnamedFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.digests import digest_of
 
 from .adapter.tracing import Load
-from .capture.variants import Groups, base_alone
+from .capture.variants import base_alone
 from .checkpoints.casting import cast, casting, casts, requested
 from .checkpoints.level_choice import choose_level, refuse
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
@@ -167,18 +166,17 @@ def recorder(
             "goldens are recorded with the eager model, and a checkpoint is none: give the module that was exported as "
             "`model`, too, or as the source"
         )
-    model = unwrapped(peft_base(model) if artifact.manifest.variants else model)
-    if problems := model_problems(model, artifact):
+    eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
+    if problems := model_problems(eager, artifact):
         raise RecordingError(problems, "Record with the model that was exported.")
-    methods = {name: name for name in artifact.methods}
+    constants = artifact.constants()
     groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
-    return partial(_record_base, model, groups, wanted, artifact.manifest, artifact.constants(), methods)
 
+    def record_base() -> Recording:
+        with base_alone(eager, groups):
+            return record(eager, wanted, artifact.manifest, constants, {})
 
-def _record_base(model: nn.Module, groups: Groups, *given: Any) -> Recording:
-    """Goldens without variants, whatever the model has instead of them."""
-    with base_alone(model, groups):
-        return record(model, *given)
+    return record_base
 
 
 @contextmanager
@@ -258,13 +256,7 @@ class _Weights:
 
     def _differ(self, row: NamedTensor) -> bool:
         distinct = {self._tensors[name].tie_key: name for name in self._match.found.get(row.name, ())}
-        return len(distinct) > 1 and len({self._digest(name, row.dtype) for name in distinct.values()}) > 1
-
-    def _digest(self, name: str, dtype: str) -> str:
-        hasher = blake3()
-        for piece in self._copied(name, dtype):
-            hasher.update(piece)
-        return hasher.hexdigest()
+        return len(distinct) > 1 and len({digest_of(self._copied(name, row.dtype)) for name in distinct.values()}) > 1
 
     def data(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
         """Every weight's name and bytes, in the file's order. Raises what reading and computing raise."""

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.threads.worker_threads import forget_frames
 
 from .checkpoints.casting import requested
-from .checkpoints.nested_state_dicts import nested_levels
+from .checkpoints.nested_state_dicts import flat_levels
 from .checkpoints.reading_checkpoints import Checkpoint, from_module
 from .checkpoints.tensor import values_of
 from .goldens.calls import Requested
@@ -39,7 +40,6 @@ from .packing import Packed, pack_checkpoint, recorder
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
-_Promote = Callable[[Packed, str, str], Packed]  # a file, who says so, and why
 _log = logging.getLogger("weightswap")
 
 
@@ -63,10 +63,11 @@ class Publishing(Protocol):
 class Publication:
     """A weight file that is being written. An error that is never asked for with `wait()` is logged."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, outcome: futures.Future[Packed]) -> None:
         self.step = step
-        self._outcome = _Outcome(step)
-        weakref.finalize(self, self._outcome.let_go)
+        self._outcome = outcome
+        # once this handle is gone, or the interpreter ends, nobody can ask any more
+        self._unasked = weakref.finalize(self, outcome.add_done_callback, partial(_log_error, step))
 
     def __repr__(self) -> str:
         return f"Publication(step={self.step}, {'done' if self.done else 'being written'})"
@@ -74,16 +75,22 @@ class Publication:
     @property
     def done(self) -> bool:
         """Whether the file is there, or the writing has failed."""
-        return self._outcome.finished.is_set()
+        return self._outcome.done()
 
     def wait(self, timeout: float | None = None) -> Packed:
         """Wait, for at most `timeout` seconds, until the file is there.
 
         Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
         """
-        if not self._outcome.finished.wait(join_seconds(timeout)):
+        if not futures.wait([self._outcome], join_seconds(timeout)).done:
             raise PublishTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
+        self._unasked.detach()
         return self._outcome.result()
+
+
+def _log_error(step: int, outcome: futures.Future[Packed]) -> None:
+    if error := outcome.exception():
+        _log.error("step %d was not published: %s: %s", step, type(error).__name__, text_of(error))
 
 
 def publish(
@@ -139,13 +146,12 @@ def publish(
         )
     check_writable(directory)
     check_promotion_policy(policy)
-    promotion = None if promote is None else _Promotion(_promoter(promote), policy, by)
+    place = DesiredPlace(promote) if isinstance(promote, (str, os.PathLike)) else promote
+    promotion = None if place is None else _Promotion(place, policy, by)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     record_from = recorder(model, opened, goldens, tolerance)
-    publication = Publication(step)
-    _writer.begin(
-        publication._outcome,
+    outcome = _writer.begin(
         lambda: _Snapshot(_snapshot(model), record_from()),
         partial(
             _write,
@@ -158,13 +164,13 @@ def publish(
             promotion=promotion,
         ),
     )
-    return publication
+    return Publication(step, outcome)
 
 
 class _Promotion(NamedTuple):
     """Where a file is named once it is there, when, and who says so."""
 
-    promote: _Promote
+    place: DesiredPlace | Publishing
     policy: Policy
     by: str
 
@@ -173,26 +179,18 @@ class _Promotion(NamedTuple):
         try:
             if self.policy == "proven":
                 _prove(packed, artifact)
-            return self.promote(packed, self.by, self.policy)
+            return self._named(packed)
         except WeightswapError as error:
             _log.warning("%s was not promoted: %s: %s", packed.path, type(error).__name__, text_of(error))
             return replace(packed, refusal=f"{type(error).__name__}: {error}")
 
-
-def _promoter(promote: str | os.PathLike[str] | Publishing) -> _Promote:
-    if isinstance(promote, (str, os.PathLike)):
-        return partial(_in_place, DesiredPlace(promote))
-    return partial(_in_service, promote)
-
-
-def _in_place(place: DesiredPlace, packed: Packed, by: str, why: str) -> Packed:
-    known = Known(packed.weights_id, packed.graph_id, packed.labels)
-    return replace(packed, promoted=place.promote(packed.path, known=known, by=by, why=why).revision)
-
-
-def _in_service(service: Publishing, packed: Packed, by: str, why: str) -> Packed:
-    receipt = service.publish(packed.path, by=by, why=why)
-    return replace(packed, promoted=receipt.revision, receipt=receipt)
+    def _named(self, packed: Packed) -> Packed:
+        if isinstance(self.place, DesiredPlace):
+            known = Known(packed.weights_id, packed.graph_id, packed.labels)
+            named = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+            return replace(packed, promoted=named.revision)
+        receipt = self.place.publish(packed.path, by=self.by, why=self.policy)
+        return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
 def _prove(packed: Packed, artifact: Artifact) -> None:
@@ -221,11 +219,10 @@ def _snapshot(model: nn.Module) -> Checkpoint:
     level = live.levels[0]
     if level.problems:
         return live
-    tensors = {name: copy(values.load()) for name, values in level.tensors.items()}
-    (copied,) = nested_levels(tensors, values_of, live.where, deep=False).likely
-    parts = {name: values.part_of for name, values in level.tensors.items()}
-    copied = copied._replace(tensors={name: v._replace(part_of=parts[name]) for name, v in copied.tensors.items()})
-    return live._replace(levels=(copied,))
+    tensors = {
+        name: values_of(copy(values.load()))._replace(part_of=values.part_of) for name, values in level.tensors.items()
+    }
+    return Checkpoint(live.where, *flat_levels(tensors, live.where), names=True)
 
 
 def _write(
@@ -255,43 +252,6 @@ def _write(
     return replace(packed, path=given / packed.path.name, goldens=len(recording.cases) if recording else 0)
 
 
-class _Outcome:
-    """What became of one write. It outlives its handle, so that no error is lost."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._lock = threading.Lock()
-        self._packed: Packed | None = None
-        self._error: BaseException | None = None
-        self._asked = self._left = False
-        self.finished = threading.Event()
-
-    def finish(self, packed: Packed | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._packed, self._error = packed, error
-            self.finished.set()
-        self._report()
-
-    def result(self) -> Packed:
-        self._asked = True
-        if self._error is not None:
-            raise self._error
-        assert self._packed is not None
-        return self._packed
-
-    def let_go(self) -> None:
-        """The handle is gone, or the interpreter ends: nobody can ask any more."""
-        self._left = True
-        self._report()
-
-    def _report(self) -> None:
-        with self._lock:
-            error = self._error if self._left and not self._asked else None
-            self._asked = self._asked or error is not None
-        if error is not None:
-            _log.error("step %d was not published: %s: %s", self._step, type(error).__name__, text_of(error))
-
-
 class _Writer:
     """Writes one snapshot at a time, each in a thread that the interpreter waits for."""
 
@@ -299,8 +259,9 @@ class _Writer:
         self._free = threading.Lock()
         self._copying: set[int] = set()  # threads that wait to take a snapshot, or take one
 
-    def begin(self, outcome: _Outcome, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
+    def begin(self, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> futures.Future[Packed]:
         """Wait for the write before, take the snapshot, and start to write it."""
+        outcome: futures.Future[Packed] = futures.Future()
         if (thread := threading.get_ident()) in self._copying:
             raise CheckpointError(
                 "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
@@ -320,24 +281,20 @@ class _Writer:
             raise
         finally:
             self._copying.discard(thread)
+        return outcome
 
-    def _run(self, outcome: _Outcome, held: list[_Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
-        packed = error = None
+    def _run(
+        self, outcome: futures.Future[Packed], held: list[_Snapshot], write: Callable[[_Snapshot], Packed]
+    ) -> None:
         try:
-            packed = write(held.pop())
-        except BaseException as caught:
-            forget_frames(caught)
-            error = caught
+            finish = partial(outcome.set_result, write(held.pop()))
+        except BaseException as error:
+            forget_frames(error)
+            finish = partial(outcome.set_exception, error)
         self._free.release()
-        outcome.finish(packed, error)
+        finish()
 
 
 _writer = _Writer()
-
-
-def _forked() -> None:
-    """A forked child has none of the parent's threads, and nothing of what they were writing."""
-    _writer.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_forked)
+# a forked child has none of the parent's threads, and nothing of what they were writing
+os.register_at_fork(after_in_child=_writer.__init__)  # type: ignore[misc]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.choosing import ENGINES, available_engines
+from weightswap_runtime.errors import ParityError
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
+
 if TYPE_CHECKING:
     from torch import nn
 
-    from weightswap_runtime import Artifact
     from weightswap_runtime.tensors.comparing import Tolerance
 
     from .parity import ParityReport
-    from .parity.compared_calls import Cases
+    from .parity.compared_calls import Cases, PathLike
 
-PathLike = str | os.PathLike[str]
 _ENGINES = "--weightswap-engines"
 _UPDATE = "--weightswap-update-goldens"
 _WHERE = "Outputs are recorded in files to commit, beside the tests."
@@ -34,8 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from weightswap_runtime.engines.choosing import ENGINES
-
     wanted = _wanted(config)
     unknown = sorted(set(wanted or ()) - set(ENGINES))
     if unknown or wanted == []:
@@ -117,9 +117,6 @@ class AssertParity:
         compared.
         """
         __tracebackhide__ = True
-        from weightswap_runtime import Artifact
-        from weightswap_runtime.errors import ParityError
-
         from .parity import compare
 
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
@@ -141,8 +138,6 @@ class AssertParity:
     def _chosen(
         self, artifact: Artifact, engines: Sequence[str] | None, model: nn.Module | None
     ) -> Sequence[str] | None:
-        from weightswap_runtime.engines.choosing import available_engines
-
         if self._engines is None:
             return engines
         offered = available_engines(artifact) if engines is None else engines
@@ -163,8 +158,6 @@ class AssertParity:
         seed: int,
     ) -> tuple[Any, list[str]]:
         """The recorded calls, and what the eager model gives in another way than it once did."""
-        from weightswap_runtime.errors import ParityError
-
         from .parity import check_outputs, record_outputs
         from .parity.compared_calls import recorded_calls
 
@@ -183,17 +176,12 @@ class AssertParity:
 
     def _check_name(self, path: Path) -> None:
         """Raise ParityError for what is no file of ours."""
-        from weightswap_runtime.errors import ParityError
-        from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
-
         root, path = self._config.rootpath.resolve(), path.resolve()
         if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):
             raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _WHERE)
 
     def _claim(self, path: Path) -> None:
         """Raise ParityError if another call of this process has recorded the file."""
-        from weightswap_runtime.errors import ParityError
-
         path = path.resolve()
         recorded = self._config.stash.setdefault(_FILES, {})
         if path in recorded:

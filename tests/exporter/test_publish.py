@@ -178,7 +178,7 @@ def test_an_error_that_nobody_asks_for_is_logged(
         if early:
             del handle
         held.set()
-        assert outcome.finished.wait(60)
+        assert outcome.exception(60)
         if not early:
             del handle
         gc.collect()

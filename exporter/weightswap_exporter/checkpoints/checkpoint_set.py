@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from weightswap_runtime.tensors.dtypes import nbytes
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_tools.tensor_set import Opener, SetRequest, SetTensor, TensorSet
 
 from .level_choice import check_tensors, choose_level, fullest_level, refuse
 from .nested_state_dicts import Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, find_opener, open_checkpoint
-from .tensor import CheckpointTensor
+from .tensor import CheckpointTensor, copy_part
 
 
 def reader(path: Path) -> Opener | None:
@@ -56,13 +55,9 @@ def _set_tensor(values: CheckpointTensor, where: str) -> SetTensor:
         str(values.file or where),
         values.offset,
         values.tie_key,
-        read or partial(_read_part, values),
+        read or (lambda memory, begin: copy_part(values.load(), memory, begin)),
         whole=read is None,
     )
-
-
-def _read_part(values: CheckpointTensor, memory: memoryview, begin: int) -> None:
-    memory[:] = tensor_bytes(values.load())[begin : begin + len(memory)]
 
 
 def _check(checkpoint: Checkpoint, level: NestedStateDict, names: Collection[str]) -> None:

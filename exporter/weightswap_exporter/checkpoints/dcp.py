@@ -13,10 +13,9 @@ import torch
 
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.tensors.dtypes import row_major
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, read_metadata
-from .stored import Files, Stored, Window, read_into, span
+from .stored import Files, Stored, Window, read_into
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
 from .zip_records import Record, damaged_pickle, is_damaged, read_records
 
@@ -114,14 +113,7 @@ class _Stitched:
             first, last = max(begin, run.begin), min(end, run.end)
             if first < last:
                 with self._files.open(self.folder / run.chunk.file) as fd:
-                    self._read_run(fd, run.chunk, memory[first - begin : last - begin], first - run.begin)
-
-    def _read_run(self, fd: int, chunk: Chunk, memory: memoryview, begin: int) -> None:
-        stored = self._stored(fd, chunk)
-        if stored.is_row_major:
-            stored.read(memory, begin)
-        else:
-            memory[:] = tensor_bytes(stored.load())[begin : begin + len(memory)]
+                    self._stored(fd, run.chunk).read(memory[first - begin : last - begin], first - run.begin)
 
     def _stored(self, fd: int, chunk: Chunk) -> Stored:
         if chunk not in self._located:
@@ -152,7 +144,7 @@ class _Stitched:
         record = records["data/0"]
         offset = int(meta.storage_offset()) * meta.dtype.itemsize
         stored = Stored(where, fd, chunk.begin + record.offset + offset, meta.dtype, chunk.sizes, meta.stride())
-        if offset + span(stored.shape, stored.stride) * meta.dtype.itemsize > record.size:
+        if offset + stored.span > record.size:
             raise CheckpointError(f"{where} reaches over the {record.size} bytes that are stored for it")
         return stored, records
 
@@ -183,13 +175,8 @@ def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
     elif region.is_contiguous():
         read_into(stored.fd, region.view(-1).view(torch.uint8).numpy().data, stored.offset, stored.where)
     else:
-        for first, part in _row_groups(stored):
-            region[first : first + part.shape[0]].copy_(part.load())
-
-
-def _row_groups(stored: Stored) -> Iterator[tuple[int, Stored]]:
-    row = prod(stored.shape[1:]) * stored.dtype.itemsize
-    count = max(1, PIECE // row)
-    for first in range(0, stored.shape[0], count):
-        shape = (min(count, stored.shape[0] - first), *stored.shape[1:])
-        yield first, stored._replace(offset=stored.offset + first * row, shape=shape)
+        row = prod(stored.shape[1:]) * stored.dtype.itemsize
+        count = max(1, PIECE // row)
+        for first in range(0, stored.shape[0], count):
+            part = region[first : first + count]
+            part.copy_(stored._replace(offset=stored.offset + first * row, shape=tuple(part.shape)).load())

@@ -9,11 +9,11 @@ from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import Match, Reading, Readings, resolve
 from weightswap_runtime.messages import lines_of, listed, plural
 
-from .nested_state_dicts import NO_VALUES, NestedStateDict, listing
+from .nested_state_dicts import NO_VALUES, NestedStateDict, grouped, listing
 from .reading_checkpoints import Checkpoint
 
 _OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
-_PREFIX_DEPTH = 4
+_PREFIX_DEPTH = 3
 _LEVEL = "(--level)"
 _PREFIX = "(weightswap pack --prefix)"
 
@@ -135,12 +135,8 @@ def _named(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Read
 
 def _fitting_prefix(names: Iterable[str], readings: list[Reading]) -> str:
     """A prefix such that the names with it are, without it, exactly what a reading wants; empty if there is none."""
-    groups: dict[str, dict[str, None]] = {}
-    for name in names:
-        parts = name.split(".")
-        for depth in range(1, min(_PREFIX_DEPTH, len(parts))):
-            groups.setdefault(".".join(parts[:depth]) + ".", {})[".".join(parts[depth:])] = None
-    return next((prefix for prefix, rest in groups.items() if _fits(rest, readings)), "")
+    groups = grouped(names, _PREFIX_DEPTH)
+    return next((f"{prefix}." for prefix, rest in groups.items() if _fits(rest, readings)), "")
 
 
 def _fits(names: Iterable[str], readings: list[Reading]) -> bool:

@@ -112,23 +112,24 @@ def flat_levels(
     tensors: Mapping[str, CheckpointTensor],
     where: str,
     choice: Choice = ANYWHERE,
-    *,
-    deep: bool = True,
     holders: Mapping[str, str] | None = None,
 ) -> Levels:
     """The same for tensors whose names hold the keys of every level, joined with dots.
 
-    holders: the path of the mapping that each tensor was in, where it is known; else it is the top.
+    holders: the path of the mapping that each tensor was in; None where all are in the top, as far as is known: no
+    other level is then looked for.
     """
 
     def mappings() -> dict[str, list[str]]:
-        return {"": list(tensors)} | _grouped(tensors) if holders is None else _held(tensors, holders)
+        return {"": list(tensors)} | _by_depth(grouped(tensors, 2)) if holders is None else _held(tensors, holders)
 
-    paths = ["", *WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
+    paths = [""]
     if choice.level is not None:
         paths = [choice.level]
+    elif holders is not None:
+        paths += [*WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
     levels = []
-    for path in paths if deep or choice.level is not None else [""]:
+    for path in paths:
         start = f"{path}." if path else ""
         below = {name.removeprefix(start): values for name, values in tensors.items() if name.startswith(start)}
         if below or path == "":
@@ -153,18 +154,18 @@ def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> Check
     )
 
 
-def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by their first component and by their first two, without these."""
+def grouped(names: Iterable[str], most: int) -> dict[str, list[str]]:
+    """Names by their first component, by their first two, and so on, without these."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
-        for depth in range(1, min(3, len(parts))):
+        for depth in range(1, min(most + 1, len(parts))):
             groups.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
-    return dict(sorted(groups.items(), key=_depth))
+    return groups
 
 
-def _depth(item: tuple[str, object]) -> int:
-    return item[0].count(".")
+def _by_depth(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return dict(sorted(groups.items(), key=lambda group: group[0].count(".")))
 
 
 def _held(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, list[str]]:
@@ -173,7 +174,7 @@ def _held(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, list[st
     for name in names:
         path = holders[name]
         held.setdefault(path, []).append(name.removeprefix(f"{path}.") if path else name)
-    return dict(sorted(held.items(), key=_depth))
+    return _by_depth(held)
 
 
 def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -222,9 +223,8 @@ def _as_chosen(levels: list[NestedStateDict], choice: Choice, where: str) -> tup
     if found:
         return found
     prefix = levels[0].prefix
-    starts = {
-        f"{path}.": names for path, names in _grouped(name for level in levels for name in level.left_out).items()
-    }
+    groups = _by_depth(grouped((name for level in levels for name in level.left_out), 2))
+    starts = {f"{path}.": names for path, names in groups.items()}
     names = f"they begin with {listing(starts)}" if starts else "no name has a dot in it"
     raise CheckpointError(f"{where}: no tensor's name begins with the prefix {prefix!r}; {names}")
 
@@ -280,7 +280,9 @@ def _flat(path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, ow
     def damage() -> list[str]:
         return [text for values in below.values() for text in values.problems()]
 
-    return NestedStateDict(path, below, tuple(_dtype_problems(below)), content, damage, prefix, left_out, own)
+    unknown = {name: values.dtype for name, values in below.items() if values.dtype.startswith("torch.")}
+    problems = tuple(f"{name}: {dtype} cannot be written as safetensors" for name, dtype in unknown.items())
+    return NestedStateDict(path, below, problems, content, damage, prefix, left_out, own)
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
@@ -319,9 +321,3 @@ def _problems(key: object, tensor: Any) -> Iterator[str]:
         yield f"{key}: is a {kind}, not a plain tensor; {advice}"
     elif tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         yield f"{key}: {tensor.dtype} {tensor.layout} cannot be written as safetensors"
-
-
-def _dtype_problems(tensors: Mapping[str, CheckpointTensor]) -> Iterator[str]:
-    for name, values in tensors.items():
-        if values.dtype.startswith("torch."):
-            yield f"{name}: {values.dtype} cannot be written as safetensors"

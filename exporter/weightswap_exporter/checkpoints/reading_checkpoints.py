@@ -129,7 +129,7 @@ def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
         tensors = {name: _stored(stored) for name, stored in weights.tensors.items()}
         metadata = {name: text for file in weights.files for name, text in file.header.metadata.items()}
         tensors = named_as_parts(tensors, metadata, weights.where)
-        levels = flat_levels(tensors, weights.where, choice, deep=False)
+        levels = flat_levels(tensors, weights.where, choice)
         yield Checkpoint(weights.where, *levels, weights.stamp is not None, weights.check_unchanged)
 
 
@@ -154,5 +154,5 @@ def _pickled(open_files: Callable[[Path, Files], Any], path: Path, choice: Choic
 def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
     files = Files()
     tensors, holders = open_dcp(folder, files)
-    levels = flat_levels(tensors, str(folder), choice, holders=holders)
+    levels = flat_levels(tensors, str(folder), choice, holders)
     yield Checkpoint(str(folder), *levels, False, files.check_unchanged)

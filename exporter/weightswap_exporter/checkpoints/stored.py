@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,8 @@ import torch
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.sources.local import has_writer, open_at_once, outwait_clock
 from weightswap_runtime.tensors.dtypes import row_major
+
+from .tensor import Read, copy_part
 
 
 class Stored(NamedTuple):
@@ -33,8 +35,11 @@ class Stored(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many bytes the tensor covers in the file."""
-        return span(self.shape, self.stride) * self.dtype.itemsize
+        """How many bytes the tensor covers in the file, from its first element to its last, both included."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return (1 + sum((size - 1) * step for size, step in steps)) * self.dtype.itemsize
 
     @property
     def is_row_major(self) -> bool:
@@ -42,26 +47,22 @@ class Stored(NamedTuple):
         steps = zip(self.shape, self.stride, row_major(self.shape), strict=True)
         return 0 in self.shape or all(size == 1 or step == expected for size, step, expected in steps)
 
-    def parts(self) -> Callable[[memoryview, int], None] | None:
+    def parts(self) -> Read | None:
         """What reads a part; None where the tensor has to be read whole."""
         return self.read if self.is_row_major else None
 
     def read(self, memory: memoryview, begin: int) -> None:
-        """Fill memory with the bytes of a row-major tensor from `begin` on. Raises CheckpointError."""
-        read_into(self.fd, memory, self.offset + begin, self.where)
+        """Fill memory with row-major bytes from `begin` on; of another layout, all is read. Raises CheckpointError."""
+        if self.is_row_major:
+            read_into(self.fd, memory, self.offset + begin, self.where)
+        else:
+            copy_part(self.load(), memory, begin)
 
     def load(self) -> torch.Tensor:
         """Read the tensor. Raises CheckpointError."""
         memory = torch.empty(self.span, dtype=torch.uint8)
         read_into(self.fd, memory.numpy().data, self.offset, self.where)
         return memory.view(self.dtype).as_strided(self.shape, self.stride)
-
-
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of elements from a tensor's first to its last, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:

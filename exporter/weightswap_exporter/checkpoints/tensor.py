@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,17 +15,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES, tensor_bytes
 
 PIECE = 16 << 20
-
-
 Read = Callable[[memoryview, int], None]
-
-
-def _no_problems() -> Sequence[str]:
-    return ()
-
-
-def _no_parts() -> None:
-    return None
 
 
 class PartOf(NamedTuple):
@@ -50,9 +40,9 @@ class CheckpointTensor(NamedTuple):
     shape: tuple[int, ...]
     tie_key: Hashable
     load: Callable[[], torch.Tensor]
-    problems: Callable[[], Sequence[str]] = _no_problems
-    lacking: Callable[[], Sequence[str]] = _no_problems
-    parts: Callable[[], Read | None] = _no_parts
+    problems: Callable[[], Sequence[str]] = lambda: ()
+    lacking: Callable[[], Sequence[str]] = lambda: ()
+    parts: Callable[[], Read | None] = lambda: None
     file: Path | None = None
     offset: int | None = None
     part_of: PartOf | None = None
@@ -60,8 +50,8 @@ class CheckpointTensor(NamedTuple):
 
 def values_of(tensor: torch.Tensor) -> CheckpointTensor:
     """The values of a tensor in memory, which is not copied."""
-    shape, load = tuple(tensor.shape), partial(_same, tensor)
-    return CheckpointTensor(dtype_of(tensor.dtype), shape, tie_key(tensor), load, parts=partial(_parts, tensor))
+    shape, parts = tuple(tensor.shape), partial(_parts, tensor)
+    return CheckpointTensor(dtype_of(tensor.dtype), shape, tie_key(tensor), lambda: tensor, parts=parts)
 
 
 def dtype_of(dtype: torch.dtype) -> str:
@@ -74,15 +64,17 @@ def content_of(tensor: torch.Tensor) -> TensorBytes:
     return TensorBytes(dtype_of(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor))
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def contents_of(values: Iterable[Any]) -> list[Any]:
+    """Inputs or outputs of a call, tensors as contents."""
+    return [content_of(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _parts(tensor: torch.Tensor) -> Read | None:
-    return partial(_copy, tensor) if tensor.is_contiguous() else None
+    return partial(copy_part, tensor) if tensor.is_contiguous() else None
 
 
-def _copy(tensor: torch.Tensor, memory: memoryview, begin: int) -> None:
+def copy_part(tensor: torch.Tensor, memory: memoryview, begin: int) -> None:
+    """Fill memory with a tensor's row-major bytes from `begin` on."""
     memory[:] = tensor_bytes(tensor)[begin : begin + len(memory)]
 
 

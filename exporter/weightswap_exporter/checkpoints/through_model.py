@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from blake3 import blake3
 from torch import nn
 
 from weightswap_exporter.adapter.tracing import Load
@@ -17,6 +16,7 @@ from weightswap_exporter.models import huggingface
 from weightswap_exporter.models.tensors import is_fake, named_tensors
 from weightswap_exporter.models.user_errors import first_line, frame_of, reason
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
+from weightswap_runtime.tensors.digests import digest_of
 
 from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, Source, from_module, open_checkpoint
@@ -137,10 +137,7 @@ def _fingerprint(model: nn.Module) -> list[Hashable]:
 def _state_of(name: str, tensor: Any) -> Hashable:
     if is_fake(tensor) or tensor.layout is not torch.strided:
         return object()  # such a model is not packed
-    hasher = blake3()
-    for piece in pieces(tensor):
-        hasher.update(piece)
-    return name, id(tensor), tensor.data_ptr(), tensor._version, hasher.hexdigest()
+    return name, id(tensor), tensor.data_ptr(), tensor._version, digest_of(pieces(tensor))
 
 
 def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:

@@ -12,8 +12,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +32,6 @@ from .aoti_lowerings import cpu_lowerings
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
 _CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
-_SINCE_2_13 = ("AOTInductorGetLastError", "AOTInductorModelContainerExtractConstantsMapEntries")
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
 
 # Weights stay out, in every form: by default weights of one element, and vectors of up to eight, are compiled in.
@@ -64,14 +62,10 @@ def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor
     where this torch cannot compile for the target.
     """
     _check_tools()
-    compile_with = partial(_compile, where, module, samples, target)
     try:
-        compiled = compile_with(_THREADED)
+        return _compile(where, module, samples, target, _THREADED)
     except _EndsProcesses:
-        compiled = compile_with(_SERIAL)
-    if compiled.foreign:
-        raise CaptureError(_unfit(where, f"it calls {', '.join(compiled.foreign)}"))
-    return compiled.library
+        return _compile(where, module, samples, target, _SERIAL)
 
 
 def _unfit(where: str, what: str) -> str:
@@ -91,31 +85,15 @@ def _check_tools() -> None:
     if not hasattr(config.cpp, "march"):
         raise Unsupported(
             f"torch {torch.__version__} compiles for the machine that it runs on alone, and what it compiles neither "
-            "says why a call failed nor gives back the tensors that it was bound to: it lacks "
-            f"{' and '.join(_SINCE_2_13)}. Install torch>=2.13 to compile for the engine 'aoti', on the CPU and on GPUs"
+            "says why a call failed nor gives back the tensors that it was bound to: it lacks AOTInductorGetLastError "
+            "and AOTInductorModelContainerExtractConstantsMapEntries. Install torch>=2.13 to compile for the engine "
+            "'aoti', on the CPU and on GPUs"
         )
-
-
-class _Made:
-    """What AOTInductor has made."""
-
-    def __init__(self, files: list[Any]) -> None:
-        paths = [Path(file) for file in files if isinstance(file, str)]
-        (library,) = (path for path in paths if path.suffix == ".so")
-        self.library = library.read_bytes()
-        listed = [path for path in paths if path.suffix == ".json" and not path.stem.endswith("_metadata")]
-        self.foreign = sorted({name for path in listed for name in _foreign(json.loads(path.read_bytes()))})
-
-
-def _foreign(document: Mapping[str, Any]) -> Iterator[str]:
-    """Operators without a C function: such as those of Python packages, which torch's own loader would look up."""
-    for node in document.get("nodes", ()):
-        yield str(node["node"]["target"])
 
 
 def _compile(
     where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
-) -> _Made:
+) -> bytes:
     on_gpu = is_gpu_target(target)
     processor = TARGETS[BESIDE_GPUS if on_gpu else target]
     # a folder for each time: what is found under the same names is taken for the same
@@ -127,7 +105,18 @@ def _compile(
         settings |= _ON_GPU if on_gpu else {}
         files = torch._inductor.aot_compile(module, samples, options=settings)
         assert isinstance(files, list)
-        return _Made(files)
+        return _library(where, [Path(file) for file in files if isinstance(file, str)])
+
+
+def _library(where: str, made: list[Path]) -> bytes:
+    """The library that AOTInductor has made. Raises CaptureError where it calls operators without a C function."""
+    listed = [path for path in made if path.suffix == ".json" and not path.stem.endswith("_metadata")]
+    nodes = [node for path in listed for node in json.loads(path.read_bytes()).get("nodes", ())]
+    # such as those of Python packages, which torch's own loader would look up
+    if foreign := sorted({str(node["node"]["target"]) for node in nodes}):
+        raise CaptureError(_unfit(where, f"it calls {', '.join(foreign)}"))
+    (library,) = (path for path in made if path.suffix == ".so")
+    return library.read_bytes()
 
 
 @contextmanager
@@ -136,18 +125,12 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
     levels = [logger.level for logger in loggers]
     try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL)
-            stack.enter_context(fresh_inductor_cache(dir=folder))
-            stack.enter_context(
-                mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
-            )
-            stack.enter_context(mock.patch.object(AotCodeCompiler, "compile", _looking_at_sources(where)))
-            if not on_gpu:
-                stack.enter_context(mock.patch.dict(lowering.lowerings, cpu_lowerings()))
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
+        sources = mock.patch.object(AotCodeCompiler, "compile", _looking_at_sources(where))
+        lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, cpu_lowerings())
+        with warnings.catch_warnings(action="ignore"), fresh_inductor_cache(dir=folder), vectors, sources, lowerings:
             yield
     except Exception as error:
         if known := next((each for each in _chain(error) if isinstance(each, CaptureError)), None):

@@ -23,7 +23,6 @@ from weightswap_runtime.engines.aoti.targets import (
 )
 from weightswap_runtime.errors import CaptureError, Unsupported
 from weightswap_runtime.format.manifest import GraphInput
-from weightswap_runtime.memory.device_choice import device_name
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .aoti_compiler import compile_library
@@ -31,11 +30,6 @@ from .aoti_graphs import flat_graph
 
 _FOLDER = "data/aotinductor/model"
 _FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
-
-
-def build_device(name: str) -> torch.device:
-    """The device called `name`, which is here. Raises Unsupported."""
-    return torch.device(device_name(name))
 
 
 def build_target(device: torch.device) -> str:

@@ -17,7 +17,7 @@ from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.onnx import names as onnx_names
 from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.memory.device_choice import HOST, device_name
 from weightswap_runtime.sources.atomic import new_file
 
 Tell = Callable[[str], object]
@@ -144,11 +144,13 @@ def _onnx(artifact: Artifact, method: str, _: str) -> tuple[str, bytes]:
 
 
 def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
-    from .aoti_packages import build_device, build_target, package
+    import torch
 
-    torch_device = build_device(device)
-    target = build_target(torch_device)
-    return aoti_targets.package_file(target, method), package(artifact, method, target, torch_device)
+    from .aoti_packages import build_target, package
+
+    place = torch.device(device_name(device))
+    target = build_target(place)
+    return aoti_targets.package_file(target, method), package(artifact, method, target, place)
 
 
 # what makes a method's file, for a device: its name and content

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -58,7 +59,8 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     names = onnx_names(artifact.manifest, method)
     targets = (spec.target for spec in program.graph_signature.input_specs)
     fqns = {target: item.name for target, item in zip(targets, method.inputs, strict=True) if target is not None}
-    _Interface(where, translated, names, fqns, output_dtypes(artifact.manifest, method)).put(changed)
+    signature, dtypes = translated.exported_program.graph_signature, output_dtypes(artifact.manifest, method)
+    _Interface(where, translated.model, signature, names, fqns, dtypes).put(changed)
     model = ir.to_proto(translated.model)
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -73,9 +75,7 @@ def _check_tables(manifest: Manifest, method: Method) -> None:
     """Raise Unsupported for a tensor of a dtype that ONNX Runtime lacks."""
     used = {item.name for item in method.inputs}
     rows = [row for row in (*manifest.weights, *manifest.state, *manifest.variable) if not used.isdisjoint(row.names)]
-    signature = method.signature
-    flat = input_leaves(signature)
-    for item in (*rows, *flat, *leaves(signature.output)):
+    for item in (*rows, *input_leaves(method.signature), *leaves(method.signature.output)):
         if isinstance(item, NamedTensor | Tensor):
             element_of(item.name, item.dtype)
 
@@ -121,8 +121,7 @@ def _quietly() -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(before)
@@ -164,64 +163,57 @@ def _reason(error: BaseException) -> str:
     return f"{found[1]}: {last}" if found else last
 
 
+@dataclass
 class _Interface:
     """Gives a translated graph the inputs, outputs and names that the runtime expects.
 
     `fqns` are the manifest's names of the program's tensors, `dtypes` those of the outputs by their names.
     """
 
-    def __init__(
-        self, where: str, translated: Any, names: Names, fqns: Mapping[str, str], dtypes: Mapping[str, str]
-    ) -> None:
-        self._where = where
-        self._model = translated.model
-        self._graph = translated.model.graph
-        self._signature = translated.exported_program.graph_signature
-        self._names = names
-        self._fqns = fqns
-        self._dtypes = dtypes
+    where: str
+    model: Any
+    signature: Any
+    names: Names
+    fqns: Mapping[str, str]
+    dtypes: Mapping[str, str]
 
     def put(self, changed: frozenset[str]) -> None:
         """`changed` are the program's names of the buffers that a call changes."""
-        inputs = self._inputs()
+        inputs = self._paired("inputs", self.names.inputs, self.model.graph.inputs)
         weights = self._weights()
         finals = {**self._outputs(), **self._states(changed)}
-        self._graph.inputs.clear()
-        self._graph.outputs.clear()
-        self._graph.inputs.extend([*weights.values(), *inputs.values()])
+        self.model.graph.inputs.clear()
+        self.model.graph.outputs.clear()
+        self.model.graph.inputs.extend([*weights.values(), *inputs.values()])
         for name, value in finals.items():
-            self._graph.outputs.append(self._final(name, value))
-        public = dict(zip(finals, self._graph.outputs, strict=True)) | inputs | weights
-        self._rename(public | dict(self._graph.initializers))
+            self.model.graph.outputs.append(self._final(name, value))
+        public = dict(zip(finals, self.model.graph.outputs, strict=True)) | inputs | weights
+        self._rename(public | dict(self.model.graph.initializers))
         self._strip()
 
-    def _inputs(self) -> dict[str, Any]:
-        found, wanted = list(self._graph.inputs), [name for name in self._names.inputs if name is not None]
-        return self._paired("inputs", wanted, found)
-
     def _outputs(self) -> dict[str, Any]:
-        for spec in self._signature.output_specs:
+        for spec in self.signature.output_specs:
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
-                raise CaptureError(f"{self._where}: it changes the input {spec.target!r}, which ONNX cannot express")
-        wanted = [name for name in self._names.outputs if name is not None]
-        return self._paired("outputs", wanted, list(self._graph.outputs))
+                raise CaptureError(f"{self.where}: it changes the input {spec.target!r}, which ONNX cannot express")
+        return self._paired("outputs", self.names.outputs, self.model.graph.outputs)
 
-    def _paired(self, what: str, wanted: list[str], found: list[Any]) -> dict[str, Any]:
+    def _paired(self, what: str, names: Sequence[str | None], found: Sequence[Any]) -> dict[str, Any]:
+        wanted = [name for name in names if name is not None]
         if len(wanted) != len(found):
-            raise CaptureError(f"{self._where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
+            raise CaptureError(f"{self.where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
         return dict(zip(wanted, found, strict=True))
 
     def _weights(self) -> dict[str, Any]:
         """The initializers that become inputs; constants stay what they are. Those that nothing uses go."""
         weights = {}
-        for name, value in list(self._graph.initializers.items()):
-            del self._graph.initializers[name]
-            fqn = self._fqns.get(name)
-            if fqn in self._names.tensors:
+        for name, value in list(self.model.graph.initializers.items()):
+            del self.model.graph.initializers[name]
+            fqn = self.fqns.get(name)
+            if fqn in self.names.tensors:
                 value.const_value = None
                 weights[fqn] = value
-            elif value.uses() or value in self._graph.outputs:
-                self._graph.initializers[name] = value
+            elif value.uses() or value in self.model.graph.outputs:
+                self.model.graph.initializers[name] = value
         return weights
 
     def _states(self, changed: frozenset[str]) -> dict[str, Any]:
@@ -229,33 +221,33 @@ class _Interface:
         values = {value.name: value for value in self._values()}
         final = {
             spec.target: values.get(spec.arg.name)
-            for spec in self._signature.output_specs
+            for spec in self.signature.output_specs
             if spec.kind is OutputKind.BUFFER_MUTATION
         }
         lost = sorted(name for name in changed | final.keys() if final.get(name) is None)
         if lost:
-            raise CaptureError(f"{self._where}: its ONNX graph has lost the new value of the buffer {lost[0]!r}")
-        new = {self._fqns[name]: value for name, value in final.items()}
-        return {after: new[name] for name, after in self._names.after.items() if name in new}
+            raise CaptureError(f"{self.where}: its ONNX graph has lost the new value of the buffer {lost[0]!r}")
+        new = {self.fqns[name]: value for name, value in final.items()}
+        return {after: new[name] for name, after in self.names.after.items() if name in new}
 
     def _final(self, name: str, value: Any) -> Any:
         """The value as an output of its own, in the dtype that the manifest says: some translations give another."""
-        code = element_of(name, self._dtypes[name]).code
+        code = element_of(name, self.dtypes[name]).code
         node = ir.node("Cast", inputs=[value], attributes={"to": code})
-        self._graph.append(node)
+        self.model.graph.append(node)
         (output,) = node.outputs
         output.type, output.shape = ir.TensorType(ir.DataType(code)), value.shape
         return output
 
     def _values(self) -> Iterator[Any]:
-        yield from self._graph.inputs
-        yield from self._graph.initializers.values()
-        for node in self._graph.all_nodes():
+        yield from self.model.graph.inputs
+        yield from self.model.graph.initializers.values()
+        for node in self.model.graph.all_nodes():
             yield from node.outputs
 
     def _rename(self, public: Mapping[str, Any]) -> None:
-        initializers = list(self._graph.initializers.items())
-        self._graph.initializers.clear()
+        initializers = list(self.model.graph.initializers.items())
+        self.model.graph.initializers.clear()
         known = {id(value) for value in public.values()}
         taken = set(public)
         for number, value in enumerate(self._values()):
@@ -265,14 +257,14 @@ class _Interface:
         for name, value in public.items():
             value.name = name
         for name, value in initializers:
-            self._graph.initializers[name] = value
+            self.model.graph.initializers[name] = value
 
     def _strip(self) -> None:
         """Without what tells of the build machine, or of the model's source."""
-        for item in (self._model, self._graph, *self._graph.all_nodes(), *self._values()):
+        for item in (self.model, self.model.graph, *self.model.graph.all_nodes(), *self._values()):
             item.metadata_props.clear()
             item.doc_string = None
-        for function in self._model.functions.values():
+        for function in self.model.functions.values():
             function.metadata_props.clear()
             for node in function:
                 node.metadata_props.clear()

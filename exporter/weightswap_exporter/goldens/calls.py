@@ -13,7 +13,7 @@ from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.errors import InputMismatch, RecordingError
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.signature import Signature, leaves, unflatten
+from weightswap_runtime.format.signature import leaves, unflatten
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
@@ -114,7 +114,9 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def with_literals(signature: Signature, call: GoldenCall) -> dict[str, Any]:
-    """The keyword arguments, with the literals that a call may leave out: the graph has its own values for them."""
+def with_literals(call: GoldenCall, manifest: Manifest) -> GoldenCall:
+    """The call with the literals that it may leave out, as keyword arguments: the graph has its own values for them."""
+    signature = manifest.methods[call.method].signature
     rest = (*signature.args[len(call.args) :], *signature.kwargs)
-    return {name: unflatten(node, list(leaves(node))) for name, node in rest if name not in call.kwargs} | call.kwargs
+    literals = {name: unflatten(node, list(leaves(node))) for name, node in rest if name not in call.kwargs}
+    return call._replace(kwargs=literals | call.kwargs)

@@ -19,8 +19,6 @@ from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
-_NOTHING = nullcontext()
-
 
 class Outputs(NamedTuple):
     """A call's flat outputs in the graph's order, tensors as copies, with their names."""
@@ -33,10 +31,10 @@ class Outputs(NamedTuple):
 def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
     """The model, to be called in this block.
 
-    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients
-    and no autocast; attention takes the ordinary path, which is the one that is captured, and a model of the library
-    transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is
-    held, are what they were, whatever is raised.
+    functions: a method's name -> the model's attribute, where those differ. initial: the state by FQN. In the block
+    there are no gradients and no autocast; attention takes the ordinary path, which is the one that is captured, and a
+    model of the library transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers,
+    of which a copy is held, are what they were, whatever is raised.
     """
     buffers = _ModelBuffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -64,7 +62,7 @@ class Eager:
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        within: AbstractContextManager[object] = _NOTHING,
+        within: AbstractContextManager[object] | None = None,
     ) -> Outputs:
         """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them.
 
@@ -72,9 +70,9 @@ class Eager:
         """
         self._buffers.reset()
         args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
-        name = self._functions[method]
+        name = self._functions.get(method, method)
         call = self._model if name == "forward" else getattr(self._model, name)
-        with within:
+        with within or nullcontext():
             result = call(*args, **kwargs)
         tree, values = plain_tree(result)
         return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])

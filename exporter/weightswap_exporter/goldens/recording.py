@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightswap_exporter.checkpoints.tensor import content_of, dtype_of, pieces
+from weightswap_exporter.checkpoints.tensor import content_of, contents_of, dtype_of, pieces
 from weightswap_exporter.models.tensors import is_fake, named_tensors
 from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.format.goldens import Environment, encode_goldens
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
+from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.recorded_call import Case, Value, type_problem
 from weightswap_runtime.format.signature import Integer, Leaf, Literal, Tensor, input_leaves, leaves
 from weightswap_runtime.format.weight_file import weights_id
@@ -87,7 +87,7 @@ def record(
 ) -> Recording:
     """Call the eager model, twice for each call, and keep what it gives.
 
-    constants: `Artifact.constants`. functions: a method's name -> the model's attribute. The model
+    constants: `Artifact.constants`. functions: a method's name -> the model's attribute, where those differ. The model
     must have the weights of the file, in the mode in which it was exported. Raises RecordingError with every problem:
     a model that does not fit, inputs that a server would refuse, outputs that differ from one run to the next.
     """
@@ -120,11 +120,10 @@ class _CaseRecorder:
     def record(self, runner: Eager, call: GoldenCall, flat: list[Any]) -> None:
         """Run a call twice and keep it as the next case. `flat` are its inputs as the graph takes them."""
         number = len(self.cases)
-        signature = self._manifest.methods[call.method].signature
-        kwargs = with_literals(signature, call)
-        wanted = leaves(signature.output)
+        wanted = leaves(self._manifest.methods[call.method].signature.output)
+        complete = with_literals(call, self._manifest)
         try:
-            first, second = (runner.run(call.method, call.args, kwargs) for _ in range(2))
+            first, second = (runner.run(*complete) for _ in range(2))
         except Exception as error:
             problems = [f": the model raised {frame_of(error)}{first_line(error)}"]
             outputs: list[Any] = []
@@ -164,7 +163,7 @@ def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, t
     tensors = named_tensors(model)
     for row in manifest.constants:
         tensor = tensors.get(row.name)
-        if tensor is not None and (text := _difference(values[row.name], tensor)):
+        if tensor is not None and (text := difference(content_of(values[row.name]), content_of(tensor), None)):
             yield f"{row.name} is not the artifact's constant{text}"
 
 
@@ -172,26 +171,22 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
     """Weights and state that the model has not, or in another type, or not on the CPU."""
     tensors = named_tensors(model)
     for row in (*manifest.weights, *manifest.state):
-        if problem := _tensor_problem(row, tensors.get(row.name)):
-            yield problem
-
-
-def _tensor_problem(row: NamedTensor, tensor: torch.Tensor | None) -> str | None:
-    expected = f"{row.name}: the artifact has {describe(row)}"
-    if tensor is None:
-        return f"{expected}, the model no such tensor"
-    found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
-    if not same_type(found, row) or tensor.device.type != "cpu":
-        return f"{expected} on the CPU, the model {found} on {tensor.device}"
-    return None
+        expected = f"{row.name}: the artifact has {describe(row)}"
+        if (tensor := tensors.get(row.name)) is None:
+            yield f"{expected}, the model no such tensor"
+            continue
+        found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
+        if not same_type(found, row) or tensor.device.type != "cpu":
+            yield f"{expected} on the CPU, the model {found} on {tensor.device}"
 
 
 def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:
     for method in dict.fromkeys(call.method for call in calls):
-        if not callable(getattr(model, functions[method], None)):
+        name = functions.get(method, method)
+        if not callable(getattr(model, name, None)):
             yield (
-                f"the model has no attribute {functions[method]!r} to call for the method {method!r}; give it one "
-                f"(model.{functions[method]} = ...), or record with export()"
+                f"the model has no attribute {name!r} to call for the method {method!r}; give it one "
+                f"(model.{name} = ...), or record with export()"
             )
 
 
@@ -202,7 +197,7 @@ def _output_problems(wanted: list[Leaf], first: Outputs, second: Outputs) -> Ite
             yield f": expected the outputs {', '.join(names)}, the model gives {', '.join(found.names)}"
             return
     for leaf, one, other in zip(wanted, first.values, second.values, strict=True):
-        if text := _value_problem(leaf, one) or change(*(_kept(value) for value in (one, other))):
+        if text := _value_problem(leaf, one) or change(*contents_of((one, other))):
             yield f", {leaf.name}{text}"
 
 
@@ -218,21 +213,12 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
     return type_problem(leaf, TensorType(dtype_of(value.dtype), tuple(value.shape)))
 
 
-def _kept(value: Any) -> Any:
-    return content_of(value) if isinstance(value, torch.Tensor) else value
-
-
 def change(one: Any, other: Any, who: str = "the eager model") -> str | None:
     """How two runs of one call differ, in words; tensors as contents. Dropout is left on, or numbers are random."""
     if not isinstance(one, TensorBytes) or not isinstance(other, TensorBytes):
         return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
     text = difference(one, other, None)
     return f" is not deterministic: two runs of {who} differ at {text.lstrip(': ')}" if text else None
-
-
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
-    """Where the bits of two tensors differ, in words."""
-    return difference(content_of(expected), content_of(found), None)
 
 
 def weights_identity(model: nn.Module, manifest: Manifest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,15 +18,14 @@ from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
-from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, Given, PathLike, calls_to_compare
 from .divergence import locate_divergence
 from .executions import EagerSide, EngineSide, Run, Side, eager_side, taken
-from .measuring import Tolerances, measure, tolerances
+from .measuring import Tolerances, compared, tolerances
 from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
 from .steps import NodeFailed
@@ -133,61 +133,53 @@ def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, mod
     return wanted
 
 
+@dataclass
 class _EngineComparison:
     """Collects what the engines give, device by device."""
 
-    def __init__(
-        self, artifact: Artifact, weights: PathLike, given: Sequence[Given], tolerance: Tolerance | None, locate: bool
-    ) -> None:
-        self.engines: list[EngineParity] = []
-        self.skipped: dict[str, str] = {}
-        self.weights_id = ""
-        self._artifact = artifact
-        self._weights = weights
-        self._given = given
-        self._tolerance = tolerance
-        self._locate = locate
+    artifact: Artifact
+    weights: PathLike
+    given: Sequence[Given]
+    tolerance: Tolerance | None
+    locate: bool
+    engines: list[EngineParity] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    weights_id: str = ""
 
     def run(self, reference: Side, names: Sequence[str], device: str) -> None:
         """Compare engines with the reference on one device. Raises ParityError, and what `load` raises."""
         expected = self._expected(reference)
         for name in names:
-            self.engines.append(self._engine(reference, Run(self._weights, name), expected, device))
+            self.engines.append(self._engine(reference, Run(self.weights, name), expected, device))
 
     def _expected(self, reference: Side) -> list[tuple[Given, list[Any]]]:
         """What the reference gives to each call that it can take."""
-        found = [(given, self._reference(reference, given)) for given in self._given]
-        expected = [(given, values) for given, values in found if values is not None]
-        if lost := {given.call.method for given in self._given} - {given.call.method for given, _ in expected}:
+        expected = []
+        for given in self.given:
+            found = taken(reference, given, self.artifact)
+            if isinstance(found, str):
+                self.skipped[given.where] = found
+            else:
+                expected.append((given, found))
+        if lost := {given.call.method for given in self.given} - {given.call.method for given, _ in expected}:
             problems = [f"{method}: no call could be compared" for method in sorted(lost)]
             advice = "Random inputs are nothing that this model takes; give cases=[(args, kwargs)]."
             raise ParityError([*problems, *self.skipped.values()], advice)
         return expected
 
-    def _reference(self, reference: Side, given: Given) -> list[Any] | None:
-        found = taken(reference, given, self._outputs(given))
-        if isinstance(found, str):
-            self.skipped[given.where] = found
-            return None
-        return found
-
-    def _outputs(self, given: Given) -> list[Leaf]:
-        return leaves(self._artifact.manifest.methods[given.call.method].signature.output)
-
     def _engine(self, reference: Side, run: Run, expected: list[tuple[Given, list[Any]]], device: str) -> EngineParity:
-        side = EngineSide(self._artifact, run, device)
+        side = EngineSide(self.artifact, run, device)
         self.weights_id = side.model.weights_id or ""
-        limits = tolerances(run.engine, self._tolerance)
+        limits = tolerances(run.engine, self.tolerance)
         cases = [self._case(side, given, values, limits) for given, values in expected]
         wrong = next((given for (given, _), case in zip(expected, cases, strict=True) if not case.same), None)
         divergence, note = None, ""
-        if wrong is not None and self._locate:
-            one = run._replace(engine=side.model.engines[wrong.call.method])
-            divergence, note = self._located(reference, one, wrong, limits, device)
+        if wrong is not None and self.locate:
+            divergence, note = self._located(reference, side.run_of(wrong.call.method), wrong, limits, device)
         return EngineParity(
             engine=run.engine,
             device=device,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             default_tolerance=limits.by_dtype,
             cases=tuple(cases),
             divergence=divergence,
@@ -202,8 +194,10 @@ class _EngineComparison:
             if isinstance(error, WeightswapError) and not isinstance(error, InputMismatch):
                 raise
             return msgspec.structs.replace(case, **{"refused" if given.may_be_refused else "error": first_line(error)})
-        paired = zip(self._outputs(given), expected, found, strict=True)
-        outputs = tuple(_output(*each, limits) for each in paired)
+        described = leaves(self.artifact.manifest.methods[case.method].signature.output)
+        paired = zip(described, expected, found, strict=True)
+        judged = [(leaf.name, *compared(one, other, limits.of)) for leaf, one, other in paired]
+        outputs = tuple(OutputParity(name=name, measure=measured, problem=text) for name, measured, text in judged)
         wrong = [f"{output.name}: {output.problem}" for output in outputs if output.problem]
         if wrong and limits.by_dtype and given.may_be_refused:
             return msgspec.structs.replace(case, refused=wrong[0])
@@ -216,16 +210,8 @@ class _EngineComparison:
             return None, f"the first divergence is looked for on the CPU alone, not on {device}"
         model = reference if isinstance(reference, EagerSide) else None
         try:
-            return locate_divergence(model, self._artifact, run, given, limits)
+            return locate_divergence(model, self.artifact, run, given, limits)
         except NodeFailed as error:
             return None, str(error)
         except Exception as error:  # of what is only there to explain
             return None, f"the first divergence cannot be found: {first_line(error)}"
-
-
-def _output(leaf: Leaf, expected: Any, found: Any, limits: Tolerances) -> OutputParity:
-    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
-        measured = measure(expected, found, limits(expected.dtype))
-        return OutputParity(name=leaf.name, measure=measured, problem=measured.text)
-    problem = "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
-    return OutputParity(name=leaf.name, measure=None, problem=problem)

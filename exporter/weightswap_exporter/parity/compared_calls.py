@@ -72,14 +72,9 @@ def _given(artifact: Artifact, cases: Requested) -> list[Given]:
     except RecordingError as error:
         raise ParityError(error.problems, error.advice) from error
     return [
-        Given(f"case {number}", "given", _complete(artifact, call), values)
+        Given(f"case {number}", "given", with_literals(call, artifact.manifest), values)
         for number, (call, values) in enumerate(zip(wanted.calls, flat, strict=True))
     ]
-
-
-def _complete(artifact: Artifact, call: GoldenCall) -> GoldenCall:
-    signature = artifact.manifest.methods[call.method].signature
-    return call._replace(kwargs=with_literals(signature, call))
 
 
 def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[Given]:
@@ -109,10 +104,6 @@ def _sizes(signature: Signature) -> list[Sizes]:
 
 def _call(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> Given:
     signature = artifact.manifest.methods[method].signature
-    values = [_tensor(value) for value in flat]
+    values = [copied_tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
     args, kwargs = call_arguments(signature, values)
     return Given(name, origin, GoldenCall(method, args, kwargs), values)
-
-
-def _tensor(value: Any) -> Any:
-    return copied_tensor(value) if isinstance(value, TensorBytes) else value

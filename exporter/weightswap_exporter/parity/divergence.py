@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
-
 from weightswap_exporter.checkpoints.tensor import content_of, dtype_of
 from weightswap_exporter.models.tensors import named_tensors
 from weightswap_runtime import Artifact
@@ -125,17 +123,13 @@ def _step_pairs(
             continue
         alike = all(None in both or both[0] == both[1] for both in zip(one.inputs, other.inputs, strict=False))
         for values in zip(one.values, other.values, strict=True):
-            if _is_known(values[0]):
+            if dtype_of(values[0].dtype) in DTYPES:
                 yield _StepPair(other.position, content_of(values[0]), content_of(values[1]), alike, alone)
                 alone = ()
     for ours, theirs in zip(outputs, others, strict=True):
         if isinstance(ours, TensorBytes) and isinstance(theirs, TensorBytes):
             yield _StepPair(_OUTPUTS, ours, theirs, fed_alike=False, alone=alone, is_output=True)
             alone = ()
-
-
-def _is_known(value: torch.Tensor) -> bool:
-    return dtype_of(value.dtype) in DTYPES and value.layout is torch.strided
 
 
 def _stretch(taps: Sequence[Tap], ends: Sequence[Tap], bad: int) -> list[Tap]:
@@ -166,7 +160,7 @@ def _outputs(artifact: Artifact, run: Run, given: Given) -> list[Any]:
 
 
 def _measured(pairs: Sequence[_StepPair], limits: Tolerances) -> list[Measure]:
-    return [measure(pair.expected, pair.found, limits(pair.expected.dtype)) for pair in pairs]
+    return [measure(pair.expected, pair.found, limits.of(pair.expected.dtype)) for pair in pairs]
 
 
 def _first_bad(pairs: Sequence[_StepPair], measured: Sequence[Measure], limits: Tolerances) -> int | None:

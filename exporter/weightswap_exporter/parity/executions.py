@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.checkpoints.tensor import content_of
+from weightswap_exporter.checkpoints.tensor import contents_of
 from weightswap_exporter.goldens.eager import Eager, eager
 from weightswap_exporter.goldens.recording import change
 from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import ParityError, WeightswapError
-from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 from weightswap_tools.call_inputs import call_flat
@@ -60,13 +61,17 @@ class EngineSide:
     def __init__(self, artifact: Artifact, run: Run, device: str = HOST) -> None:
         """Raises what `load` raises."""
         self.name = run.name
-        self._weights = run.weights
+        self._run = run
         chosen: Any = run.engine
         self.model: Model = load(artifact, engine=chosen, device=device, residency="single")
         self._swap()
 
     def _swap(self) -> None:
-        self.model.swap(self._weights, verify="off", allow_other_graph=True)
+        self.model.swap(self._run.weights, verify="off", allow_other_graph=True)
+
+    def run_of(self, method: str) -> Run:
+        """The run with the engine that a method has: `torch` where there is no file for another."""
+        return self._run._replace(engine=self.model.engines[method])
 
     def run(self, given: Given) -> list[Any]:
         if self.model.artifact.manifest.state:
@@ -74,7 +79,7 @@ class EngineSide:
         return call(self.model, given)
 
 
-def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] | str:
+def taken(reference: Side, given: Given, artifact: Artifact) -> list[Any] | str:
     """What the reference gives to a call, twice the same; a sentence for a generated one that it refuses.
 
     Raises ParityError where it refuses another, or gives something else the second time.
@@ -88,6 +93,7 @@ def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] |
         if given.origin != "generated":
             raise ParityError([text], "Give inputs that the model takes.") from error
         return text
+    outputs = leaves(artifact.manifest.methods[given.call.method].signature.output)
     pairs = zip(outputs, first, second, strict=True)
     told = ((leaf.name, change(one, other, reference.name)) for leaf, one, other in pairs)
     if problems := [f"{given.where}, {name}{text}" for name, text in told if text]:
@@ -97,36 +103,34 @@ def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] |
 
 def call(model: Model, given: Given) -> list[Any]:
     """Flat outputs, tensors as contents. Raises what the model's engine raises."""
-    flat = [content_of(each) if isinstance(each, torch.Tensor) else each for each in given.flat]
-    return call_flat(model, given.call.method, flat)
+    return call_flat(model, given.call.method, contents_of(given.flat))
 
 
+@dataclass
 class EagerSide:
     """The eager model, in an `eager()` block."""
 
     name = "the eager model"
-
-    def __init__(self, model: nn.Module, runner: Eager, artifact: Artifact, device: str) -> None:
-        self.model = model
-        self._runner = runner
-        self._artifact = artifact
-        self._device = device
+    model: nn.Module
+    runner: Eager
+    artifact: Artifact
+    device: str
 
     def run(self, given: Given, within: AbstractContextManager[object] | None = None) -> list[Any]:
         """within: a block for the model's call. Raises ParityError, too, for other outputs than the graph's."""
         method, args, kwargs = given.call
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
-        outputs = self._runner.run(method, args, kwargs, within or nullcontext())
-        names = [leaf.name for leaf in leaves(self._artifact.manifest.methods[method].signature.output)]
+        outputs = self.runner.run(method, args, kwargs, within)
+        names = [leaf.name for leaf in leaves(self.artifact.manifest.methods[method].signature.output)]
         if outputs.names != names:
             raise ParityError(
                 [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(outputs.names)}"],
                 "Compare with the model that was exported, or export it again.",
             )
-        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in outputs.values]
+        return contents_of(outputs.values)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
+        return tensor.to(self.device)
 
 
 @contextmanager
@@ -139,8 +143,7 @@ def eager_side(
     block have changed the model's weights or constants.
     """
     placed = model if device == HOST else copy.deepcopy(model).to(device)
-    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
-    with eager(placed, names, initial_state(artifact)) as runner:
+    with eager(placed, functions or {}, initial_state(artifact)) as runner:
         try:
             yield EagerSide(placed, runner, artifact, device)
         except ParityError:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import nn
 
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import InputMismatch
-from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, Given, PathLike, calls_to_compare
 from .divergence import between_engines, locate_divergence
 from .executions import EagerSide, EngineSide, Run, Side, eager_side, taken
-from .measuring import Tolerances, measure, tolerances
+from .measuring import Tolerances, compared, tolerances
 from .preconditions import checked_model, recorded_inputs, servable
 from .report import Divergence
 
@@ -49,57 +46,36 @@ def first_divergence(
     what a run raises to a call that the other takes.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    with TemporaryDirectory(prefix="weightswap-") as folder:
-        one, other = (_side(each, opened, Path(folder) / name) for name, each in (("a", expected), ("b", found)))
-        assert isinstance(other, Run)
-        return _first(opened, one, other, cases, tolerance, functions, seed)
+    with TemporaryDirectory(prefix="weightswap-") as folder, ExitStack() as stack:
+        wanted = [found] if isinstance(expected, nn.Module) else [expected, found]
+        runs = [_servable(each, opened, Path(folder) / str(number)) for number, each in enumerate(wanted)]
+        limits = tolerances(next((run.engine for run in runs if run.engine != "torch"), "torch"), tolerance)
+        one: EagerSide | EngineSide
+        if isinstance(expected, nn.Module):
+            model = checked_model(unwrapped(expected), opened)
+            one = stack.enter_context(eager_side(model, opened, functions, HOST))
+        else:
+            one = EngineSide(opened, runs[0])
+        other = EngineSide(opened, runs[-1])
+        for given in calls_to_compare(opened, cases, recorded_inputs(opened, runs[-1].weights), seed):
+            if not _differ(one, other, given, limits, opened):
+                continue
+            run = other.run_of(given.call.method)
+            if isinstance(one, EagerSide):
+                return locate_divergence(one, opened, run, given, limits)[0]
+            return between_engines(opened, one.run_of(given.call.method), run, given, limits)
+    return None
 
 
-def _side(given: nn.Module | Run | PathLike, artifact: Artifact, folder: Path) -> nn.Module | Run:
-    if isinstance(given, nn.Module):
-        return given
+def _servable(given: Run | PathLike, artifact: Artifact, folder: Path) -> Run:
     run = given if isinstance(given, Run) else Run(given)
     folder.mkdir()
     return run._replace(weights=servable(run.weights, artifact, folder))
 
 
-def _first(
-    opened: Artifact,
-    expected: nn.Module | Run,
-    found: Run,
-    cases: Cases | None,
-    tolerance: Tolerance | None,
-    functions: Mapping[str, str] | None,
-    seed: int,
-) -> Divergence | None:
-    engine = found.engine if isinstance(expected, nn.Module) or expected.engine == "torch" else expected.engine
-    limits = tolerances(engine, tolerance)
-    with ExitStack() as stack:
-        one: Side
-        if isinstance(expected, nn.Module):
-            model = checked_model(unwrapped(expected), opened)
-            one = stack.enter_context(eager_side(model, opened, functions, HOST))
-        else:
-            one = EngineSide(opened, expected)
-        other = EngineSide(opened, found)
-        for given in calls_to_compare(opened, cases, recorded_inputs(opened, found.weights), seed):
-            method = given.call.method
-            outputs = leaves(opened.manifest.methods[method].signature.output)
-            if not _differ(one, other, given, limits, outputs):
-                continue
-            found = found._replace(engine=other.model.engines[method])
-            if isinstance(one, EagerSide):
-                return locate_divergence(one, opened, found, given, limits)[0]
-            assert isinstance(expected, Run)
-            assert isinstance(one, EngineSide)
-            expected = expected._replace(engine=one.model.engines[method])
-            return between_engines(opened, expected, found, given, limits)
-    return None
-
-
-def _differ(expected: Side, found: Side, given: Given, limits: Tolerances, outputs: Sequence[Leaf]) -> bool:
+def _differ(expected: Side, found: Side, given: Given, limits: Tolerances, artifact: Artifact) -> bool:
     """Whether the outputs of a call do; not where one of them does not take it."""
-    wanted = taken(expected, given, outputs)
+    wanted = taken(expected, given, artifact)
     if isinstance(wanted, str):
         return False
     try:
@@ -108,10 +84,4 @@ def _differ(expected: Side, found: Side, given: Given, limits: Tolerances, outpu
         if given.is_refused(error):
             return False
         raise
-    return any(not _same(one, other, limits) for one, other in zip(wanted, got, strict=True))
-
-
-def _same(one: Any, other: Any, limits: Tolerances) -> bool:
-    if isinstance(one, TensorBytes) and isinstance(other, TensorBytes):
-        return measure(one, other, limits(one.dtype)).same
-    return bool(one == other)
+    return any(compared(one, other, limits.of)[1] for one, other in zip(wanted, got, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.capture.reopening import method_program, open_program
-from weightswap_exporter.checkpoints.tensor import content_of
+from weightswap_exporter.checkpoints.tensor import contents_of
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 
@@ -41,27 +40,24 @@ class OpenedGraph:
         recorder = StepRecorder(run.position, [value for value in own if isinstance(value, torch.Tensor)])
         with torch.no_grad(), recorder:
             values = run.run(*_flat(program, given))
-        return recorder.steps, _contents(values)
+        return recorder.steps, contents_of(values)
 
     def outputs(self, weights: PathLike, given: Given) -> list[Any]:
         """Flat outputs, tensors as contents."""
         program = self._filled(weights)
         with torch.no_grad():
-            return _contents(GraphRun(program).run(*_flat(program, given)))
+            return contents_of(GraphRun(program).run(*_flat(program, given)))
 
     def weights_of(self, node: str) -> tuple[str, ...]:
         """The weights, state and constants that a node takes, by the first of their FQNs."""
-        return self._taken.get(node, ())
-
-    @cached_property
-    def _taken(self) -> dict[str, tuple[str, ...]]:
         graph = self.open().graph
         pairs = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
         manifest = self.artifact.manifest
         tables = (*manifest.weights, *manifest.state, *manifest.constants)
         first = {name: row.name for row in tables for name in row.names}
-        fqns = {node: first[item.name] for node, item in pairs if item.kind != "input"}
-        return {node.name: tuple(fqns[each] for each in node.all_input_nodes if each in fqns) for node in graph.nodes}
+        fqns = {given: first[item.name] for given, item in pairs if item.kind != "input"}
+        taken = [each for found in graph.nodes if found.name == node for each in found.all_input_nodes]
+        return tuple(fqns[each] for each in taken if each in fqns)
 
     def _filled(self, weights: PathLike) -> ExportedProgram:
         """The program with weights, and with the initial state."""
@@ -73,10 +69,6 @@ class OpenedGraph:
                 with torch.no_grad():
                     table[spec.target].copy_(values[item.name])
         return program
-
-
-def _contents(values: Any) -> list[Any]:
-    return [content_of(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _flat(program: ExportedProgram, given: Given) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -161,7 +162,7 @@ class Tolerances(NamedTuple):
     stated: Tolerance | None
     by_dtype: bool
 
-    def __call__(self, dtype: str) -> Tolerance | None:
+    def of(self, dtype: str) -> Tolerance | None:
         return default_tolerance(dtype, OTHER_KERNELS) if self.by_dtype else self.stated
 
     def is_past(self, measured: Measure) -> bool:
@@ -173,9 +174,17 @@ class Tolerances(NamedTuple):
         if measured.same:
             return False
         dtype = measured.expected.partition("[")[0]
-        limits = self(dtype)
+        limits = self.of(dtype)
         exact = limits is None or not has_fractions(dtype) or measured.expected != measured.found
         return exact or measured.unlike > 0 or (limits is not None and measured.scaled > limits[0])
+
+
+def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None]) -> tuple[Measure | None, str]:
+    """How far two outputs are apart, if they are tensors; and what is wrong, in words, empty where nothing is."""
+    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
+        measured = measure(expected, found, limits(expected.dtype))
+        return measured, measured.text
+    return None, "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
 
 
 def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:

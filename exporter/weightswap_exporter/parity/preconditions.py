@@ -52,14 +52,13 @@ def check_request(
     if tolerance is not None and (problem := tolerance_problem(tolerance)):
         raise ParityError([problem], "Leave it out for the tolerances of each engine.")
     problems = [] if devices else ["devices is empty"]
-    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
+    stated = any(each.origin == "given" for each in given)
     for method in artifact.methods:
+        name = (functions or {}).get(method, method)
         if not any(each.call.method == method for each in given):
-            problems += (
-                [] if any(each.origin == "given" for each in given) else [f"{method}: no sizes meet its conditions"]
-            )
-        elif model is not None and not callable(getattr(model, names[method], None)):
-            problems.append(f"the model has no attribute {names[method]!r} to call for the method {method!r}")
+            problems += [] if stated else [f"{method}: no sizes meet its conditions"]
+        elif model is not None and not callable(getattr(model, name, None)):
+            problems.append(f"the model has no attribute {name!r} to call for the method {method!r}")
     if problems:
         raise ParityError(problems, "Give cases=, and functions={method: attribute} where the names differ.")
     for device in devices:
@@ -126,19 +125,16 @@ def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
     """Put a packed file's tensors in by name. Raises CheckpointError."""
     tensors, values = named_tensors(model), read_weights(weights, framework="torch")
     problems = list(type_problems(model, artifact.manifest))
-    problems += [f"{row.name}: not in the file" for row in artifact.manifest.weights if row.name not in values]
-    if not problems:
-        pairs = [(row.name, tensors[row.name], values[row.name]) for row in artifact.manifest.weights]
-        problems = [
-            f"{name}: {list(one.shape)}, not {list(other.shape)}"
-            for name, one, other in pairs
-            if one.shape != other.shape
-        ]
+    for row in artifact.manifest.weights:
+        if (value := values.get(row.name)) is None:
+            problems.append(f"{row.name}: not in the file")
+        elif value.shape != row.shape:
+            problems.append(f"{row.name}: {list(row.shape)}, not {list(value.shape)}")
     if problems:
         raise CheckpointError(f"{weights}: is not for this model: {listed(problems, between='; ')}")
     with torch.no_grad():
-        for _, tensor, value in pairs:
-            tensor.copy_(value)
+        for row in artifact.manifest.weights:
+            tensors[row.name].copy_(values[row.name])
 
 
 def _is_packed(weights: PathLike) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.sources.atomic import new_file
 from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, PathLike, calls_to_compare, recorded_calls
 from .executions import eager_side, taken
-from .measuring import measure
+from .measuring import compared
 from .preconditions import check_request, checked_model
 
 
@@ -45,15 +45,12 @@ def record_outputs(
     Raises RecordingError, and ParityError.
     """
     given = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
-    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
     plain = checked_model(unwrapped(model), artifact)
     check_request(plain, artifact, given, functions, [HOST], tolerance)
     with eager_side(plain, artifact, functions, HOST) as side:
-        outputs = {name: leaves(method.signature.output) for name, method in artifact.manifest.methods.items()}
-        kept = [each.call for each in given if not isinstance(taken(side, each, outputs[each.call.method]), str)]
+        kept = [each.call for each in given if not isinstance(taken(side, each, artifact), str)]
     wanted = GoldensRequest(kept, tolerance)
-    recording = record(plain, wanted, artifact.manifest, artifact.constants(), names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    recording = record(plain, wanted, artifact.manifest, artifact.constants(), functions or {})
     with new_file(Path(path)) as file:
         file.write(recording.encode(weights_identity(plain, artifact.manifest)))
 
@@ -87,11 +84,8 @@ def _problems(goldens: Goldens, artifact: Artifact, found: list[list[Any]]) -> I
     for number, (case, values) in enumerate(zip(goldens.cases, found, strict=True)):
         outputs = leaves(artifact.manifest.methods[case.method].signature.output)
         for leaf, recorded, value in zip(outputs, case.outputs, values, strict=True):
-            if isinstance(recorded, str) and isinstance(value, TensorBytes):
-                text = measure(goldens.tensors[recorded], value, _tolerance(goldens, value.dtype)).text
-            else:
-                text = "" if recorded is None or recorded == value else f"expected {recorded!r}, found {value!r:.80}"
-            if text:
+            expected = goldens.tensors[recorded] if isinstance(recorded, str) else recorded
+            if expected is not None and (text := compared(expected, value, partial(_tolerance, goldens))[1]):
                 yield f"{case.method}, golden {number}, {leaf.name}: {text}"
 
 

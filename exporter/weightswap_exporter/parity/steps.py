@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,17 +123,14 @@ class ModuleStack:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 entry = name, type(module).__qualname__
-                stack.callback(module.register_forward_pre_hook(self._entering(entry), prepend=True).remove)
+                stack.callback(module.register_forward_pre_hook(partial(self._entered, entry), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._left, always_call=True).remove)
             yield
 
-    def _entering(self, entry: tuple[str, str]) -> Callable[..., None]:
-        def entering(*_: Any) -> None:
-            self._stack.append(entry)
+    def _entered(self, entry: tuple[str, str], *_: Any) -> None:
+        self._stack.append(entry)
 
-        return entering
-
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _left(self, *_: Any) -> None:
         self._stack.pop()
 
 

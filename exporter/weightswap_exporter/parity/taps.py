@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -94,9 +94,5 @@ def _tap(program: ExportedProgram, node: Node) -> Tensor:
     program.graph_signature.output_specs.append(
         OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=copy.name), target=None)
     )
-    return Tensor(node.name, DTYPE_NAMES[value.dtype], tuple(_sizes(value)))
-
-
-def _sizes(value: torch.Tensor) -> Iterator[int | str]:
-    for size in value.shape:
-        yield size if isinstance(size, int) else str(size.node.expr)
+    shape = tuple(size if isinstance(size, int) else str(size.node.expr) for size in value.shape)
+    return Tensor(node.name, DTYPE_NAMES[value.dtype], shape)

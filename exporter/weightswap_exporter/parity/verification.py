@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -134,32 +135,32 @@ def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, no
     return path
 
 
+@dataclass
 class _Checks:
     """Collects the results."""
 
-    def __init__(self, artifact: Artifact, weights: PathLike, engines: Sequence[str], tell: Tell) -> None:
-        self.goldens: list[GoldensCheck] = []
-        self.parity: ParityReport | None = None
-        self.swaps: list[SwapCheck] = []
-        self.notes: list[str] = []
-        self.weights_id = ""
-        self._artifact = artifact
-        self._weights = weights
-        self._engines = engines
-        self._tell = tell
+    artifact: Artifact
+    weights: PathLike
+    engines: Sequence[str]
+    tell: Tell
+    goldens: list[GoldensCheck] = field(default_factory=list)
+    parity: ParityReport | None = None
+    swaps: list[SwapCheck] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    weights_id: str = ""
 
     def calls(self, recipe: Mapping[str, Any], seed: int) -> list[Given]:
         """The recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
         samples = _samples(recipe)
-        given = calls_to_compare(self._artifact, samples, [], seed) if samples else []
-        return given + calls_to_compare(self._artifact, None, recorded_inputs(self._artifact, self._weights), seed)
+        given = calls_to_compare(self.artifact, samples, [], seed) if samples else []
+        return given + calls_to_compare(self.artifact, None, recorded_inputs(self.artifact, self.weights), seed)
 
     def check_goldens(self) -> None:
-        for engine in self._engines:
-            self._tell(f"recorded calls on {engine}")
+        for engine in self.engines:
+            self.tell(f"recorded calls on {engine}")
             model = self._load(engine)
             try:
-                receipt = model.swap(self._weights)
+                receipt = model.swap(self.weights)
             except GoldenMismatch as error:
                 self.goldens.append(GoldensCheck(engine=engine, verified="none", problems=error.problems))
             else:
@@ -167,14 +168,14 @@ class _Checks:
                 self.goldens.append(GoldensCheck(engine=engine, verified=receipt.verified))
 
     def check_parity(self, recipe: Mapping[str, Any] | None, given: Sequence[Given], limits: Tolerance | None) -> None:
-        if recipe is None and set(self._engines) <= {"torch"}:
+        if recipe is None and set(self.engines) <= {"torch"}:
             self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
             return
-        self._tell("calls on every engine")
-        model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self._artifact)
+        self.tell("calls on every engine")
+        model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self.artifact)
         functions = {name: spec.fn_name for name, spec in ((recipe or {}).get("methods") or {}).items()}
         self.parity = compare_calls(
-            model, self._artifact, self._weights, given, self._engines, tolerance=limits, functions=functions
+            model, self.artifact, self.weights, given, self.engines, tolerance=limits, functions=functions
         )
         self.notes += self.parity.notes
         self.notes += [text for engine in self.parity.engines for text in engine.refusals]
@@ -184,9 +185,9 @@ class _Checks:
         if before is None:
             return
         taken = self._taken(given)
-        for engine, residency in product(self._engines, RESIDENCIES):
-            self._tell(f"a swap on {engine}, {residency} residency")
-            self.swaps.append(check_swap(self._artifact, engine, residency, before, self._weights, taken))
+        for engine, residency in product(self.engines, RESIDENCIES):
+            self.tell(f"a swap on {engine}, {residency} residency")
+            self.swaps.append(check_swap(self.artifact, engine, residency, before, self.weights, taken))
 
     def _taken(self, given: Sequence[Given]) -> list[Given]:
         """Calls that the reference and all engines can take: compiled code may do anything with others."""
@@ -198,7 +199,7 @@ class _Checks:
         return [each for each in given if (each.call.method, each.name) in compared]
 
     def _load(self, engine: Any) -> Model:
-        return load(self._artifact, engine=engine, residency="single")
+        return load(self.artifact, engine=engine, residency="single")
 
 
 def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:

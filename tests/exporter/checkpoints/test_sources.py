@@ -402,7 +402,7 @@ def test_ties_of_a_file_are_known_without_reading_it_twice(tmp_path: Path, monke
     model = Everything().eval()
     artifact = export(model, (torch.zeros(2, 1, 5, 5),), out=tmp_path / "a.artifact")
     path = saved(tmp_path / "c.pt", model.state_dict())
-    monkeypatch.setattr(packing, "blake3", None)
+    monkeypatch.setattr(packing, "digest_of", None)
     packed = pack(path, artifact, out=tmp_path / "v.safetensors")
     assert packed.weights_id == pack(model, artifact, out=tmp_path / "w.safetensors").weights_id
 
