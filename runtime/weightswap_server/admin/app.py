@@ -20,8 +20,8 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http.app import metrics_page
-from weightswap_server.http.bodies import body_of
+from weightswap_server.http.app import application, metrics_page
+from weightswap_server.http.bodies import Bodies
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
@@ -91,36 +91,30 @@ class AdminPages:
     ) -> None:
         self._service, self._models, self._load = service, models, load
         self._audit, self._uploads = audit, uploads
-        self._limits = settings.http
+        self._bodies = Bodies(settings.http)
         self._started = time.time()
         self.ending = False
 
     def app(self) -> Starlette:
         """The application, without its guard."""
-        model = "/admin/models/{name}"
-        routes = [
-            *page_routes(),
-            Route("/admin/status", self._answering(self._status), methods=["GET"]),
-            Route("/admin/events", self._answering(self._events), methods=["GET"]),
-            Route("/admin/uploads", self._answering(self._list_uploads), methods=["GET"]),
-            Route("/admin/uploads/{file}", self._answering(self._upload), methods=["PUT"]),
-            Route("/admin/uploads/{file}", self._answering(self._remove_upload), methods=["DELETE"]),
-            Route(model, self._answering(self._model), methods=["GET"]),
-            Route(f"{model}/history", self._answering(self._history), methods=["GET"]),
-            *(
-                Route(f"{model}/{change}", self._answering(partial(self._change, change)), methods=["POST"])
-                for change in CHANGES
-            ),
-            Route("/v2/repository/index", self._answering(self._triton_index), methods=["POST"]),
-            Route("/v2/repository/models/{name}/load", self._answering(self._triton_load), methods=["POST"]),
-            Route("/v2/repository/models/{name}/unload", self._answering(self._triton_unload), methods=["POST"]),
-            Route("/metrics", self._answering(self._metrics), methods=["GET"]),
-            Route("/openapi.json", self._answering(self._openapi), methods=["GET"]),
+        model, repository = "/admin/models/{name}", "/v2/repository"
+        pages: list[tuple[str, str, Page]] = [
+            ("/admin/status", "GET", self._status),
+            ("/admin/events", "GET", self._events),
+            ("/admin/uploads", "GET", self._list_uploads),
+            ("/admin/uploads/{file}", "PUT", self._upload),
+            ("/admin/uploads/{file}", "DELETE", self._remove_upload),
+            (model, "GET", self._model),
+            (f"{model}/history", "GET", self._history),
+            *((f"{model}/{change}", "POST", partial(self._change, change)) for change in CHANGES),
+            (f"{repository}/index", "POST", self._triton_index),
+            (f"{repository}/models/{{name}}/load", "POST", self._triton_load),
+            (f"{repository}/models/{{name}}/unload", "POST", self._triton_unload),
+            ("/metrics", "GET", self._metrics),
+            ("/openapi.json", "GET", self._openapi),
         ]
-        handlers: Any = {HTTPException: self._no_such_page, Exception: self._failed}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return app
+        routes = [Route(path, self._answering(page), methods=[method]) for path, method, page in pages]
+        return application([*page_routes(), *routes], self._no_such_page)
 
     def refuse(self, scope: Scope) -> Response:
         """The answer to whoever has no token."""
@@ -138,6 +132,8 @@ class AdminPages:
                 return Response(status_code=400)
             except Exception as error:
                 return refusal(refused(error))
+            finally:
+                self._bodies.let_go(request.scope)
 
         return answer
 
@@ -146,9 +142,6 @@ class AdminPages:
         answer = refusal(Refused(error.status_code, text, ""))
         answer.headers.update(error.headers or {})
         return answer
-
-    async def _failed(self, request: Request, error: Exception) -> Response:
-        return refusal(refused(error))
 
     async def _status(self, request: Request) -> Response:
         return document(await in_thread(self._server_status))
@@ -193,7 +186,7 @@ class AdminPages:
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""
-        return decoded(await body_of(request, self._limits) or b"{}", kind)
+        return decoded(await self._bodies.of(request) or b"{}", kind)
 
     async def _list_uploads(self, request: Request) -> Response:
         return document(await in_thread(self._upload_directory.listing))
@@ -231,7 +224,7 @@ class AdminPages:
 
     async def _triton_unload(self, request: Request) -> Response:
         operations = self._operations(request)
-        await body_of(request, self._limits)
+        await self._bodies.of(request)
         await audited(self._audit, request, "unload", operations, None, partial(triton.unload, operations))
         return Response()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.generations import OpenGeneration, event_stream, whole
 from weightswap_server.service.service import Service
 
-from .bodies import Bodies, Headers, body_of
+from .bodies import Bodies
 from .infer import InferPage
 from .openapi import description
 from .refusals import JSON, no_such_page, refusal
@@ -39,7 +39,7 @@ def http_app(service: Service) -> ASGIApp:
 def _other_pages(service: Service, bodies: Bodies) -> Starlette:
     pages = _Pages(service, bodies)
     model = "/v2/models/{name}"
-    routes = [
+    routes: list[tuple[str, str, Page]] = [
         ("/v2/health/live", "GET", pages.live),
         ("/v2/health/ready", "GET", pages.ready),
         ("/v2", "GET", pages.server),
@@ -53,11 +53,17 @@ def _other_pages(service: Service, bodies: Bodies) -> Starlette:
         ("/metrics", "GET", pages.metrics),
         ("/openapi.json", "GET", pages.openapi),
     ]
-    handlers: Any = {HTTPException: pages.no_such_page, Exception: pages.failed}
-    app = Starlette(
-        routes=[Route(path, pages.answering(page), methods=[method]) for path, method, page in routes],
-        exception_handlers=handlers,
+    return application(
+        [Route(path, pages.answering(page), methods=[method]) for path, method, page in routes], pages.no_such_page
     )
+
+
+def application(
+    routes: Sequence[Route], no_such_page: Callable[[Request, HTTPException], Awaitable[Response]]
+) -> Starlette:
+    """Pages that answer what goes wrong in them, and what is said of all others."""
+    handlers: Any = {HTTPException: no_such_page}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
@@ -86,9 +92,6 @@ class _Pages:
 
         return answer
 
-    async def failed(self, request: Request, error: Exception) -> Response:
-        return refusal(self._service.refused("", error))
-
     async def no_such_page(self, request: Request, error: HTTPException) -> Response:
         return refusal(no_such_page(request.scope, error.status_code, error.detail), error.headers)
 
@@ -110,7 +113,7 @@ class _Pages:
         return _document(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
 
     async def index(self, request: Request) -> Response:
-        await body_of(request, self._service.settings)
+        await self._bodies.of(request)
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
@@ -128,10 +131,8 @@ class _Pages:
     async def _generation(self, request: Request) -> OpenGeneration:
         name = request.path_params["name"]
         self._service.find(name)
-        headers = Headers(request.scope["headers"])
-        body = await self._bodies.whole(request.scope, request.receive, headers)
-        asked = await self._bodies.read(body, partial(decoded, kind=GenerateRequest))
-        return OpenGeneration(self._service, name, "", asked, headers.text("traceparent"))
+        asked = await self._bodies.read(await self._bodies.of(request), partial(decoded, kind=GenerateRequest))
+        return OpenGeneration(self._service, name, "", asked, request.headers.get("traceparent", ""))
 
 
 async def metrics_page(service: Service) -> Response:
