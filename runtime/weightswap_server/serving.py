@@ -127,8 +127,7 @@ class Server:
                     runner.run(self._serve(listener))
             finally:
                 if self._grpc is not None:
-                    self._grpc.stop(self.settings.grace).wait()
-                    self._grpc.close()
+                    self._grpc.close(self.settings.grace)
                 self.service.close()
 
     def stop(self) -> None:
@@ -142,7 +141,7 @@ class Server:
         if self.settings.grpc_port is not None:
             from .grpc.service import GrpcServer
 
-            self._grpc = GrpcServer(self.service, self.settings, self._listener is not None)
+            self._grpc = GrpcServer(self.service, shared=self._listener is not None)
             self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
