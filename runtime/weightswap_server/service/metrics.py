@@ -147,6 +147,3 @@ class _Series(NamedTuple):
     seconds: Histogram
     queue_seconds: Histogram
     batch_calls: Histogram
-
-
-__all__ = ["ServerMetrics"]
