@@ -53,7 +53,7 @@ class Child:
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
         self._processes, self._pass_on = processes, pass_on
         self._writer: asyncio.StreamWriter | None = None
-        self._said = self._begun(0)
+        self.said = self._begun(0)  # by itself at last; the pid is 0 before the first one
         self._spoken: bool | None = None  # since the last look; None until it is ready
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,11 +89,6 @@ class Child:
         now = time.time()
         return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
 
-    @property
-    def process(self) -> Process:
-        """As it has last said of itself. The pid is 0 before the first one."""
-        return self._said
-
     def _asked_to_end(self) -> bool:
         return self._ending  # which changes while one waits
 
@@ -108,7 +103,7 @@ class Child:
             self._process = process = subprocess.Popen(
                 command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self._said = self._begun(process.pid)
+        self.said = self._begun(process.pid)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
         writer.write(msgspec.json.encode(self._task) + b"\n")
         self._writer = writer
@@ -159,8 +154,8 @@ class Child:
                     self._tell_ready(word.text)
                 elif word.kind == "alive":
                     self._spoken = True
-                    self._said = msgspec.structs.replace(
-                        msgspec.json.decode(word.text, type=Process), since=self._said.since, heard=time.time()
+                    self.said = msgspec.structs.replace(
+                        msgspec.json.decode(word.text, type=Process), since=self.said.since, heard=time.time()
                     )
                 elif word.kind == "tried":
                     self._pass_on(raw)
