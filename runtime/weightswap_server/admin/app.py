@@ -22,6 +22,7 @@ from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.app import application, metrics_page
 from weightswap_server.http.bodies import Bodies
+from weightswap_server.http.refusals import JSON
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
@@ -56,7 +57,6 @@ from .uploads import UploadDirectory
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
-_JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
@@ -247,10 +247,10 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 def document(found: Any, status: int = 200) -> Response:
     """An answer that browsers and proxies do not keep."""
-    return Response(encode_json(found), status, NO_STORE, _JSON)
+    return Response(encode_json(found), status, NO_STORE, JSON)
 
 
 def refusal(told: Refused) -> Response:
     """An answer that is an error."""
     headers = {**NO_STORE, "retry-after": "1"} if told.status == 503 else NO_STORE
-    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)
+    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, JSON)

@@ -58,7 +58,7 @@ class Child:
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._failure = ""
-        self._ending = False
+        self._ending = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
 
     async def begin(self) -> str:
@@ -73,10 +73,10 @@ class Child:
     async def _tend(self) -> None:
         """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
         pause = _FIRST_PAUSE
-        while not self._asked_to_end():
+        while not self._ending.is_set():
             began = time.monotonic()
             code = await self._live()
-            if self._asked_to_end():
+            if self._ending.is_set():
                 return
             if not self._ready.done():
                 raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
@@ -88,9 +88,6 @@ class Child:
     def _begun(self, pid: int) -> Process:
         now = time.time()
         return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
-
-    def _asked_to_end(self) -> bool:
-        return self._ending  # which changes while one waits
 
     async def _live(self) -> int:
         """One process, from its start to its end; its exit code."""
@@ -132,7 +129,7 @@ class Child:
             silent = silent + 1 if self._spoken is False else 0
             if self._spoken:
                 self._spoken = False
-            if silent >= _LOOKS and not self._asked_to_end():
+            if silent >= _LOOKS and not self._ending.is_set():
                 self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
                 process.kill()
                 return
@@ -192,7 +189,7 @@ class Child:
 
     async def end(self, grace: float) -> None:
         """Ask it to stop, and kill it where it does not."""
-        self._ending = True
+        self._ending.set()
         if self._tending is None:
             return
         process = self._process
