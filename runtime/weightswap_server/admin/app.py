@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -20,7 +19,7 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http.app import application, metrics_page
+from weightswap_server.http.app import Page, application, metrics_page
 from weightswap_server.http.bodies import Bodies
 from weightswap_server.http.refusals import JSON
 from weightswap_server.protocol.tensors_on_the_wire import decoded
@@ -55,7 +54,6 @@ from .tokens import Scope
 from .uploads import UploadDirectory
 
 T = TypeVar("T")
-Page = Callable[[Request], Awaitable[Response]]
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
 NO_STORE = {"cache-control": "no-store"}
 
@@ -113,8 +111,7 @@ class AdminPages:
             ("/metrics", "GET", self._metrics),
             ("/openapi.json", "GET", self._openapi),
         ]
-        routes = [Route(path, self._answering(page), methods=[method]) for path, method, page in pages]
-        return application([*page_routes(), *routes], self._no_such_page)
+        return application(pages, self._bodies, self._refuse, self._no_such_page, page_routes())
 
     def refuse(self, scope: Scope) -> Response:
         """The answer to whoever has no token."""
@@ -124,18 +121,8 @@ class AdminPages:
         error.headers["connection"] = "close"  # whatever the body is
         return error
 
-    def _answering(self, page: Page) -> Page:
-        async def answer(request: Request) -> Response:
-            try:
-                return await page(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                return refusal(refused(error))
-            finally:
-                self._bodies.let_go(request.scope)
-
-        return answer
+    def _refuse(self, request: Request, error: Exception, arrived: float) -> Response:
+        return refusal(refused(error))
 
     async def _no_such_page(self, request: Request, error: HTTPException) -> Response:
         text = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"

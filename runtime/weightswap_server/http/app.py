@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def http_app(service: Service) -> ASGIApp:
 def _other_pages(service: Service, bodies: Bodies) -> Starlette:
     pages = _Pages(service, bodies)
     model = "/v2/models/{name}"
-    routes: list[tuple[str, str, Page]] = [
+    table: list[tuple[str, str, Page]] = [
         ("/v2/health/live", "GET", pages.live),
         ("/v2/health/ready", "GET", pages.ready),
         ("/v2", "GET", pages.server),
@@ -53,17 +53,35 @@ def _other_pages(service: Service, bodies: Bodies) -> Starlette:
         ("/metrics", "GET", pages.metrics),
         ("/openapi.json", "GET", pages.openapi),
     ]
-    return application(
-        [Route(path, pages.answering(page), methods=[method]) for path, method, page in routes], pages.no_such_page
-    )
+    return application(table, bodies, pages.refuse, pages.no_such_page)
 
 
 def application(
-    routes: Sequence[Route], no_such_page: Callable[[Request, HTTPException], Awaitable[Response]]
+    pages: Iterable[tuple[str, str, Page]],
+    bodies: Bodies,
+    refuse: Callable[[Request, Exception, float], Response],
+    no_such_page: Callable[[Request, HTTPException], Awaitable[Response]],
+    files: Iterable[Route] = (),
 ) -> Starlette:
-    """Pages that answer what goes wrong in them, and what is said of all others."""
+    """Pages, by path and method. refuse: the answer to an error of a request, by when that arrived."""
+
+    def answering(page: Page) -> Page:
+        async def answer(request: Request) -> Response:
+            arrived = time.perf_counter()
+            try:
+                return await page(request)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                return refuse(request, error, arrived)
+            finally:
+                bodies.let_go(request.scope)
+
+        return answer
+
+    routes = [Route(path, answering(page), methods=[method]) for path, method, page in pages]
     handlers: Any = {HTTPException: no_such_page}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=[*files, *routes], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
@@ -75,22 +93,9 @@ class _Pages:
         self._service, self._bodies = service, bodies
         self._description = msgspec.json.encode(description(service.names))
 
-    def answering(self, page: Page) -> Page:
-        """A page whose errors are answers, too."""
-
-        async def answer(request: Request) -> Response:
-            arrived = time.perf_counter()
-            try:
-                return await page(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
-                return refusal(self._service.refused(name, error, arrived, parent))
-            finally:
-                self._bodies.let_go(request.scope)
-
-        return answer
+    def refuse(self, request: Request, error: Exception, arrived: float) -> Response:
+        name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
+        return refusal(self._service.refused(name, error, arrived, parent))
 
     async def no_such_page(self, request: Request, error: HTTPException) -> Response:
         return refusal(no_such_page(request.scope, error.status_code, error.detail), error.headers)
