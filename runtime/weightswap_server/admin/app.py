@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -50,7 +51,6 @@ from .openapi import description
 from .operations import ModelOperations
 from .operator_page import page_routes
 from .settings import AdminSettings
-from .tokens import Scope
 from .uploads import UploadDirectory
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Scope
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.location import redact
@@ -23,7 +24,6 @@ from weightswap_server.errors import NotReady, log
 
 from .errors import refused
 from .operations import ModelOperations
-from .tokens import Scope
 
 _DENIALS_EACH = 1.0  # seconds: denied calls in between are counted
 

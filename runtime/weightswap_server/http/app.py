@@ -33,27 +33,7 @@ Page = Callable[[Request], Awaitable[Response]]
 def http_app(service: Service) -> ASGIApp:
     """The application of a server."""
     bodies = Bodies(service.settings)
-    return InferPage(service, bodies, _other_pages(service, bodies))
-
-
-def _other_pages(service: Service, bodies: Bodies) -> Starlette:
-    pages = _Pages(service, bodies)
-    model = "/v2/models/{name}"
-    table: list[tuple[str, str, Page]] = [
-        ("/v2/health/live", "GET", pages.live),
-        ("/v2/health/ready", "GET", pages.ready),
-        ("/v2", "GET", pages.server),
-        ("/v2/repository/index", "POST", pages.index),
-        (model, "GET", pages.model),
-        (f"{model}/ready", "GET", pages.model_ready),
-        (f"{model}/generate", "POST", pages.generate),
-        (f"{model}/generate_stream", "POST", pages.generate_stream),
-        (f"{model}/versions/{{version}}", "GET", pages.model),
-        (f"{model}/versions/{{version}}/ready", "GET", pages.model_ready),
-        ("/metrics", "GET", pages.metrics),
-        ("/openapi.json", "GET", pages.openapi),
-    ]
-    return application(table, bodies, pages.refuse, pages.no_such_page)
+    return InferPage(service, bodies, _Pages(service, bodies).app())
 
 
 def application(
@@ -92,6 +72,25 @@ class _Pages:
     def __init__(self, service: Service, bodies: Bodies) -> None:
         self._service, self._bodies = service, bodies
         self._description = msgspec.json.encode(description(service.names))
+
+    def app(self) -> Starlette:
+        """The application of them."""
+        model = "/v2/models/{name}"
+        pages: list[tuple[str, str, Page]] = [
+            ("/v2/health/live", "GET", self.live),
+            ("/v2/health/ready", "GET", self.ready),
+            ("/v2", "GET", self.server),
+            ("/v2/repository/index", "POST", self.index),
+            (model, "GET", self.model),
+            (f"{model}/ready", "GET", self.model_ready),
+            (f"{model}/generate", "POST", self.generate),
+            (f"{model}/generate_stream", "POST", self.generate_stream),
+            (f"{model}/versions/{{version}}", "GET", self.model),
+            (f"{model}/versions/{{version}}/ready", "GET", self.model_ready),
+            ("/metrics", "GET", self.metrics),
+            ("/openapi.json", "GET", self.openapi),
+        ]
+        return application(pages, self._bodies, self.refuse, self.no_such_page)
 
     def refuse(self, request: Request, error: Exception, arrived: float) -> Response:
         name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
