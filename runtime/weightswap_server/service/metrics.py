@@ -16,20 +16,14 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightswap_runtime.errors import MissingExtra
-
-try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-except ImportError as error:
-    raise MissingExtra("weightswap serve", "serve") from error
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.metrics import ModelCollector
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from .batching import Call, ModelThread
 
 MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
