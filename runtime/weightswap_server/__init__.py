@@ -1,8 +1,13 @@
 """weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC."""
 
-from .admin.settings import AdminSettings
-from .methods import ServedMethod
-from .serving import ModelSource, Server
-from .settings import Settings
+from weightswap_runtime.errors import MissingExtra
+
+try:
+    from .admin.settings import AdminSettings
+    from .methods import ServedMethod
+    from .serving import ModelSource, Server
+    from .settings import Settings
+except ModuleNotFoundError as error:
+    raise MissingExtra("weightswap serve", "serve") from error
 
 __all__ = ["AdminSettings", "ModelSource", "ServedMethod", "Server", "Settings"]

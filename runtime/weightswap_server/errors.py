@@ -74,27 +74,20 @@ class Failure(NamedTuple):
         return self.status == 503
 
 
-_TOLD: tuple[tuple[type[WeightswapError], int, str], ...] = (
-    (UnknownModel, 404, "NOT_FOUND"),
-    (UnknownVariant, 404, "NOT_FOUND"),
-    (BodyTooLarge, 413, "RESOURCE_EXHAUSTED"),
-    (BodyTooSlow, 408, "DEADLINE_EXCEEDED"),
-    (Overloaded, 503, "UNAVAILABLE"),
-    (NotReady, 503, "UNAVAILABLE"),
-    (TookTooLong, 504, "DEADLINE_EXCEEDED"),
-    (NoWeights, 503, "UNAVAILABLE"),
-    (ModelFailed, 503, "UNAVAILABLE"),
-    (ModelClosed, 503, "UNAVAILABLE"),
-    (BadRequest, 400, "INVALID_ARGUMENT"),
-    (CallError, 400, "INVALID_ARGUMENT"),
-    (Unsupported, 400, "INVALID_ARGUMENT"),
+_TOLD: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
+    (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
+    (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
+    (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
+    (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed)),
+    (504, "DEADLINE_EXCEEDED", (TookTooLong,)),
+    (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),  # the last: some that are above are of them
 )
 
 
 def failure(error: BaseException) -> Failure:
     """What a client is told. What nobody foresaw is logged here, and told without its text."""
-    for kind, status, code in _TOLD:
-        if isinstance(error, kind):
+    for status, code, kinds in _TOLD:
+        if isinstance(error, kinds):
             return Failure(status, code, str(error))
     log.error("a request failed", exc_info=error)
     return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; the server's log says more")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -58,15 +58,12 @@ class ServedMethod:
     def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
         """The flat inputs of a call from tensors by name, checked. Raises InputMismatch."""
         if given.keys() != self.dtypes.keys():
-            self._refuse(given)
+            problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
+            problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
+            raise InputMismatch(self.name, problems)
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
         return self._check.flatten(args, kwargs)
-
-    def _refuse(self, given: Mapping[str, TensorBytes]) -> NoReturn:
-        problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
-        problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
-        raise InputMismatch(self.name, problems)
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise BadRequest for names that no output has, or that come twice: answers could have any size."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -127,8 +127,7 @@ class Server:
                     runner.run(self._serve(listener))
             finally:
                 if self._grpc is not None:
-                    self._grpc.stop(self.settings.grace).wait()
-                    self._grpc.close()
+                    self._grpc.close(self.settings.grace)
                 self.service.close()
 
     def stop(self) -> None:
@@ -142,7 +141,7 @@ class Server:
         if self.settings.grpc_port is not None:
             from .grpc.service import GrpcServer
 
-            self._grpc = GrpcServer(self.service, self.settings, self._listener is not None)
+            self._grpc = GrpcServer(self.service, shared=self._listener is not None)
             self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
@@ -181,19 +180,15 @@ class Server:
 
 
 @contextmanager
-def signals(loop: asyncio.AbstractEventLoop, stop: Any) -> Iterator[None]:
+def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iterator[None]:
     """A block in which SIGTERM and SIGINT stop the server, where this is the main thread."""
-    added = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        try:
-            loop.add_signal_handler(number, stop)
-        except (ValueError, RuntimeError):  # not the main thread
-            break
-        added.append(number)
+    numbers = (signal.SIGTERM, signal.SIGINT) if current_thread() is main_thread() else ()
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in added:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

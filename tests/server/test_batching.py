@@ -220,7 +220,7 @@ def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytes
 def test_the_graphs_own_limit_holds(model: Model) -> None:
     with serving({"tiny": model}, max_batch=100) as server:
         method = server.service.served[0].methods["tiny"]
-        assert server.service.served[0].thread.limit(method) == 8
+        assert server.service.served[0].thread.limits[method] == 8
 
 
 async def answer_all(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Answer]:

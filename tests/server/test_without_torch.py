@@ -1,4 +1,4 @@
-"""A server on the engine `onnx` answers, batches and swaps without torch."""
+"""A server on the engine `onnx` answers, batches and swaps without torch; without its own extra, it names that."""
 
 from __future__ import annotations
 
@@ -53,3 +53,10 @@ def test_without_torch(tmp_path: Path) -> None:
     with np.load(found) as answers:
         np.testing.assert_allclose(answers["before"], expected[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(answers["after"], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_without_its_extra() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from weightswap_tools.program import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, "serve", "x"], capture_output=True, text=True, check=False)
+    expected = "MissingExtra: weightswap serve needs the extra `serve`: pip install 'weightswap[serve]'\n"
+    assert (ended.returncode, ended.stderr) == (2, expected)

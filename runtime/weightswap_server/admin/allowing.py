@@ -80,12 +80,8 @@ class Allowed:
     def _url(self, source: str) -> str:
         if source.lower().startswith("file:"):
             raise Forbidden(f"{printable(source)}: give a local file as a path")
-        try:
-            url = urlsplit(source)
-            plain = _is_plain(url)
-        except ValueError:
-            plain = False
-        if not plain or source != source.strip():
+        url = _plain_url(source)
+        if url is None or source != source.strip():
             raise Forbidden(
                 f"{printable(source)}: a URL of an operator has no user, password, fragment, encoded letters, or dots "
                 "as parts of its path, and no query but versionId"
@@ -95,27 +91,28 @@ class Allowed:
         return source
 
 
-def _is_plain(url: SplitResult) -> bool:
-    return (
-        bool(url.netloc)
+def _plain_url(text: str) -> SplitResult | None:
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    plain = (
+        url.netloc
         and "@" not in url.netloc
         and not url.fragment
-        and bool(_VERSION.fullmatch(url.query))
-        and bool(_PLAIN.fullmatch(url.path))
-        and bool(_PLAIN.fullmatch(url.netloc))
+        and _VERSION.fullmatch(url.query)
+        and _PLAIN.fullmatch(url.path)
+        and _PLAIN.fullmatch(url.netloc)
         and not _DOTS.search(url.path)
         and "//" not in url.path
         and "::" not in url.geturl()
     )
+    return url if plain else None
 
 
 def _prefix(entry: str) -> _Prefix:
-    try:
-        url = urlsplit(entry)
-        plain = _is_plain(url) and not url.query
-    except ValueError:
-        plain = False
-    if not plain or url.scheme.lower() == "file":
+    url = _plain_url(entry)
+    if url is None or url.query or url.scheme.lower() == "file":
         raise Unsupported(
             f"--admin-allow {printable(entry)}: expected a directory, or a URL of a host and a path alone"
         )

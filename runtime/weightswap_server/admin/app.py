@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.types import Scope
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -20,8 +20,9 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http.app import metrics_page
-from weightswap_server.http.bodies import body_of
+from weightswap_server.http.app import Page, application, metrics_page
+from weightswap_server.http.bodies import Bodies
+from weightswap_server.http.refusals import JSON
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
@@ -50,13 +51,10 @@ from .openapi import description
 from .operations import ModelOperations
 from .operator_page import page_routes
 from .settings import AdminSettings
-from .tokens import Scope
 from .uploads import UploadDirectory
 
 T = TypeVar("T")
-Page = Callable[[Request], Awaitable[Response]]
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
-_JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
@@ -91,36 +89,29 @@ class AdminPages:
     ) -> None:
         self._service, self._models, self._load = service, models, load
         self._audit, self._uploads = audit, uploads
-        self._limits = settings.http
+        self._bodies = Bodies(settings.http)
         self._started = time.time()
         self.ending = False
 
     def app(self) -> Starlette:
         """The application, without its guard."""
-        model = "/admin/models/{name}"
-        routes = [
-            *page_routes(),
-            Route("/admin/status", self._answering(self._status), methods=["GET"]),
-            Route("/admin/events", self._answering(self._events), methods=["GET"]),
-            Route("/admin/uploads", self._answering(self._list_uploads), methods=["GET"]),
-            Route("/admin/uploads/{file}", self._answering(self._upload), methods=["PUT"]),
-            Route("/admin/uploads/{file}", self._answering(self._remove_upload), methods=["DELETE"]),
-            Route(model, self._answering(self._model), methods=["GET"]),
-            Route(f"{model}/history", self._answering(self._history), methods=["GET"]),
-            *(
-                Route(f"{model}/{change}", self._answering(partial(self._change, change)), methods=["POST"])
-                for change in CHANGES
-            ),
-            Route("/v2/repository/index", self._answering(self._triton_index), methods=["POST"]),
-            Route("/v2/repository/models/{name}/load", self._answering(self._triton_load), methods=["POST"]),
-            Route("/v2/repository/models/{name}/unload", self._answering(self._triton_unload), methods=["POST"]),
-            Route("/metrics", self._answering(self._metrics), methods=["GET"]),
-            Route("/openapi.json", self._answering(self._openapi), methods=["GET"]),
+        model, repository = "/admin/models/{name}", "/v2/repository"
+        pages: list[tuple[str, str, Page]] = [
+            ("/admin/status", "GET", self._status),
+            ("/admin/events", "GET", self._events),
+            ("/admin/uploads", "GET", self._list_uploads),
+            ("/admin/uploads/{file}", "PUT", self._upload),
+            ("/admin/uploads/{file}", "DELETE", self._remove_upload),
+            (model, "GET", self._model),
+            (f"{model}/history", "GET", self._history),
+            *((f"{model}/{change}", "POST", partial(self._change, change)) for change in CHANGES),
+            (f"{repository}/index", "POST", self._triton_index),
+            (f"{repository}/models/{{name}}/load", "POST", self._triton_load),
+            (f"{repository}/models/{{name}}/unload", "POST", self._triton_unload),
+            ("/metrics", "GET", self._metrics),
+            ("/openapi.json", "GET", self._openapi),
         ]
-        handlers: Any = {HTTPException: self._no_such_page, Exception: self._failed}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return app
+        return application(pages, self._bodies, self._refuse, self._no_such_page, page_routes())
 
     def refuse(self, scope: Scope) -> Response:
         """The answer to whoever has no token."""
@@ -130,25 +121,14 @@ class AdminPages:
         error.headers["connection"] = "close"  # whatever the body is
         return error
 
-    def _answering(self, page: Page) -> Page:
-        async def answer(request: Request) -> Response:
-            try:
-                return await page(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                return refusal(refused(error))
-
-        return answer
+    def _refuse(self, request: Request, error: Exception, arrived: float) -> Response:
+        return refusal(refused(error))
 
     async def _no_such_page(self, request: Request, error: HTTPException) -> Response:
         text = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"
         answer = refusal(Refused(error.status_code, text, ""))
         answer.headers.update(error.headers or {})
         return answer
-
-    async def _failed(self, request: Request, error: Exception) -> Response:
-        return refusal(refused(error))
 
     async def _status(self, request: Request) -> Response:
         return document(await in_thread(self._server_status))
@@ -193,7 +173,7 @@ class AdminPages:
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""
-        return decoded(await body_of(request, self._limits) or b"{}", kind)
+        return decoded(await self._bodies.of(request) or b"{}", kind)
 
     async def _list_uploads(self, request: Request) -> Response:
         return document(await in_thread(self._upload_directory.listing))
@@ -231,7 +211,7 @@ class AdminPages:
 
     async def _triton_unload(self, request: Request) -> Response:
         operations = self._operations(request)
-        await body_of(request, self._limits)
+        await self._bodies.of(request)
         await audited(self._audit, request, "unload", operations, None, partial(triton.unload, operations))
         return Response()
 
@@ -254,10 +234,10 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 def document(found: Any, status: int = 200) -> Response:
     """An answer that browsers and proxies do not keep."""
-    return Response(encode_json(found), status, NO_STORE, _JSON)
+    return Response(encode_json(found), status, NO_STORE, JSON)
 
 
 def refusal(told: Refused) -> Response:
     """An answer that is an error."""
     headers = {**NO_STORE, "retry-after": "1"} if told.status == 503 else NO_STORE
-    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)
+    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, JSON)

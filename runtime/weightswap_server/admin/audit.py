@@ -8,12 +8,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Scope
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.location import redact
@@ -22,7 +24,6 @@ from weightswap_server.errors import NotReady, log
 
 from .errors import refused
 from .operations import ModelOperations
-from .tokens import Scope
 
 _DENIALS_EACH = 1.0  # seconds: denied calls in between are counted
 
@@ -95,45 +96,41 @@ async def audited(
 ) -> T:
     """Do it, in a thread, between two lines of the audit log. It goes on if the client has gone."""
     arguments = _without_secrets(asked)
+    with _noted(audit, operations, who(request), peer(request.scope), call, arguments):
+        return await (in_thread(work) if callable(work) else work)
+
+
+def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
+    """Do what a canary's rule says, between two lines of the audit log. Raises what `operations.obey` raises."""
+    with _noted(audit, operations, operations.staged_by, "", f"{verdict} by rule", {"rule": rule}):
+        operations.obey(verdict, rule)
+
+
+@contextmanager
+def _noted(
+    audit: AuditLog, operations: ModelOperations | None, by: str, where: str, call: str, arguments: Any
+) -> Iterator[None]:
+    """A block between two lines of the audit log."""
+    model = operations.model if operations else None
     fields = {
-        "who": who(request),
-        "peer": peer(request.scope),
+        "who": by,
+        "peer": where,
         "call": call,
         "model": operations.name if operations else None,
         "arguments": arguments,
+        "weights_before": model.weights_id if model else None,
     }
-    before = operations.model.weights_id if operations else None
-    number = audit.begin(**fields, weights_before=before)
-    outcome: dict[str, Any] = {"outcome": "broken off"}
+    number = audit.begin(**fields)
+    outcome = {"outcome": "broken off"}
     try:
-        answer = await (in_thread(work) if callable(work) else work)
+        yield
         outcome = {"outcome": "done"}
     except Exception as error:
         told = refused(error)
         outcome = {"outcome": "refused", "error": told.kind, "message": told.text}
         raise
     finally:
-        after = operations.model.weights_id if operations else None
-        audit.end(number, **fields, weights_before=before, weights_after=after, **outcome)
-    return answer
-
-
-def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
-    """Do what a canary's rule says, between two lines of the audit log. Raises what `operations.obey` raises."""
-    fields: dict[str, Any] = {
-        "who": operations.staged_by,
-        "peer": "",
-        "call": f"{verdict} by rule",
-        "model": operations.name,
-        "arguments": {"rule": rule},
-        "weights_before": operations.model.weights_id,
-    }
-    number, outcome = audit.begin(**fields), "refused"
-    try:
-        operations.obey(verdict, rule)
-        outcome = "done"
-    finally:
-        audit.end(number, **fields, weights_after=operations.model.weights_id, outcome=outcome)
+        audit.end(number, **fields, weights_after=model.weights_id if model else None, **outcome)
 
 
 def who(request: Request) -> str:

@@ -69,34 +69,24 @@ class Refused(NamedTuple):
     kind: str
 
 
-_STATUSES: tuple[tuple[type[WeightswapError], int], ...] = (
-    (Unauthorised, 401),
-    (Forbidden, 403),
-    (NotThere, 404),
-    (Conflict, 409),
-    (NotServed, 422),
-    (UploadMismatch, 422),
-    (NoRoom, 507),
-    (MissingExtra, 501),
-    (StagingBusy, 409),
-    (StageClosed, 409),
-    (StageCancelled, 409),
-    (Superseded, 409),
-    (NothingToRollBack, 409),
-    (RevisionConflict, 409),
-    (Held, 409),
-    (Unproven, 409),
-    (DesiredError, 502),
-    (LeaseTimeout, 503),
-    (OutOfMemory, 507),
-    (SwapError, 422),
+_STATUSES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
+    (401, (Unauthorised,)),
+    (403, (Forbidden,)),
+    (404, (NotThere,)),
+    (409, (Conflict, StagingBusy, StageClosed, StageCancelled, Superseded)),
+    (409, (NothingToRollBack, RevisionConflict, Held, Unproven)),
+    (501, (MissingExtra,)),
+    (502, (DesiredError,)),
+    (503, (LeaseTimeout,)),
+    (507, (NoRoom, OutOfMemory)),
+    (422, (NotServed, UploadMismatch, SwapError)),  # the last: some that are above are of it
 )
 
 
 def refused(error: BaseException) -> Refused:
     """What an operator is told. What nobody foresaw is logged, and told without its text."""
-    for kind, status in _STATUSES:
-        if isinstance(error, kind):
+    for status, kinds in _STATUSES:
+        if isinstance(error, kinds):
             return Refused(status, str(error), type(error).__name__)
     told = failure(error)
     text = told.text if told.status != 500 else "the server failed; its log says more"

@@ -59,11 +59,10 @@ class EventStream:
         return news
 
     def _stagings(self) -> list[bytes]:
-        progresses = {name: each.model.progress for name, each in self._models.items()}
         return [
             event_line("staging", {"model": name, **progress._asdict()})
-            for name, progress in progresses.items()
-            if progress is not None
+            for name, each in self._models.items()
+            if (progress := each.model.progress) is not None
         ]
 
     def _loads(self, counted: dict[str, float]) -> list[bytes]:

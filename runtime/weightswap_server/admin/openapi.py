@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from weightswap_server.http.openapi import TEMPLATE, content, document, operation, parameter
+from weightswap_server.http.openapi import content, document, operation, parameter
 from weightswap_server.protocol.documents import IndexEntry
 
 from .documents import (
@@ -38,22 +36,18 @@ _ANSWERS = (
 
 def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
     """The document at /openapi.json of an admin plane with these models, and changes by their documents."""
-    kinds = list(dict.fromkeys(changes.values()))
-    found, components = msgspec.json.schema_components([*_ANSWERS, *kinds], ref_template=TEMPLATE)
-    error, server, model, history, changed, uploads, uploaded, index, indexing, loading = found[: len(_ANSWERS)]
-    asked = dict(zip(kinds, found[len(_ANSWERS) :], strict=True))
     name, file = parameter("name", enum=list(models)), parameter("file")
     one, repository = "/admin/models/{name}", "/v2/repository"
     paths: dict[str, Any] = {
-        "/admin/status": {"get": operation("The server, and all its models.", server)},
+        "/admin/status": {"get": operation("The server, and all its models.", ServerStatus)},
         "/admin/events": {"get": _events()},
-        "/admin/uploads": {"get": operation("What was uploaded.", uploads)},
-        "/admin/uploads/{file}": {"put": _upload(uploaded), "delete": _removal(), "parameters": [file]},
-        one: {"get": operation("A model.", model), "parameters": [name]},
-        f"{one}/history": {"get": operation("Commits and refusals.", history), "parameters": [name]},
-        f"{repository}/index": {"post": operation("The models.", index, body=indexing, needed=False)},
+        "/admin/uploads": {"get": operation("What was uploaded.", Uploads)},
+        "/admin/uploads/{file}": {"put": _upload(), "delete": _removal(), "parameters": [file]},
+        one: {"get": operation("A model.", ModelStatus), "parameters": [name]},
+        f"{one}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
+        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, needed=False)},
         f"{repository}/models/{{name}}/load": {
-            "post": operation("Answer again.", None, body=loading, needed=False),
+            "post": operation("Answer again.", None, body=LoadRequest, needed=False),
             "parameters": [name],
         },
         f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},
@@ -61,10 +55,10 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
         "/openapi.json": {"get": operation("This document.", {"type": "object"})},
     }
     for change, kind in changes.items():
-        does = operation(f"Change a model: {change}.", changed, body=asked[kind])
+        does = operation(f"Change a model: {change}.", Changed, body=kind)
         paths[f"{one}/{change}"] = {"post": does, "parameters": [name]}
     schemes = {"token": {"type": "http", "scheme": "bearer"}}
-    whole = document("weightswap admin", paths, error, {"schemas": components, "securitySchemes": schemes})
+    whole = document("weightswap admin", paths, [*_ANSWERS, *changes.values()], securitySchemes=schemes)
     return {**whole, "security": [{"token": []}]}
 
 
@@ -73,8 +67,8 @@ def _events() -> dict[str, Any]:
     return operation("What happens, as it does.", {}, media="text/event-stream") | {"parameters": [load]}
 
 
-def _upload(uploaded: Any) -> dict[str, Any]:
-    done = {"description": "It is there.", "content": content(uploaded)}
+def _upload() -> dict[str, Any]:
+    done = {"description": "It is there.", "content": content(Uploaded)}
     body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
     return {"summary": "Upload a weight file.", "responses": {"201": done}, "requestBody": body}
 

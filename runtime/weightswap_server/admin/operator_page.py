@@ -37,9 +37,7 @@ OPEN_PATHS = frozenset(_files(_FOLDER))
 
 def page_routes(*others: Path) -> list[Route]:
     """A route for each file; those of other folders, for a page that is made of the same parts, come before."""
-    files = _files(_FOLDER)
-    for folder in others:
-        files |= _files(folder)
+    files = {path: file for folder in (_FOLDER, *others) for path, file in _files(folder).items()}
 
     async def send(request: Request) -> Response:
         file = files[request.url.path]

@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -67,14 +66,14 @@ class AdminPlane:
         """A block in which operators are served. Raises OSError where the port or the socket cannot be had."""
         with self._listener() as listener:
             self.port = 0 if self.settings.socket is not None else listener.getsockname()[1]
-            begun: Future[None] = Future()
-            server = Thread(target=self._serve, args=(listener, begun), name="weightswap-admin")
-            keeper = Thread(target=self._look_after, name="weightswap-admin-operations", daemon=True)
-            counter = Thread(target=self._count, name="weightswap-admin-load", daemon=True)
-            for thread in (server, keeper, counter):
+            threads = (
+                Thread(target=self._serve, args=(listener,), name="weightswap-admin"),
+                Thread(target=self._look_after, name="weightswap-admin-operations", daemon=True),
+                Thread(target=self._count, name="weightswap-admin-load", daemon=True),
+            )
+            for thread in threads:
                 thread.start()
             try:
-                begun.result()
                 yield
             finally:
                 self._pages.ending = True
@@ -82,11 +81,10 @@ class AdminPlane:
                 for operations in self.models.values():
                     operations.close()
                 self._http.should_exit = True
-                for thread in (server, keeper, counter):
+                for thread in threads:
                     thread.join()
 
-    def _serve(self, listener: socket.socket, begun: Future[None]) -> None:
-        begun.set_result(None)
+    def _serve(self, listener: socket.socket) -> None:
         try:
             asyncio.run(self._http.serve(sockets=[listener]))
         except BaseException:

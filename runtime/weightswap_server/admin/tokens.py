@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_runtime.errors import Unsupported
 
@@ -16,7 +18,6 @@ LEAST = 16  # characters of a token
 ANYBODY = "token"  # the name of a token that has none
 _LINE = re.compile(r"(?:([\w.@-]{1,64})[ \t]+)?(\S+)")
 _BEARER = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
-Scope = MutableMapping[str, Any]
 
 
 class Tokens:
@@ -67,10 +68,12 @@ class TokenGuard:
     `scope["state"]["who"]` is the token's name. open_paths: what is served to anybody, as a page without data.
     """
 
-    def __init__(self, app: Any, tokens: Tokens, refuse: Callable[[Scope], Any], open_paths: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: Tokens, refuse: Callable[[Scope], Response], open_paths: frozenset[str]
+    ) -> None:
         self._app, self._tokens, self._refuse, self._open = app, tokens, refuse, open_paths
 
-    async def __call__(self, scope: Scope, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         who = self._who(scope)
         if who is None and scope["path"] not in self._open:
             await self._refuse(scope)(scope, receive, send)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -62,8 +62,9 @@ class UploadDirectory:
         path = self.folder / _checked(name)
         if digest and not DIGEST.fullmatch(digest):
             raise BadRequest("the digest is no BLAKE3 in 64 hexadecimal digits")
-        self._begin(name, path, length or 0)
+        self._begin(name, path)
         try:
+            self._grow(name, length or 0)
             return await self._write(name, path, pieces, length, digest)
         except OSError as error:
             raise NoRoom(f"{name}: cannot be written ({error.strerror})") from error
@@ -109,17 +110,11 @@ class UploadDirectory:
         async with asyncio.timeout(self._patience):
             return await anext(pieces, None)
 
-    def _begin(self, name: str, path: Path, length: int) -> None:
+    def _begin(self, name: str, path: Path) -> None:
         with self._lock:
             if name in self._coming or os.path.lexists(path):
                 raise Conflict(f"an upload is called {name} already; choose another name, or delete it")
             self._coming[name] = 0
-        try:
-            self._grow(name, length)
-        except BaseException:
-            with self._lock:
-                del self._coming[name]
-            raise
 
     def _grow(self, name: str, size: int) -> None:
         with self._lock:
@@ -139,11 +134,7 @@ class UploadDirectory:
     def _files(self) -> dict[str, int]:
         with os.scandir(self.folder) as entries:
             found = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in sorted(found, key=_name_of)}
-
-
-def _name_of(entry: Any) -> str:
-    return str(entry.name)
+            return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in found))
 
 
 def _checked(name: str) -> str:

@@ -43,8 +43,7 @@ class Canary(Judgement):
         self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
         self._changed = Condition()
         self._closed = False
-        self._thread = Thread(target=self._look_through, name="weightswap-canary", daemon=True)
-        self._thread.start()
+        Thread(target=self._look_through, name="weightswap-canary", daemon=True).start()
 
     def answers_next(self, wish: str) -> bool:
         """Whether a request is the canary's. wish: "1" where it asks for it, "0" where it does not want it."""

@@ -46,11 +46,14 @@ class Side:
     """The answers of one set of weights. Latencies in seconds, from a request's arrival to its answer."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
         self.requests = self.errors = 0
         self._seconds: deque[float] = deque(maxlen=LAST)
         self._failed: deque[bool] = deque(maxlen=LAST)
         self._nonfinite: deque[bool] = deque(maxlen=LAST)
-        self._lock = Lock()
 
     def answered(self, seconds: float) -> None:
         with self._lock:
@@ -72,11 +75,8 @@ class Side:
     def take(self) -> Answers:
         """What was measured, which this side then forgets: it is another's."""
         with self._lock:
-            lasting = list(self._seconds), list(self._failed), list(self._nonfinite)
-            taken = Answers(self.requests, self.errors, *lasting)
-            self.requests = self.errors = 0
-            for each in (self._seconds, self._failed, self._nonfinite):
-                each.clear()
+            taken = Answers(self.requests, self.errors, list(self._seconds), list(self._failed), list(self._nonfinite))
+            self._begin()
         return taken
 
     def add(self, taken: Answers) -> None:
@@ -109,11 +109,14 @@ class Differences:
     """
 
     def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
         self.compared = self.skipped = 0
         self.max_abs = self.max_rel = 0.0
-        self._tolerance = tolerance
         self._differing: deque[bool] = deque(maxlen=LAST)
-        self._lock = Lock()
 
     def compare(self, served: Outputs, canary: Outputs) -> bool:
         """Compare the answers to one request; whether they differ."""
@@ -136,9 +139,7 @@ class Differences:
         """As a side's."""
         with self._lock:
             taken = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
-            self.compared = self.skipped = 0
-            self.max_abs = self.max_rel = 0.0
-            self._differing.clear()
+            self._begin()
         return taken
 
     def add(self, taken: Compared) -> None:

@@ -21,7 +21,6 @@ from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
-from weightswap_server.settings import Settings
 
 from .patience import Patience
 from .protobuf import SERVICE, message_class
@@ -41,12 +40,12 @@ _CONTENTS = {
 class GrpcServer:
     """Listens from its making on."""
 
-    def __init__(self, service: Service, settings: Settings, shared: bool = False) -> None:
+    def __init__(self, service: Service, shared: bool) -> None:
         """shared: other processes listen at the port, too. Raises OSError where the port cannot be had."""
-        self._methods = _Methods(service)
-        limits = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
+        settings, self._patience = service.settings, Patience()
         options = [
-            *((name, size) for name, size in zip(limits, (settings.max_body, -1), strict=True)),
+            ("grpc.max_receive_message_length", settings.max_body),
+            ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
         ]
         self._server = grpc.server(
@@ -55,7 +54,7 @@ class GrpcServer:
             options=options,
             maximum_concurrent_rpcs=settings.max_connections,
         )
-        self._server.add_generic_rpc_handlers((self._methods.handler(),))
+        self._server.add_generic_rpc_handlers((_Methods(service, self._patience).handler(),))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
             self.port = self._server.add_insecure_port(f"{host}:{settings.grpc_port}")
@@ -68,9 +67,10 @@ class GrpcServer:
         ended: Event = self._server.stop(grace)
         return ended
 
-    def close(self) -> None:
-        """Let go of what is left once it has ended."""
-        self._methods.close()
+    def close(self, grace: float) -> None:
+        """As `stop`, and wait for it."""
+        self.stop(grace).wait()
+        self._patience.end()
 
 
 def _metadata(context: grpc.ServicerContext, name: str) -> str:
@@ -78,13 +78,8 @@ def _metadata(context: grpc.ServicerContext, name: str) -> str:
 
 
 class _Methods:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._patience = Patience()
-
-    def close(self) -> None:
-        """Wait for nobody any more."""
-        self._patience.end()
+    def __init__(self, service: Service, patience: Patience) -> None:
+        self._service, self._patience = service, patience
 
     def handler(self) -> Any:
         """What gRPC asks for the methods."""

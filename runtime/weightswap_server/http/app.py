@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.generations import OpenGeneration, event_stream, whole
 from weightswap_server.service.service import Service
 
-from .bodies import Bodies, Headers, body_of
+from .bodies import Bodies
 from .infer import InferPage
 from .openapi import description
 from .refusals import JSON, no_such_page, refusal
@@ -33,31 +33,35 @@ Page = Callable[[Request], Awaitable[Response]]
 def http_app(service: Service) -> ASGIApp:
     """The application of a server."""
     bodies = Bodies(service.settings)
-    return InferPage(service, bodies, _other_pages(service, bodies))
+    return InferPage(service, bodies, _Pages(service, bodies).app())
 
 
-def _other_pages(service: Service, bodies: Bodies) -> Starlette:
-    pages = _Pages(service, bodies)
-    model = "/v2/models/{name}"
-    routes = [
-        ("/v2/health/live", "GET", pages.live),
-        ("/v2/health/ready", "GET", pages.ready),
-        ("/v2", "GET", pages.server),
-        ("/v2/repository/index", "POST", pages.index),
-        (model, "GET", pages.model),
-        (f"{model}/ready", "GET", pages.model_ready),
-        (f"{model}/generate", "POST", pages.generate),
-        (f"{model}/generate_stream", "POST", pages.generate_stream),
-        (f"{model}/versions/{{version}}", "GET", pages.model),
-        (f"{model}/versions/{{version}}/ready", "GET", pages.model_ready),
-        ("/metrics", "GET", pages.metrics),
-        ("/openapi.json", "GET", pages.openapi),
-    ]
-    handlers: Any = {HTTPException: pages.no_such_page, Exception: pages.failed}
-    app = Starlette(
-        routes=[Route(path, pages.answering(page), methods=[method]) for path, method, page in routes],
-        exception_handlers=handlers,
-    )
+def application(
+    pages: Iterable[tuple[str, str, Page]],
+    bodies: Bodies,
+    refuse: Callable[[Request, Exception, float], Response],
+    no_such_page: Callable[[Request, HTTPException], Awaitable[Response]],
+    files: Iterable[Route] = (),
+) -> Starlette:
+    """Pages, by path and method. refuse: the answer to an error of a request, by when that arrived."""
+
+    def answering(page: Page) -> Page:
+        async def answer(request: Request) -> Response:
+            arrived = time.perf_counter()
+            try:
+                return await page(request)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                return refuse(request, error, arrived)
+            finally:
+                bodies.let_go(request.scope)
+
+        return answer
+
+    routes = [Route(path, answering(page), methods=[method]) for path, method, page in pages]
+    handlers: Any = {HTTPException: no_such_page}
+    app = Starlette(routes=[*files, *routes], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
@@ -69,25 +73,28 @@ class _Pages:
         self._service, self._bodies = service, bodies
         self._description = msgspec.json.encode(description(service.names))
 
-    def answering(self, page: Page) -> Page:
-        """A page whose errors are answers, too."""
+    def app(self) -> Starlette:
+        """The application of them."""
+        model = "/v2/models/{name}"
+        pages: list[tuple[str, str, Page]] = [
+            ("/v2/health/live", "GET", self.live),
+            ("/v2/health/ready", "GET", self.ready),
+            ("/v2", "GET", self.server),
+            ("/v2/repository/index", "POST", self.index),
+            (model, "GET", self.model),
+            (f"{model}/ready", "GET", self.model_ready),
+            (f"{model}/generate", "POST", self.generate),
+            (f"{model}/generate_stream", "POST", self.generate_stream),
+            (f"{model}/versions/{{version}}", "GET", self.model),
+            (f"{model}/versions/{{version}}/ready", "GET", self.model_ready),
+            ("/metrics", "GET", self.metrics),
+            ("/openapi.json", "GET", self.openapi),
+        ]
+        return application(pages, self._bodies, self.refuse, self.no_such_page)
 
-        async def answer(request: Request) -> Response:
-            arrived = time.perf_counter()
-            try:
-                return await page(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
-                return refusal(self._service.refused(name, error, arrived, parent))
-            finally:
-                self._bodies.let_go(request.scope)
-
-        return answer
-
-    async def failed(self, request: Request, error: Exception) -> Response:
-        return refusal(self._service.refused("", error))
+    def refuse(self, request: Request, error: Exception, arrived: float) -> Response:
+        name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
+        return refusal(self._service.refused(name, error, arrived, parent))
 
     async def no_such_page(self, request: Request, error: HTTPException) -> Response:
         return refusal(no_such_page(request.scope, error.status_code, error.detail), error.headers)
@@ -110,7 +117,7 @@ class _Pages:
         return _document(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
 
     async def index(self, request: Request) -> Response:
-        await body_of(request, self._service.settings)
+        await self._bodies.of(request)
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
@@ -128,10 +135,8 @@ class _Pages:
     async def _generation(self, request: Request) -> OpenGeneration:
         name = request.path_params["name"]
         self._service.find(name)
-        headers = Headers(request.scope["headers"])
-        body = await self._bodies.whole(request.scope, request.receive, headers)
-        asked = await self._bodies.read(body, partial(decoded, kind=GenerateRequest))
-        return OpenGeneration(self._service, name, "", asked, headers.text("traceparent"))
+        asked = await self._bodies.read(await self._bodies.of(request), partial(decoded, kind=GenerateRequest))
+        return OpenGeneration(self._service, name, "", asked, request.headers.get("traceparent", ""))
 
 
 async def metrics_page(service: Service) -> Response:

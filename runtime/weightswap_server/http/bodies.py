@@ -47,13 +47,17 @@ class Bodies:
 
     async def whole(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
         """A body, decompressed. Raises BodyTooLarge, BodyTooSlow, Overloaded, BadRequest and ClientDisconnect."""
-        body = await _received(scope, receive, headers, self._settings, lambda nbytes: self._hold(scope, nbytes))
+        body = await self._received(scope, receive, headers)
         encoding = headers.text("content-encoding") or _PLAIN
         if encoding == _PLAIN:
             return body
         found = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
         self._hold(scope, len(found))
         return found
+
+    async def of(self, request: Request) -> bytes:
+        """As `whole`."""
+        return await self.whole(request.scope, request.receive, Headers(request.scope["headers"]))
 
     async def read(self, body: bytes, reader: Callable[[bytes], T]) -> T:
         """What a reader makes of a body."""
@@ -69,46 +73,34 @@ class Bodies:
         if self._bytes > self._settings.max_bodies:
             raise Overloaded(f"the bodies of all requests take more than {self._settings.max_bodies} bytes; try again")
 
+    async def _received(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
+        most, patience = self._settings.max_body, self._settings.body_timeout
+        if int(headers.text("content-length") or 0) > most:
+            raise _too_large(most)
+        if WHOLE in scope:
+            return await self._joined(scope, receive)
+        try:
+            async with asyncio.timeout(patience):
+                return await self._joined(scope, receive)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
+
+    async def _joined(self, scope: Scope, receive: Receive) -> bytes:
+        chunks, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            size += len(chunk)
+            if size > self._settings.max_body:
+                raise _too_large(self._settings.max_body)
+            self._hold(scope, len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
-
-
-async def body_of(request: Request, settings: Settings) -> bytes:
-    """A body that counts for nothing, decompressed. Raises BodyTooLarge, BodyTooSlow and BadRequest."""
-    headers = Headers(request.scope["headers"])
-    body = await _received(request.scope, request.receive, headers, settings, lambda _: None)
-    encoding = headers.text("content-encoding") or _PLAIN
-    return body if encoding == _PLAIN else _decompressed(body, encoding, settings.max_body)
-
-
-async def _received(
-    scope: Scope, receive: Receive, headers: Headers, settings: Settings, hold: Callable[[int], None]
-) -> bytes:
-    most, patience = settings.max_body, settings.body_timeout
-    if int(headers.text("content-length") or 0) > most:
-        raise _too_large(most)
-    if WHOLE in scope:
-        return await _joined(receive, most, hold)
-    try:
-        async with asyncio.timeout(patience):
-            return await _joined(receive, most, hold)
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
-
-
-async def _joined(receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
-    chunks, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size > most:
-            raise _too_large(most)
-        hold(len(chunk))
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _decompressed(body: bytes, encoding: str, most: int) -> bytes:

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, cast
 
 import uvicorn
@@ -19,16 +20,11 @@ from weightswap_server.settings import Settings
 
 from .bodies import WHOLE
 
+_REFUSAL = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n%s"
 _BUSY = b'{"error":"too many connections"}'
-_TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
-)
+_TOO_MANY = _REFUSAL % (b"503 Service Unavailable", b"retry-after: 1\r\n", len(_BUSY), _BUSY)
 _LONG = b'{"error":"the headers have more than 65536 bytes"}'
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_LONG), _LONG)
-)
+_TOO_LONG = _REFUSAL % (b"431 Request Header Fields Too Large", b"", len(_LONG), _LONG)
 _LARGE = _MOST_HEADERS = 1 << 16
 _OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
 GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
@@ -51,10 +47,9 @@ _LEAVING = 1.0  # seconds in which a client that is idle at a stop may ask once 
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits. A connection that does not meet one in time is broken off."""
 
-    settings: Settings
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, settings: Settings, **given: Any) -> None:
+        super().__init__(**given)
+        self.settings = settings
         self._timers: dict[_What, asyncio.TimerHandle] = {}
         self._leaves = self._begins = False
         self._headers = 0  # bytes of which the parser has made nothing yet, or headers
@@ -183,11 +178,6 @@ class _Joining:
             self._parts.clear()
 
 
-def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
-    """The protocol with the limits of these settings."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn, with the limits of the settings. shared: on its sockets other processes accept, too, and may go on."""
 
@@ -195,7 +185,7 @@ class HttpServer(uvicorn.Server):
         self._shared = shared
         config = uvicorn.Config(
             app,
-            http=guarded_protocol(settings),
+            http=cast("Any", partial(GuardedProtocol, settings)),
             ws="none",
             lifespan="off",
             loop="asyncio",

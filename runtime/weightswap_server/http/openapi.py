@@ -29,42 +29,44 @@ _DOCUMENTS = (
     GenerateRequest,
     GenerateResponse,
 )
-TEMPLATE = "#/components/schemas/{name}"
+_TEMPLATE = "#/components/schemas/{name}"
 
 
 def description(models: Sequence[str]) -> dict[str, Any]:
     """The document at /openapi.json of a server with these models."""
-    found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=TEMPLATE)
-    error, index, infer, inferred, model, server, generate, generated = found
     name, version = parameter("name", enum=list(models)), parameter("version")
     paths: dict[str, Any] = {
         "/v2/health/live": {"get": operation("Whether the server runs.", None)},
         "/v2/health/ready": {"get": operation("Whether all models are ready.", None, unready=True)},
-        "/v2": {"get": operation("The server.", server)},
-        "/v2/repository/index": {"post": operation("The models.", index, body={"type": "object"}, needed=False)},
+        "/v2": {"get": operation("The server.", ServerMetadata)},
+        "/v2/repository/index": {
+            "post": operation("The models.", list[IndexEntry], body={"type": "object"}, needed=False)
+        },
         "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
         "/openapi.json": {"get": operation("This document.", {"type": "object"})},
     }
     for prefix, parameters in (("", [name]), ("/versions/{version}", [name, version])):
         path = f"/v2/models/{{name}}{prefix}"
-        paths[path] = {"get": operation("A model.", model), "parameters": parameters}
+        paths[path] = {"get": operation("A model.", ModelMetadata), "parameters": parameters}
         ready = operation("Whether a model is ready.", None, unready=True)
         paths[f"{path}/ready"] = {"get": ready, "parameters": parameters}
-        paths[f"{path}/infer"] = {"post": operation("Call a model.", inferred, body=infer), "parameters": parameters}
+        call = operation("Call a model.", InferResponse, body=InferRequest)
+        paths[f"{path}/infer"] = {"post": call, "parameters": parameters}
     for last, media in (("generate", "application/json"), ("generate_stream", "text/event-stream")):
-        continued = operation("Continue a prompt.", generated, body=generate, media=media)
+        continued = operation("Continue a prompt.", GenerateResponse, body=GenerateRequest, media=media)
         paths[f"/v2/models/{{name}}/{last}"] = {"post": continued, "parameters": [name]}
-    return document("weightswap", paths, error, {"schemas": components})
+    return document("weightswap", paths, _DOCUMENTS)
 
 
-def document(title: str, paths: dict[str, Any], error: Any, components: dict[str, Any]) -> dict[str, Any]:
-    """The whole; each operation may answer with an error of that schema."""
+def document(title: str, paths: dict[str, Any], kinds: Sequence[Any], **components: Any) -> dict[str, Any]:
+    """The whole; kinds: all documents, of which each operation may answer with the first, as an error."""
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
     for path in paths.values():
         for each in path.values():
             if isinstance(each, dict):
-                each["responses"]["default"] = {"description": "An error.", "content": content(error)}
+                each["responses"]["default"] = {"description": "An error.", "content": content(kinds[0])}
     info = {"title": title, "version": __version__}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas, **components}}
 
 
 def parameter(name: str, **more: Any) -> dict[str, Any]:
@@ -72,8 +74,9 @@ def parameter(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **more}}
 
 
-def content(schema: Any, media: str = "application/json") -> dict[str, Any]:
-    """A body of that schema."""
+def content(kind: Any, media: str = "application/json") -> dict[str, Any]:
+    """A body of a kind of document, or of a schema."""
+    schema = kind if isinstance(kind, dict) else msgspec.json.schema_components([kind], ref_template=_TEMPLATE)[0][0]
     return {media: {"schema": schema}}
 
 

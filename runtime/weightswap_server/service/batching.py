@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any
 
@@ -79,7 +80,7 @@ class ModelThread:
     def __init__(self, model: Model, *, max_queue: int, max_delay: float, observe: Observe) -> None:
         self._model = model
         self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
-        self._limits: dict[ServedMethod, int] = {}
+        self.limits: dict[ServedMethod, int] = {}  # how many rows go as one, of each method that is batched
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
@@ -92,14 +93,6 @@ class ModelThread:
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    def batch(self, method: ServedMethod, limit: int) -> None:
-        """Put calls of a method together from now on, up to `limit` rows."""
-        self._limits[method] = limit
-
-    def limit(self, method: ServedMethod) -> int:
-        """How many rows go as one; 0 for a method that is not batched."""
-        return self._limits.get(method, 0)
 
     def try_out(self, method: ServedMethod, flat: Flat) -> None:
         """Call a method in the thread that asks, and learn how long that takes. Nobody is told."""
@@ -118,10 +111,10 @@ class ModelThread:
                 raise NotReady("the server is stopping")
             if isinstance(work, Call) and len(self._queue) >= self._max_queue:
                 self._queue = deque(each for each in self._queue if not each.answer.cancelled())
-            if isinstance(work, Call) and len(self._queue) >= self._max_queue:
-                raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
+                if len(self._queue) >= self._max_queue:
+                    raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
             self._queue.append(work)
-            if soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self._limits:
+            if soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
                 self._changed.notify()
             elif len(self._queue) == 1:
                 soon(partial(self.answer_here, soon))  # with what the loop's other connections bring until then
@@ -134,7 +127,7 @@ class ModelThread:
 
     def run_here(self, call: Call) -> Answer | None:
         """Answer a call in this thread, if that is quick and nothing waits. Raises what the call raises."""
-        if self._queue or call.method in self._limits or not self._is_quick(call.method, call.nbytes):
+        if self._queue or call.method in self.limits or not self._is_quick(call.method, call.nbytes):
             return None
         return self._answers([call])[0]
 
@@ -152,10 +145,10 @@ class ModelThread:
     def _take_quick(self) -> Sequence[Call]:
         with self._changed:
             first = self._queue[0] if self._queue else None
-            if isinstance(first, Call) and first.method in self._limits and self._is_quick(first.method, 0):
+            if isinstance(first, Call) and first.method in self.limits and self._is_quick(first.method, 0):
                 batch = [first]
                 self._queue.popleft()
-                self._gather(batch, self._limits[first.method] - first.rows)
+                self._gather(batch, self.limits[first.method] - first.rows)
                 if self._is_quick(first.method, sum([call.nbytes for call in batch])):
                     return batch
                 self._queue.extendleft(reversed(batch))
@@ -185,9 +178,9 @@ class ModelThread:
                     return []
                 self._changed.wait()
             first = self._queue.popleft()
-            if isinstance(first, Task) or first.method not in self._limits:
+            if isinstance(first, Task) or first.method not in self.limits:
                 return [first]
-            limit, batch, rows = self._limits[first.method], [first], first.rows
+            limit, batch, rows = self.limits[first.method], [first], first.rows
             while True:
                 rows += self._gather(batch, limit - rows)
                 left = first.arrived + self._max_delay - time.perf_counter()
@@ -303,12 +296,11 @@ def _join(values: Sequence[TensorBytes]) -> TensorBytes:
 
 def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
     """The outputs of one call as those of several, which gave so many rows each; they share its memory."""
-    parts: list[list[tuple[str, TensorBytes]]] = [[] for _ in rows]
-    for name, content in outputs:
-        size = content.nbytes // max(1, content.shape[0])
-        begin = 0
-        for part, count in zip(parts, rows, strict=True):
-            data = content.data[begin : begin + count * size]
-            part.append((name, TensorBytes(content.dtype, (count, *content.shape[1:]), data)))
-            begin += count * size
-    return [list(part) for part in parts]
+    parts = zip(accumulate(rows), rows, strict=True)
+    return [[(name, _rows(content, end - count, count)) for name, content in outputs] for end, count in parts]
+
+
+def _rows(content: TensorBytes, begin: int, count: int) -> TensorBytes:
+    size = content.nbytes // max(1, content.shape[0])
+    data = content.data[begin * size : (begin + count) * size]
+    return TensorBytes(content.dtype, (count, *content.shape[1:]), data)

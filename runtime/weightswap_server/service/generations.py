@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
@@ -21,15 +22,12 @@ from weightswap_server.protocol.variant_text import read_variants, write_variant
 from .service import Service
 
 END = object()
-Send = Callable[[Any], Awaitable[None]]
 
 
 class OpenGeneration:
     """What is generated for one request, piece by piece, in the model's thread."""
 
-    def __init__(
-        self, service: Service, name: str, version: str, request: GenerateRequest, traceparent: str = ""
-    ) -> None:
+    def __init__(self, service: Service, name: str, version: str, request: GenerateRequest, traceparent: str) -> None:
         """Raises UnknownModel, NotReady, Unsupported for a model that does not generate, BadRequest and Overloaded."""
         served = service.find_ready(name, version)
         if not served.generates:
@@ -158,7 +156,7 @@ class _EventStream(Response):
         del self.headers["content-length"]
         self._service, self._generation, self._first, self._pieces = service, generation, first, pieces
 
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
         error: Exception | None = None
         try:
@@ -189,6 +187,6 @@ def _event(document: Any) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-async def _disconnected(receive: Any) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -12,23 +12,18 @@ weightswap_server_streams              gauge: generations that are open
 from __future__ import annotations
 
 import time
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightswap_runtime.errors import MissingExtra
-
-try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-except ImportError as error:
-    raise MissingExtra("weightswap serve", "serve") from error
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.metrics import ModelCollector
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from .batching import Call, ModelThread
 
 MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
@@ -45,29 +40,19 @@ class ServerMetrics:
         self.requests = Counter(
             "weightswap_server_requests", "Requests that were answered.", (*_LABELS, "status"), registry=registry
         )
-        self.seconds, self.queue_seconds = (
-            Histogram(f"weightswap_server_{name}_seconds", says, _LABELS, buckets=_SECONDS, registry=registry)
-            for name, says in (
-                ("request", "From a request's arrival to its answer."),
-                ("queue", "From a request's arrival to a call of the model."),
-            )
+        histogram = partial(Histogram, namespace="weightswap_server", labelnames=_LABELS, registry=registry)
+        self.seconds = histogram("request_seconds", "From a request's arrival to its answer.", buckets=_SECONDS)
+        self.queue_seconds = histogram(
+            "queue_seconds", "From a request's arrival to a call of the model.", buckets=_SECONDS
         )
-        self.batch_calls = Histogram(
-            "weightswap_server_batch_calls",
-            "Requests that one call answered.",
-            _LABELS,
-            buckets=_CALLS,
-            registry=registry,
-        )
+        self.batch_calls = histogram("batch_calls", "Requests that one call answered.", buckets=_CALLS)
         self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
         self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
+        counter = partial(Counter, namespace="weightswap_server_canary", labelnames=_LABELS, registry=registry)
         self._trials = {
-            kind: Counter(f"weightswap_server_canary_{kind}", says, _LABELS, registry=registry)
-            for kind, says in (
-                ("errors", "Calls of a canary that failed."),
-                ("compared", "Answers that a canary gave beside the served weights."),
-                ("differing", "Those of them that differed."),
-            )
+            "errors": counter("errors", "Calls of a canary that failed."),
+            "compared": counter("compared", "Answers that a canary gave beside the served weights."),
+            "differing": counter("differing", "Those of them that differed."),
         }
         self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()
@@ -147,6 +132,3 @@ class _Series(NamedTuple):
     seconds: Histogram
     queue_seconds: Histogram
     batch_calls: Histogram
-
-
-__all__ = ["ServerMetrics"]

@@ -45,10 +45,7 @@ class Served:
         self.generates = model.artifact.manifest.generation is not None
         self.methods = {} if self.generates else _methods(name, model)
         self.thread = ModelThread(
-            model,
-            max_queue=settings.max_queue,
-            max_delay=settings.max_delay,
-            observe=self._observe,
+            model, max_queue=settings.max_queue, max_delay=settings.max_delay, observe=self._observe
         )
         self._names = {method: known for known, method in self.methods.items()}
         self._metrics, self._traces = metrics, traces
@@ -123,7 +120,7 @@ class Served:
             except Unsupported as error:
                 log.warning("%s: not batched: %s", self.name, error)
             else:
-                self.thread.batch(method, min(self._settings.max_batch, limit or self._settings.max_batch))
+                self.thread.limits[method] = min(self._settings.max_batch, limit or self._settings.max_batch)
 
     def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
         name = self._names[call.method]
@@ -155,7 +152,7 @@ class Served:
             return
         for _ in range(2):
             self.thread.try_out(method, sample)
-        if limit := self.thread.limit(method):
+        if limit := self.thread.limits.get(method):
             self.thread.try_out(method, joined([sample] * (limit // rows_of(sample))))
 
 

@@ -40,12 +40,6 @@ if TYPE_CHECKING:
 PLATFORM = "weightswap"
 
 
-def _traces() -> Traces:
-    from .traces import Traces
-
-    return Traces()
-
-
 class Service:
     """Finds models, and answers calls."""
 
@@ -57,7 +51,11 @@ class Service:
         self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
         self.load_metrics: Callable[[], Iterable[Metric]] = self.metrics.load  # the same of these
         self.processes: Callable[[], list[Process]] = lambda: [self.process("server")]
-        self.traces = _traces() if settings.traces else None
+        self.traces: Traces | None = None
+        if settings.traces:
+            from .traces import Traces
+
+            self.traces = Traces()
         self._since = time.time()
         self.stopping = False
         self.streams = 0

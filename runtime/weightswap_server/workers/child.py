@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -53,12 +51,12 @@ class Child:
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
         self._processes, self._pass_on = processes, pass_on
         self._writer: asyncio.StreamWriter | None = None
-        self._said = self._begun(0)
+        self.said = self._begun(0)  # by itself at last; the pid is 0 before the first one
         self._spoken: bool | None = None  # since the last look; None until it is ready
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._failure = ""
-        self._ending = False
+        self._ending = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
 
     async def begin(self) -> str:
@@ -73,10 +71,10 @@ class Child:
     async def _tend(self) -> None:
         """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
         pause = _FIRST_PAUSE
-        while not self._asked_to_end():
+        while not self._ending.is_set():
             began = time.monotonic()
             code = await self._live()
-            if self._asked_to_end():
+            if self._ending.is_set():
                 return
             if not self._ready.done():
                 raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
@@ -89,14 +87,6 @@ class Child:
         now = time.time()
         return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
 
-    @property
-    def process(self) -> Process:
-        """As it has last said of itself. The pid is 0 before the first one."""
-        return self._said
-
-    def _asked_to_end(self) -> bool:
-        return self._ending  # which changes while one waits
-
     async def _live(self) -> int:
         """One process, from its start to its end; its exit code."""
         ours, theirs = socket.socketpair()
@@ -105,18 +95,17 @@ class Child:
         command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
         self._failure, self._spoken = "", None
         with theirs:
-            self._process = process = subprocess.Popen(
-                command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
+            self._process = process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=passed, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-        self._said = self._begun(process.pid)
+        self.said = self._begun(process.pid)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
         writer.write(msgspec.json.encode(self._task) + b"\n")
         self._writer = writer
         hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
         looking = asyncio.create_task(self._look_after(process))
         try:
-            await _ended(process.pid)
-            return process.wait()
+            return await process.wait()
         finally:
             await asyncio.wait([hearing], timeout=1)  # its last words
             hearing.cancel()
@@ -126,7 +115,7 @@ class Child:
             self._totals.end(process.pid)
             self._let_go()
 
-    async def _look_after(self, process: subprocess.Popen[bytes]) -> None:
+    async def _look_after(self, process: asyncio.subprocess.Process) -> None:
         """Kill it once it has been silent for too long.
 
         Looks are counted, and no seconds: what keeps this process from looking keeps others from speaking, too.
@@ -137,7 +126,7 @@ class Child:
             silent = silent + 1 if self._spoken is False else 0
             if self._spoken:
                 self._spoken = False
-            if silent >= _LOOKS and not self._asked_to_end():
+            if silent >= _LOOKS and process.returncode is None and not self._ending.is_set():
                 self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
                 process.kill()
                 return
@@ -159,8 +148,8 @@ class Child:
                     self._tell_ready(word.text)
                 elif word.kind == "alive":
                     self._spoken = True
-                    self._said = msgspec.structs.replace(
-                        msgspec.json.decode(word.text, type=Process), since=self._said.since, heard=time.time()
+                    self.said = msgspec.structs.replace(
+                        msgspec.json.decode(word.text, type=Process), since=self.said.since, heard=time.time()
                     )
                 elif word.kind == "tried":
                     self._pass_on(raw)
@@ -197,28 +186,16 @@ class Child:
 
     async def end(self, grace: float) -> None:
         """Ask it to stop, and kill it where it does not."""
-        self._ending = True
+        self._ending.set()
         if self._tending is None:
             return
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             await asyncio.wait([self._tending], timeout=grace + _LAST)
-            if process.poll() is None:
+            if process.returncode is None:
                 log.warning("%s has not ended in %g s, and is killed", self._name, grace + _LAST)
                 process.kill()
         elif not self._tending.done():
             self._tending.cancel()  # between two processes
         await asyncio.wait([self._tending])
-
-
-async def _ended(pid: int) -> None:
-    """Wait for the end of a child, which nobody has waited for."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(pid)
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)

@@ -113,7 +113,7 @@ class Workers:
         ]
 
         def processes() -> list[Process]:
-            return [child.process for child in (keeper, *workers)]
+            return [child.said for child in (keeper, *workers)]
 
         keeper = Child(tasks[0], totals, processes, self._timeout)
         workers = [Child(task, totals, processes, self._timeout, keeper.tell) for task in tasks[1:]]

@@ -26,12 +26,9 @@ class Tried(msgspec.Struct, frozen=True):
     measured: Measured
 
 
-_tried = msgspec.msgpack.Decoder(Tried)
-
-
 def read_tried(text: str) -> Tried:
     """What `WorkerTrials.told` has said."""
-    return _tried.decode(b64decode(text))
+    return msgspec.msgpack.decode(b64decode(text), type=Tried)
 
 
 class KeeperTrials:

@@ -7,7 +7,7 @@ const none = html`<span class="muted">nothing</span>`;
 const shown = (weights) =>
   weights ? html`<${Id} id=${weights.weights_id} /><${Labels} labels=${weights.labels} />` : none;
 
-/** By call: its title, the button, what is different afterwards, and what goes with the request. */
+/** By call: its title, the button, what is different afterwards, and what goes with the request, if anything. */
 const CHANGES = {
   commit: {
     title: "Commit the staged weights?",
@@ -27,7 +27,6 @@ const CHANGES = {
       ["Gives up", staged?.weights_id ? shown(staged) : (staged?.source ?? none)],
       ["Serves on", shown(served)],
     ],
-    body: () => ({}),
   },
   rollback: {
     title: "Roll back?",
@@ -47,7 +46,6 @@ const CHANGES = {
       ["Serves on", shown(served)],
       ["Then", "nothing new is promoted, in any process that follows the place, until the hold is released"],
     ],
-    body: () => ({}),
   },
   release: {
     title: "Release the hold?",
@@ -57,7 +55,6 @@ const CHANGES = {
       ["Held", [following.held_by && `by ${following.held_by}`, following.held_why].filter(Boolean).join(": ")],
       ["Then", "new weights are promoted again"],
     ],
-    body: () => ({}),
   },
 };
 
@@ -72,7 +69,7 @@ function written(call, { following }) {
 
 /** A dialog about one change of a model. `asked`: the call, and for a rollback its target; send: does it. */
 export function Confirm({ asked, model, send, close }) {
-  const { title, button, rows, body } = CHANGES[asked.call];
+  const { title, button, rows, body = () => ({}) } = CHANGES[asked.call];
   const dialog = useRef();
   const [seen] = useState(() => lookedAt(model));
   const [before] = useState(model); // what the dialog is about, whatever comes meanwhile

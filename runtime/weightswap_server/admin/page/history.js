@@ -26,6 +26,12 @@ function Receipt({ receipt }) {
   </details>`;
 }
 
+function RollBack({ to, act }) {
+  return html`<button type="button" class="button push" aria-label=${`Roll back to ${to}`} onClick=${act}>
+    Roll back to this
+  </button>`;
+}
+
 function Commit({ receipt, now, serving, rollBack }) {
   const { generation, kind, weights_id, labels, by, why, source, seconds_paused, committed_at } = receipt;
   return html`<li class="entry">
@@ -41,17 +47,7 @@ function Commit({ receipt, now, serving, rollBack }) {
         ${kind === "full" ? "" : `${kind}, `}${by && `by ${by}, `}paused${" "}
         ${duration(seconds_paused)}${why && html`: <q>${why}</q>`}
       </span>
-      ${
-        rollBack &&
-        html`<button
-        type="button"
-        class="button push"
-        aria-label=${`Roll back to generation ${generation}, ${weights_id.slice(0, 12)}`}
-        onClick=${rollBack}
-      >
-        Roll back to this
-      </button>`
-      }
+      ${rollBack && html`<${RollBack} to=${`generation ${generation}, ${weights_id.slice(0, 12)}`} act=${rollBack} />`}
     </div>
     <${Receipt} receipt=${receipt} />
   </li>`;
@@ -70,14 +66,7 @@ function Desired({ weights, now, rollBack }) {
         ${weights.by && `by ${weights.by}, `}not served by this process yet
         ${weights.why && html`: <q>${weights.why}</q>`}
       </span>
-      <button
-        type="button"
-        class="button push"
-        aria-label=${`Roll back to ${weights.weights_id.slice(0, 12)}`}
-        onClick=${rollBack}
-      >
-        Roll back to this
-      </button>
+      <${RollBack} to=${weights.weights_id.slice(0, 12)} act=${rollBack} />
     </div>
   </li>`;
 }
