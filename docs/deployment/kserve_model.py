@@ -35,9 +35,9 @@ class Tagger(kserve.Model):
     def answer(self, request: InferRequest) -> InferResponse:
         binary = request.use_binary_outputs
         try:
-            with self.model.pin() as session:
-                outputs = self.method.answer(session, {x.name: x.as_numpy() for x in request.inputs})
-                weights = {"weights_id": session.weights_id, "generation": str(session.generation)}
+            with self.model.pin() as pinned:
+                outputs = self.method.answer(pinned, {x.name: x.as_numpy() for x in request.inputs})
+                weights = {"weights_id": pinned.weights_id, "generation": str(pinned.generation)}
         except NoWeights as error:
             raise ModelNotReady(self.name, str(error)) from error
         except CallError as error:

@@ -33,9 +33,9 @@ class Tagger(LitAPI):
 
     def predict(self, inputs: dict[str, Any]) -> dict[str, Any]:
         try:
-            with self.model.pin() as session:
-                outputs = self.method.answer(session, inputs)
-                return {"outputs": outputs, "weights_id": session.weights_id, "generation": session.generation}
+            with self.model.pin() as pinned:
+                outputs = self.method.answer(pinned, inputs)
+                return {"outputs": outputs, "weights_id": pinned.weights_id, "generation": pinned.generation}
         except CallError as error:
             raise HTTPException(400, str(error)) from error
 

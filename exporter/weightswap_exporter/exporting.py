@@ -30,7 +30,7 @@ from weightswap_runtime.format.manifest import (
     TextGeneration,
     decode_manifest,
     encode_manifest,
-    graph_identity,
+    with_graph_id,
 )
 from weightswap_runtime.format.weight_file import encode_tensors
 from weightswap_runtime.messages import listed
@@ -232,7 +232,7 @@ def _artifact(
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
         format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
-        graph_id=graph_identity(described, tables.weights, tables.state, tables.constants, digests, tables.variants),
+        graph_id="",
         producer=Producer(weightswap=__version__, torch=str(torch.__version__)),
         device="cpu",
         methods=described,
@@ -243,7 +243,7 @@ def _artifact(
         files=digests,
         variants=tables.variants,
     )
-    return manifest, files
+    return with_graph_id(manifest), files
 
 
 def _warn_of_training(captured: Mapping[str, Captured]) -> None:

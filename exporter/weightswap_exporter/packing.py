@@ -19,7 +19,7 @@ from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Matc
 from weightswap_runtime.format.name_patterns import patterns
 from weightswap_runtime.format.weight_file import canonical_order, new_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
-from weightswap_runtime.sources.atomic import UnnamedFile, companion, is_file
+from weightswap_runtime.sources.atomic import PendingFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors.comparing import Tolerance
@@ -188,7 +188,7 @@ def pack_checkpoint(
     labels: Mapping[str, str] | None = None,
     dtype: torch.dtype | str | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[UnnamedFile, Packed]]:
+) -> Iterator[tuple[PendingFile, Packed]]:
     """`pack()` of a checkpoint that is open, into a file that the block is to rename; nothing else is left to do."""
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)

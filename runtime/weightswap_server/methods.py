@@ -73,21 +73,21 @@ class ServedMethod:
         if len(set(names)) < len(names):
             raise BadRequest("an output is asked for twice")
 
-    def call(self, session: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
+    def call(self, caller: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
         calls."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
-        values = session.call_flat(self.name, tensors, variants)
+        values = caller.call_flat(self.name, tensors, variants)
         return [
             (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))
             for leaf, value in zip(self._outputs, values, strict=True)
             if not isinstance(leaf, Literal)
         ]
 
-    def answer(self, session: Pinned, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def answer(self, pinned: Pinned, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """`call` with arrays by the inputs' names, for servers of others. Raises what a call raises."""
         flat = self.arguments({name: array_content(array) for name, array in arrays.items()})
-        return {name: as_array(content) for name, content in self.call(session, flat)}
+        return {name: as_array(content) for name, content in self.call(pinned, flat)}
 
     def sample(self) -> list[Any] | None:
         """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""

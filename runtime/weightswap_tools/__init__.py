@@ -1,1 +1,1 @@
-"""What people look through: the commands, inspect, diff, bench, reports. Imports the library, never the exporter."""
+"""What people look through: the commands, inspect, diff, bench, reports. Never imports the exporter."""

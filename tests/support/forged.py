@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from tests.support.graphs import Document
-from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest, graph_identity
+from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest, with_graph_id
 
 
 def replace_file(artifact: Path, name: str, raw: bytes) -> None:
@@ -21,8 +21,7 @@ def replace_file(artifact: Path, name: str, raw: bytes) -> None:
     place = artifact / MANIFEST_NAME
     manifest: Manifest = decode_manifest(place.read_bytes(), str(place))
     files = manifest.files | {name: blake3(raw).hexdigest()}
-    identity = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, files)
-    place.write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files, graph_id=identity)))
+    place.write_bytes(encode_manifest(with_graph_id(msgspec.structs.replace(manifest, files=files))))
 
 
 def with_document(raw: bytes, change: Callable[[Document], object]) -> bytes:

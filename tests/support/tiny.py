@@ -24,7 +24,7 @@ from weightswap_runtime.format.manifest import (
     Producer,
     WeightSource,
     encode_manifest,
-    graph_identity,
+    with_graph_id,
 )
 from weightswap_runtime.format.signature import Dimension, Signature, Tensor
 from weightswap_runtime.format.weight_file import TensorRow, write_weight_file
@@ -89,9 +89,9 @@ class TinyArtifact:
         )
         methods = {"forward": Method(graph="graphs/forward.pt2", inputs=tuple(inputs), signature=signature)}
         constants = (NamedTensor(name="shift", dtype="F32", shape=(1,)),)
-        self.manifest = Manifest(
+        manifest = Manifest(
             format_version=1,
-            graph_id=graph_identity(methods, WEIGHTS, (), constants, digests),
+            graph_id="",
             producer=Producer(weightswap="0", torch=str(torch.__version__)),
             device="cpu",
             methods=methods,
@@ -101,6 +101,7 @@ class TinyArtifact:
             adapter=Adapter(sources=SOURCES, ignored=("extra",)),
             files=digests,
         )
+        self.manifest = with_graph_id(manifest)
         (path / "graphs").mkdir(parents=True)
         for name, content in files.items():
             (path / name).write_bytes(content)

@@ -49,25 +49,26 @@ class OpenedGraph:
             return contents_of(GraphRun(program).run(*_flat(program, given)))
 
     def weights_of(self, node: str) -> tuple[str, ...]:
-        """The weights, state and constants that a node takes, by the first of their FQNs."""
+        """The weights, state, constants and variants' tensors that a node takes, by the first of their FQNs."""
         graph = self.open().graph
         pairs = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
         manifest = self.artifact.manifest
-        tables = (*manifest.weights, *manifest.state, *manifest.constants)
+        tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
         first = {name: row.name for row in tables for name in row.names}
         fqns = {given: first[item.name] for given, item in pairs if item.kind != "input"}
         taken = [each for found in graph.nodes if found.name == node for each in found.all_input_nodes]
         return tuple(fqns[each] for each in taken if each in fqns)
 
     def _filled(self, weights: PathLike) -> ExportedProgram:
-        """The program with weights, and with the initial state."""
+        """The program with weights, with the initial state, and with no variant."""
         program = method_program(self.artifact, self.method)
         values = _values(self.artifact, weights) | initial_state(self.artifact)
+        zero = torch.zeros(())
         for spec, item in zip(program.graph_signature.input_specs, self.inputs, strict=True):
-            if item.kind in ("weight", "state") and spec.target is not None:
+            if item.kind in ("weight", "state", "variant") and spec.target is not None:
                 table = program.state_dict if spec.target in program.state_dict else program.constants
                 with torch.no_grad():
-                    table[spec.target].copy_(values[item.name])
+                    table[spec.target].copy_(zero if item.kind == "variant" else values[item.name])
         return program
 
 

@@ -25,7 +25,7 @@ from weightswap_runtime.format.manifest import (
     CONSTANTS_NAME,
     MANIFEST_NAME,
     encode_manifest,
-    graph_identity,
+    with_graph_id,
 )
 from weightswap_runtime.format.signature import Tensor, Tuple
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
@@ -66,10 +66,7 @@ def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, e
     methods = {method: msgspec.structs.replace(old, signature=signature)}
     kept = [name for name in _KEPT if name in artifact.manifest.files]
     files = {name: artifact.manifest.files[name] for name in kept} | {old.graph: blake3(raw).hexdigest()}
-    tables = artifact.manifest.weights, artifact.manifest.state, artifact.manifest.constants
-    manifest = msgspec.structs.replace(
-        artifact.manifest, methods=methods, files=files, graph_id=graph_identity(methods, *tables, files)
-    )
+    manifest = with_graph_id(msgspec.structs.replace(artifact.manifest, methods=methods, files=files))
     for name in kept:
         (folder / name).write_bytes(artifact.read(name))
     (folder / old.graph).parent.mkdir(exist_ok=True)

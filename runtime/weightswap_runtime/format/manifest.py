@@ -172,23 +172,22 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
         return sum(weight.nbytes for weight in self.weights)
 
 
-def graph_identity(
-    methods: dict[str, Method],
-    weights: tuple[NamedTensor, ...],
-    state: tuple[NamedTensor, ...],
-    constants: tuple[NamedTensor, ...],
-    files: dict[str, str],
-    variants: dict[str, tuple[NamedTensor, ...]] | None = None,
-) -> str:
+def graph_identity(manifest: Manifest) -> str:
     """The graph id: BLAKE3 of everything but the weights that decides an output.
 
     That is the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
     How a checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
     """
-    names = sorted({method.graph for method in methods.values()} | {CONSTANTS_NAME})
-    document = [methods, weights, state, constants, {name: files.get(name) for name in names}]
-    document += [variants] if variants else []
+    names = sorted({method.graph for method in manifest.methods.values()} | {CONSTANTS_NAME})
+    files = {name: manifest.files.get(name) for name in names}
+    document = [manifest.methods, manifest.weights, manifest.state, manifest.constants, files]
+    document += [manifest.variants] if manifest.variants else []
     return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()
+
+
+def with_graph_id(manifest: Manifest) -> Manifest:
+    """The manifest with the graph id that its contents give."""
+    return msgspec.structs.replace(manifest, graph_id=graph_identity(manifest))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -230,9 +229,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     yield from (
         f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows
     )
-    actual = graph_identity(
-        manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files, manifest.variants
-    )
+    actual = graph_identity(manifest)
     if actual != manifest.graph_id:
         yield f"its graph id is {manifest.graph_id[:12]}, its contents give {actual[:12]}"
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from weightswap_runtime.errors import DamagedFile, WeightFileError
 from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.atomic import UnnamedFile
+from weightswap_runtime.sources.atomic import PendingFile
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
@@ -191,7 +191,7 @@ def new_weight_file(
     graph_id: str,
     labels: Mapping[str, str],
     cast: Mapping[str, list[str]],
-) -> Iterator[tuple[UnnamedFile, Stamp]]:
+) -> Iterator[tuple[PendingFile, Stamp]]:
     """A weight file in canonical layout, on disk beside `path`, that the block is to rename; and the stamp in it.
 
     `data` gives each tensor's little-endian row-major bytes, in pieces, in the order of `canonical_order(rows)`.
@@ -212,7 +212,7 @@ def new_weight_file(
         yield file, stamp
 
 
-class StampedFile(UnnamedFile):
+class StampedFile(PendingFile):
     """A safetensors file that is being written: its tensors, the stamp that has their digests, and then its name."""
 
     def __init__(self, path: Path, order: Sequence[TensorRow], key: str, labels: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The calling surface that the model, a pinned session and a staged session share."""
+"""The calling surface that the model, pins and stagings share."""
 
 from __future__ import annotations
 

@@ -473,7 +473,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         return watching
 
     def pin(self) -> Pinned:
-        """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
+        """`with model.pin() as pinned:` makes several calls on one version, whatever is committed meanwhile.
 
         In single residency a commit waits until the block ends; in double residency the next staging does.
         """

@@ -52,7 +52,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
 
     def _pinned(self) -> Version[Session]:
         if self._version is None:
-            raise PinReleased("enter the pin first: with model.pin() as session: ...")
+            raise PinReleased("enter the pin first: with model.pin() as pinned: ...")
         return self._version
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:

@@ -79,7 +79,7 @@ def _sync_names(folder: Path) -> None:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-class UnnamedFile:
+class PendingFile:
     """A file that is being written, locked, under a temporary name beside `path`.
 
     It is removed when the block ends, unless `rename` was called.
@@ -114,7 +114,7 @@ class UnnamedFile:
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Write a file that replaces `path`, its bytes on disk, when the block ends without an error."""
-    with UnnamedFile(path) as new:
+    with PendingFile(path) as new:
         yield new.file
         new.sync()
         new.rename(path)

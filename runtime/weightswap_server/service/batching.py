@@ -239,10 +239,10 @@ class ModelThread:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
         if (canary := calls[0].canary) is not None:
             return _call(canary.staged, calls, choice, None, canary.weights_id)
-        with self._model.pin() as session:
-            if calls[0].version not in ("", str(session.generation)):
-                raise UnknownModel(f"version {calls[0].version}: generation {session.generation} is served")
-            return _call(session, calls, choice, session.generation, session.weights_id)
+        with self._model.pin() as pinned:
+            if calls[0].version not in ("", str(pinned.generation)):
+                raise UnknownModel(f"version {calls[0].version}: generation {pinned.generation} is served")
+            return _call(pinned, calls, choice, pinned.generation, pinned.weights_id)
 
     def _learn(self, method: ServedMethod, nbytes: int, seconds: float) -> None:
         """Up to which size calls are quick. A few slow ones are the machine's doing. For more, and for one that took
@@ -257,13 +257,13 @@ class ModelThread:
 
 
 def _call(
-    session: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
+    pinned: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
 ) -> list[Answer]:
     """One call for all of them, which have all chosen the same."""
     method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
     if len(calls) == 1:
-        return [Answer(method.call(session, calls[0].flat, choice), generation, weights_id, variant)]
-    outputs = method.call(session, joined([call.flat for call in calls]), choice)
+        return [Answer(method.call(pinned, calls[0].flat, choice), generation, weights_id, variant)]
+    outputs = method.call(pinned, joined([call.flat for call in calls]), choice)
     parts = split(outputs, [call.rows for call in calls])
     return [Answer(part, generation, weights_id, variant) for part in parts]
 

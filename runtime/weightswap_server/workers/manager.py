@@ -1,4 +1,4 @@
-"""Several processes that serve one copy of the weights: a keeper, workers, and this one, which replaces them.
+"""Several processes that serve one copy of the weights: a keeper, workers, and this one, which has them replaced.
 
 The manager owns what outlives any of them: the shared memory, and the socket on which workers accept. It has no model.
 """

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from weightswap_runtime.sources import atomic as files
-from weightswap_runtime.sources.atomic import UnnamedFile, new_file, remove_abandoned
+from weightswap_runtime.sources.atomic import PendingFile, new_file, remove_abandoned
 
 
 def abandoned(folder: Path, name: str = "step-1.safetensors") -> Path:
@@ -32,7 +32,7 @@ def test_only_abandoned_files_with_the_prefix_are_removed(tmp_path: Path) -> Non
 
 
 def test_a_file_may_get_its_name_at_the_end(tmp_path: Path) -> None:
-    with UnnamedFile(tmp_path / "a") as new:
+    with PendingFile(tmp_path / "a") as new:
         new.file.write(b"data")
         assert [path.name[:6] for path in tmp_path.iterdir()] == [".a.tmp"]
         new.rename(tmp_path / "b")
@@ -40,7 +40,7 @@ def test_a_file_may_get_its_name_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_file_that_gets_no_name_is_removed(tmp_path: Path) -> None:
-    with UnnamedFile(tmp_path / "a") as new:
+    with PendingFile(tmp_path / "a") as new:
         new.file.write(b"data")
     assert not list(tmp_path.iterdir())
 

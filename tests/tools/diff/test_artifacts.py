@@ -19,7 +19,7 @@ from torch import nn
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export
 from weightswap_runtime import Artifact, ArtifactError
-from weightswap_runtime.format.manifest import encode_manifest, graph_identity
+from weightswap_runtime.format.manifest import encode_manifest, with_graph_id
 from weightswap_tools.diff import ArtifactsDiff, compare_artifacts
 
 
@@ -149,9 +149,7 @@ def test_methods_signatures_and_engines(tiny: TinyArtifact, tmp_path: Path) -> N
 
 def write(tiny: TinyArtifact, document: dict[str, object]) -> None:
     """A changed manifest with the graph id that it has to have."""
-    manifest = msgspec.convert(document, type(tiny.manifest))
-    identity = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files)
-    tiny.write_manifest(encode_manifest(msgspec.structs.replace(manifest, graph_id=identity)))
+    tiny.write_manifest(encode_manifest(with_graph_id(msgspec.convert(document, type(tiny.manifest)))))
 
 
 def deep(depth: int) -> bytes:

@@ -13,6 +13,7 @@ import torch
 from tests.runtime.live.variants.test_variants import Files, X, answer, interleave
 from weightswap_exporter import compile_engines
 from weightswap_exporter.engines.engine_check import differences
+from weightswap_exporter.parity import Run, first_divergence
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.engines.aoti.engine import AotiEngine
 from weightswap_runtime.engines.aten.variants import ChosenTensors
@@ -105,3 +106,13 @@ def test_what_does_not_take_its_variants_is_found_when_it_is_compiled(
 
 def test_interleaved_with_contexts(files: Compiled) -> None:
     interleave(files, files.engine)
+
+
+def test_where_they_part_is_looked_for(files: Compiled) -> None:
+    """Without a variant, which is zeros, and not what memory had before."""
+    same, other = ([Run(files.weights[0], "torch"), Run(files.weights[seed], files.engine)] for seed in (0, 1))
+    cases = {"forward": [((X,), {})]}
+    assert first_divergence(files.artifact.path, *same, cases=cases) is None
+    divergence = first_divergence(files.artifact.path, *other, cases=cases)
+    assert divergence is not None
+    assert (divergence.module, divergence.weights) == ("mix", ("mix.weight",))
