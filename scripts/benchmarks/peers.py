@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from weightswap_runtime.threads.worker_threads import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 LARGEST = 64 << 20
 CACHED = 1 << 20
@@ -41,7 +41,7 @@ class Peers:
     """Plain work on a number of threads, the library's own number unless told otherwise."""
 
     def __init__(self) -> None:
-        self.threads = Workers().threads
+        self.threads = WorkerThreads().threads
         self._pool = ThreadPoolExecutor(self.threads)
 
     def read(self, path: Path, memory: Memory) -> None:
