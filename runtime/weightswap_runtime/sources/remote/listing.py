@@ -43,15 +43,21 @@ def check_listable(url: Url) -> None:
         raise unknown(url, error) from error
 
 
-def list_files(url: Url, check: Check | None = None) -> list[ListedFile]:
-    """The files of a folder, in no order. Raises WeightFileError where there is none, and as `find_object` does."""
-    fs, path = file_system(url)
+def list_files(url: Url) -> list[ListedFile]:
+    """The files of a folder, in no order. Raises WeightFileError.
+
+    They are asked for once: whoever looks again and again has a patience of its own, and may be stopped.
+    """
+    import fsspec.core
+
     try:
-        found = _list(fs, path, url, check)
-    except FileNotFoundError as error:  # `from None`: its text may show credentials
+        fs, folder = fsspec.core.url_to_fs(url.raw)  # from fsspec's cache: no other login for each look
+        fs.invalidate_cache(folder)
+        found = [info for info in fs.ls(folder, detail=True) if info.get("type") == "file"]
+        return [_listed(info, fs.unstrip_protocol(info["name"])) for info in found]
+    except Exception as error:  # each kind of store has its own; `from None`: its text may show credentials
         text = redact(str(error), url.raw)
         raise WeightFileError(f"{url}: cannot be listed ({type(error).__name__}: {text})") from None
-    return [_listed(info, fs.unstrip_protocol(info["name"])) for info in found]
 
 
 def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> list[str] | None:
@@ -62,19 +68,14 @@ def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> l
     if url.is_web:
         return None if url.name else [name for name in likely if find_object(url / name, check)]
     fs, path = file_system(url)
+    work = persist(GenericObject(fs, path, url).entries, lambda: f"{url}: cannot be listed")
     try:
-        found = _list(fs, path, url, check)
+        found = wait_for(loop_of(fs, url)(), work, check or go_on)
     except FileNotFoundError:
         return None
     folder = path.strip("/") + "/"
-    files = [info["name"].strip("/") for info in found]  # of a file: itself
+    files = [info["name"].strip("/") for info in found if info.get("type") == "file"]  # of a file: itself
     return sorted(name.removeprefix(folder) for name in files if name.startswith(folder)) or None
-
-
-def _list(fs: Any, path: str, url: Url, check: Check | None) -> list[Mapping[str, Any]]:
-    folder = GenericObject(fs, path, url)
-    work = persist(folder.entries, lambda: f"{url}: cannot be listed")
-    return [info for info in wait_for(loop_of(fs, url)(), work, check or go_on) if info.get("type") == "file"]
 
 
 def _listed(info: Mapping[str, Any], url: str) -> ListedFile:

@@ -1,17 +1,19 @@
-"""Listings of folders behind URLs: what they say of a file, and that a failure is not their end."""
+"""Listings of folders behind URLs: what they say of a file, and of a store that is away."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
+import fsspec
 import fsspec.config
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.runtime.sources.remote.answers import status
 from tests.runtime.sources.remote.contents import until
 from tests.support.servers import Bucket, HubBucket
 from tests.support.tiny import WriteWeights, serves
-from weightswap_runtime import AccessDenied, Model, WeightFileError
+from weightswap_runtime import Model, WeightFileError
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.remote.listing import list_files
 
@@ -45,20 +47,41 @@ def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, mo
     assert expanded.modified == datetime.fromisoformat("2026-01-01T00:00:00Z").timestamp()
 
 
-def test_a_listing_that_fails_is_tried_again(hf_bucket: HubBucket) -> None:
-    hf_bucket.put("run/a.safetensors", b"1")
-    failures = [503, 429]
-    hf_bucket.server.fault = lambda handler, asked: bool(failures) and status(failures.pop())(handler, asked) is None
-    assert [file.name for file in list_files(Url(hf_bucket.url("run")))] == ["a.safetensors"]
-    assert not failures
-
-
-def test_a_listing_that_is_denied_is_not_tried_again(hf_bucket: HubBucket) -> None:
+def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
+    """Whoever looks again and again can be stopped in between."""
     hf_bucket.put("run/a.safetensors", b"1")
     hf_bucket.server.fault = lambda handler, asked: "/tree/" in asked.path and status(403)(handler, asked) is None
-    with pytest.raises(AccessDenied, match=r"the server refuses \(403"):
+    with pytest.raises(WeightFileError, match=r"cannot be listed \(HfHubHTTPError: 403"):
         list_files(Url(hf_bucket.url("run")))
     assert len([asked for asked in hf_bucket.server.asked if "/tree/" in asked.path]) == 1
+
+
+class Away(MemoryFileSystem):  # type: ignore[misc]
+    """A store that one logs into, and that is away."""
+
+    protocol = "away"
+    logins = looks = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Away.logins += 1
+
+    def ls(self, *_: object, **__: object) -> list[str]:
+        Away.looks += 1
+        raise ConnectionError("secret")
+
+
+def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("away", Away, clobber=True)
+    monkeypatch.setattr(Away, "looks", 0)
+    told: list[int] = []
+    with model.watch("away://d", interval=0.01, callback=lambda event: told.append(Away.looks)):
+        until(lambda: bool(told))
+    assert told[0] == 1
+    for _ in range(3):
+        with pytest.raises(WeightFileError):
+            list_files(Url("away://d"))
+    assert Away.logins == 1
 
 
 def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:
