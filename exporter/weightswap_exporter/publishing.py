@@ -151,7 +151,10 @@ def publish(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     record_from = recorder(model, opened, goldens, tolerance)
-    outcome = _writer.begin(
+    outcome: futures.Future[Packed] = futures.Future()
+    publication = Publication(step, outcome)
+    _writer.begin(
+        outcome,
         lambda: _Snapshot(_snapshot(model), record_from()),
         partial(
             _write,
@@ -164,7 +167,7 @@ def publish(
             promotion=promotion,
         ),
     )
-    return Publication(step, outcome)
+    return publication
 
 
 class _Promotion(NamedTuple):
@@ -259,9 +262,13 @@ class _Writer:
         self._free = threading.Lock()
         self._copying: set[int] = set()  # threads that wait to take a snapshot, or take one
 
-    def begin(self, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> futures.Future[Packed]:
+    def begin(
+        self,
+        outcome: futures.Future[Packed],
+        snapshot: Callable[[], _Snapshot],
+        write: Callable[[_Snapshot], Packed],
+    ) -> None:
         """Wait for the write before, take the snapshot, and start to write it."""
-        outcome: futures.Future[Packed] = futures.Future()
         if (thread := threading.get_ident()) in self._copying:
             raise CheckpointError(
                 "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
@@ -281,7 +288,6 @@ class _Writer:
             raise
         finally:
             self._copying.discard(thread)
-        return outcome
 
     def _run(
         self, outcome: futures.Future[Packed], held: list[_Snapshot], write: Callable[[_Snapshot], Packed]

@@ -24,7 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.stand_ins import restored, within
+from weightswap_exporter.models.stand_ins import attributes_of, restored, within
 from weightswap_exporter.models.tensors import is_fake
 
 from .programs import all_inputs, graph_inputs, is_random
@@ -121,6 +121,8 @@ def _kind(value: Any) -> Any:
         return ("tensor", value.dtype, value.dim())
     if isinstance(value, bool | int | float | str | None):
         return value
+    if attributes_of(value) is not None:
+        return object  # of a class that may be another at each call; what it holds counts
     return list if isinstance(value, list | tuple | deque | dict) else type(value)
 
 

@@ -43,7 +43,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _attributes_of(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of a plain object of somebody's own class; None of what torch and the standard library make."""
     origin = type(value).__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch" or isinstance(value, nn.Module | torch.Tensor | type):
@@ -57,7 +57,7 @@ def _containers(value: Any) -> Iterator[Any]:
     for _, each in within("", value):
         if isinstance(each, list | dict | set | deque) and type(each).__module__ in ("builtins", "collections"):
             yield each
-        if (attributes := _attributes_of(each)) is not None:
+        if (attributes := attributes_of(each)) is not None:
             yield attributes
 
 
@@ -66,7 +66,7 @@ def within(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) 
     yield path, value
     seen = set() if seen is None else seen
     items: list[tuple[str, Any]] = []
-    if id(value) not in seen and (attributes := _attributes_of(value)) is not None:
+    if id(value) not in seen and (attributes := attributes_of(value)) is not None:
         seen.add(id(value))
         items += [(f".{name}", item) for name, item in attributes.items()]
     if isinstance(value, list | tuple | deque):

@@ -225,6 +225,15 @@ def object_that_is_written(model: Stores, x: torch.Tensor) -> torch.Tensor:
     return model.plain.last * 2
 
 
+def object_of_a_class_of_the_call(model: Stores, x: torch.Tensor) -> torch.Tensor:
+    class Result(Plain):
+        pass
+
+    model.result = Result()
+    model.result.last = model.linear(x)
+    return model.result.last * 2
+
+
 def object_of_before(model: Stores, x: torch.Tensor) -> torch.Tensor:
     y = model.linear(x) if model.plain.last is None else x + model.plain.last
     model.plain.last = y.sum(0)
@@ -246,6 +255,7 @@ NOT_READ = {
         in_a_region,
         circular,
         object_that_is_written,
+        object_of_a_class_of_the_call,
     )
 }
 READ = {

@@ -100,12 +100,12 @@ class GenericObject:
     def _meaning(self, error: OSError) -> Exception:
         """Some are answers over HTTP, and carry them as those of requests and httpx do."""
         response: Any = getattr(error, "response", None)
-        if response is None:
+        status = getattr(response, "status_code", None)
+        if status is None:
             return lost(self._url, error)
-        if response.status_code in (404, 410):
+        if status in (404, 410):
             return FileNotFoundError(self._where)
-        reason, retry_after = type(error).__name__, response.headers.get("Retry-After")
-        return refused(self._where, response.status_code, reason, retry_after)
+        return refused(self._where, status, type(error).__name__, response.headers.get("Retry-After"))
 
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:

@@ -78,10 +78,11 @@ def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeyp
     with model.watch("away://d", interval=0.01, callback=lambda event: told.append(Away.looks)):
         until(lambda: bool(told))
     assert told[0] == 1
+    logins = Away.logins
     for _ in range(3):
         with pytest.raises(WeightFileError):
             list_files(Url("away://d"))
-    assert Away.logins == 1
+    assert Away.logins == logins + 1  # fsspec keeps one for each thread
 
 
 def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:
