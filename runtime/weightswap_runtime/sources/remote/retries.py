@@ -16,6 +16,7 @@ T = TypeVar("T")
 ATTEMPTS = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
 MOST_SECONDS = 120.0  # after the first attempt has begun, no other begins
+_jitter = random.Random()  # a training's own random numbers stay as they were seeded
 
 
 async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str]) -> T:
@@ -37,4 +38,4 @@ async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str])
 
 def _backoff(number: int) -> float:
     """Exponential, with jitter, so that servers that failed together do not come back together."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (number - 1)) * random.uniform(0.5, 1.0)
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (number - 1)) * _jitter.uniform(0.5, 1.0)

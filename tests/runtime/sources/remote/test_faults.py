@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 import pytest
 
 from tests.runtime.sources.remote.answers import (
@@ -26,6 +29,8 @@ from tests.support.servers import Answer, Asked, Handler, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
 from weightswap_runtime.sources.opening import open_source, read_small
+from weightswap_runtime.sources.remote.retries import persist
+from weightswap_runtime.sources.remote.transport import Transient
 
 PASSING = {
     "drops": dropped,
@@ -48,6 +53,19 @@ def test_what_may_pass_is_tried_again(
     assert serves(model, 2)
     ranges = [asked for asked in server.asked if is_data(asked)]
     assert len(ranges) == 3 + len(range(DATA_START, len(data), 16))
+
+
+def test_pauses_leave_the_random_numbers_of_others_alone() -> None:
+    failures = [Transient("a"), Transient("b")]
+
+    async def attempt() -> str:
+        if failures:
+            raise failures.pop()
+        return "there"
+
+    before = random.getstate()
+    assert asyncio.run(persist(attempt, lambda: "x")) == "there"
+    assert random.getstate() == before
 
 
 def test_what_has_arrived_is_not_asked_for_again(server: WebServer) -> None:
