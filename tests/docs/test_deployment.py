@@ -125,7 +125,7 @@ def can_be_confined() -> bool:
 
 
 @pytest.mark.slow
-def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
     if not can_be_confined():
         pytest.skip("namespaces of users and mounts cannot be had")
     with S3Server() as s3:
@@ -144,10 +144,18 @@ def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         place = DesiredPlace("s3://weights/tagger")
         state = place.set("s3://weights/v1.safetensors", revision=0)
         (container,) = pod()["containers"]
-        arguments = " ".join(container["args"]).replace("s3://models", "s3://weights").replace("0.0.0.0", "127.0.0.1")
+        arguments = " ".join(container["args"])
+        for theirs, ours in (
+            ("s3://models", "s3://weights"),
+            ("0.0.0.0", "127.0.0.1"),
+            ("--port=8000", f"--port={unused_port}"),  # others serve at this very port
+            ("--grpc-port=8001", "--grpc-port=0"),
+        ):
+            assert theirs in arguments
+            arguments = arguments.replace(theirs, ours)
         program = f"{sys.executable} -c 'from weightswap_tools.commands.serve import serve_command; serve_command()'"
         with running(confined(f"{program} {arguments} --interval=0.2"), folder) as process:
-            url = f"http://127.0.0.1:{container['ports'][0]['containerPort']}"
+            url = f"http://127.0.0.1:{unused_port}"
             ready = url + container["readinessProbe"]["httpGet"]["path"]
             assert eventually(lambda: asked(ready)[0] == 200), (folder / "log").read_text()
             assert asked(url + container["livenessProbe"]["httpGet"]["path"])[0] == 200
