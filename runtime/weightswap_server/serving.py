@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,7 @@ class Server:
         Raises OSError where a port cannot be had.
         """
         with (
+            closing(self.service),
             self.admin.running() if self.admin is not None else nullcontext(),
             self._listener or listening(self.settings.host, self.settings.http_port) as listener,
         ):
@@ -128,7 +129,6 @@ class Server:
             finally:
                 if self._grpc is not None:
                     self._grpc.close(self.settings.grace)
-                self.service.close()
 
     def stop(self) -> None:
         """Stop accepting, finish what was accepted, and let `run()` return. From any thread, and from signals."""

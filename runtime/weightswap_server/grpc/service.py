@@ -59,6 +59,7 @@ class GrpcServer:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{settings.grpc_port}")
         except RuntimeError as error:
+            self._patience.end()
             raise OSError(f"gRPC cannot listen on {host}:{settings.grpc_port}: {error}") from error
         self._server.start()
 

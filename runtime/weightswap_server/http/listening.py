@@ -227,12 +227,18 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     # asyncio looks at the protocol before it sets TCP_NODELAY, without which answers wait for 40 ms
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:  # which does not say where
-            raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
+        bind(listener, host, port)
         listener.listen(2048)
         yield listener
+
+
+def bind(listener: socket.socket, host: str, port: int) -> None:
+    """Give a socket its address. Raises OSError that says where, and what to do."""
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        told = f"cannot listen: {error.strerror}; choose another port, or stop what has it"
+        raise OSError(error.errno, told, f"{host}:{port}") from error
 
 
 async def accept_no_more(listener: socket.socket) -> None:

@@ -18,7 +18,7 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
-from weightswap_server.http.listening import accept_no_more, listening
+from weightswap_server.http.listening import accept_no_more, bind, listening
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
@@ -158,5 +158,5 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((host, port))
+    bind(reserved, host, port)
     return int(reserved.getsockname()[1])
