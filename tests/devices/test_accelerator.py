@@ -18,7 +18,7 @@ from tests.support.setups import different, equal
 from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
-from weightswap_runtime.engines.aten.cpu import BoundTorch
+from weightswap_runtime.engines.torch.cpu import BoundTorch
 from weightswap_runtime.memory.device import own_streams
 from weightswap_runtime.memory.device.torch_device import Accelerator, open_accelerator, ring_of
 
@@ -216,7 +216,7 @@ def test_models_share_weights(device: str, residency: str, files: Files) -> None
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the accelerator is not CUDA: a recorder that does its work again."""
     from tests.devices.test_captures import Replayer
-    from weightswap_runtime.engines.aten.device import AcceleratedEngine
+    from weightswap_runtime.engines.torch.device import AcceleratedEngine
 
     if ACCELERATOR != "cuda":
         monkeypatch.setattr(AcceleratedEngine, "_new_recorder", lambda self: Replayer())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.standin import StandIn
-from weightswap_runtime.engines.aten.device import AcceleratedEngine, AcceleratedState, BoundAccelerated
 from weightswap_runtime.engines.replay.replays import MOST, Captures, Passing, Shapes
+from weightswap_runtime.engines.torch.device import AcceleratedEngine, AcceleratedState, BoundAccelerated
 from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout

@@ -17,7 +17,7 @@ from tests.support.accelerators import ACCELERATOR, on_accelerator, use_own_stre
 from tests.support.slow_streams import EMULATED, NumberFiles, keep_busy, number, slow_copies
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
-from weightswap_runtime.engines.aten.device import AcceleratedEngine
+from weightswap_runtime.engines.torch.device import AcceleratedEngine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning"),

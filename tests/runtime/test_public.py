@@ -87,7 +87,7 @@ def test_verifying_and_running_need_no_torch(module: str) -> None:
 
 
 def test_loading_and_calling_brings_in_no_exporter() -> None:
-    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.aten.cpu")
+    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch.cpu")
 
 
 def test_without_torch_the_build_side_names_the_extra() -> None:
@@ -102,7 +102,7 @@ def test_without_torch_the_build_side_names_the_extra() -> None:
 
 def test_without_torch_the_error_names_the_extra() -> None:
     code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
-    code += "try:\n    import weightswap_runtime.engines.aten.cpu\nexcept MissingExtra as error:\n    print(error)"
+    code += "try:\n    import weightswap_runtime.engines.torch.cpu\nexcept MissingExtra as error:\n    print(error)"
     script = f"import sys\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "pip install 'weightswap[torch]'" in done.stdout

@@ -20,7 +20,7 @@ from weightswap_runtime import (
     GoldenMismatch,
     load,
 )
-from weightswap_runtime.engines.aten.cpu import TorchEngine, environment_here
+from weightswap_runtime.engines.torch.cpu import TorchEngine, environment_here
 from weightswap_runtime.format.goldens import Goldens, open_goldens
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.staging.golden_check import verify

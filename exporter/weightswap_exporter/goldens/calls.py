@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightswap_exporter.capture.trees import plain_tree
-from weightswap_runtime.engines.aten.cpu import TorchEngine
+from weightswap_runtime.engines.torch.cpu import TorchEngine
 from weightswap_runtime.errors import InputMismatch, RecordingError
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import Manifest

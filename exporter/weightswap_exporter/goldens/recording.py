@@ -11,7 +11,7 @@ from torch import nn
 from weightswap_exporter.checkpoints.tensor import content_of, contents_of, dtype_of, pieces
 from weightswap_exporter.models.tensors import is_fake, named_tensors
 from weightswap_exporter.models.user_errors import first_line, frame_of
-from weightswap_runtime.engines.aten.cpu import environment_here
+from weightswap_runtime.engines.torch.cpu import environment_here
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.format.goldens import Environment, encode_goldens
 from weightswap_runtime.format.manifest import Manifest

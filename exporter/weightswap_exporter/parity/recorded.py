@@ -13,7 +13,7 @@ from weightswap_exporter.goldens.calls import GoldensRequest
 from weightswap_exporter.goldens.recording import record, weights_identity
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.aten.cpu import environment_here
+from weightswap_runtime.engines.torch.cpu import environment_here
 from weightswap_runtime.errors import ParityError
 from weightswap_runtime.format.goldens import Goldens, open_goldens
 from weightswap_runtime.format.signature import leaves

@@ -36,11 +36,11 @@ class EngineRow(NamedTuple):
 
 def _torch(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
-        from .aten.device import AcceleratedEngine
+        from .torch.device import AcceleratedEngine
 
         _, prologue, on_host, cuda_graphs = options
         return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
-    from .aten.cpu import TorchEngine
+    from .torch.cpu import TorchEngine
 
     return TorchEngine(artifact, prologue=options.prologue)
 

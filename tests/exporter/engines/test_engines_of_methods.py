@@ -17,7 +17,7 @@ from weightswap_exporter.engines import compiling, engine_check
 from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_runtime import Artifact, UnknownMethod, Unsupported
-from weightswap_runtime.engines.aten.graph_call import GraphCall
+from weightswap_runtime.engines.torch.graph_call import GraphCall
 from weightswap_tools.bench import running
 from weightswap_tools.bench.report import BenchRequest, EngineBench
 from weightswap_tools.commands.swap_page import swaps_report

@@ -23,7 +23,7 @@ from tests.support.faults import Fault, after, each_call, failing, raises
 from tests.support.varied import Origin, RichFiles, X, addresses, live_bytes, small_blocks
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Model, ModelFailed, OutOfMemory, SwapError, WeightFileError, WeightswapError, load
-from weightswap_runtime.engines.aten.cpu import TorchEngine
+from weightswap_runtime.engines.torch.cpu import TorchEngine
 from weightswap_runtime.format import weight_file as weightfile
 from weightswap_runtime.staging import delta_overlay as overlay
 from weightswap_runtime.staging import reading

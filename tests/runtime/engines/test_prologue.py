@@ -27,8 +27,8 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.engines.aten.cpu import BoundTorch
-from weightswap_runtime.engines.aten.graph_call import GraphCall
+from weightswap_runtime.engines.torch.cpu import BoundTorch
+from weightswap_runtime.engines.torch.graph_call import GraphCall
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -24,7 +24,7 @@ from weightswap_runtime import (
     WeightswapError,
     load,
 )
-from weightswap_runtime.engines.aten.cpu import TorchEngine, environment_here
+from weightswap_runtime.engines.torch.cpu import TorchEngine, environment_here
 from weightswap_runtime.format.goldens import (
     artifact_goldens,
     encode_goldens,

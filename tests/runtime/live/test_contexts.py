@@ -30,8 +30,8 @@ from weightswap_runtime import (
     Unsupported,
     load,
 )
-from weightswap_runtime.engines.aten import state
-from weightswap_runtime.engines.aten.graph_call import GraphCall
+from weightswap_runtime.engines.torch import state
+from weightswap_runtime.engines.torch.graph_call import GraphCall
 
 
 @pytest.fixture(scope="module")

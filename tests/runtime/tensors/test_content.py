@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from weightswap_runtime import InputMismatch, Unsupported, WeightFileError
-from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.onnx.engine import OnnxEngine
 from weightswap_runtime.engines.onnx.values import DTYPE_NAMES, ELEMENTS, content_of
+from weightswap_runtime.engines.torch.cpu import TorchEngine
 from weightswap_runtime.format.signature import Integer, Signature
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, is_numpys, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES, TORCH_NAMES

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import torch
 
-from weightswap_runtime.engines.aten.device import AcceleratedEngine
 from weightswap_runtime.engines.engine import Bound
+from weightswap_runtime.engines.torch.device import AcceleratedEngine
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.arena import Arena

@@ -17,10 +17,10 @@ try:
 except ImportError as error:
     raise MissingExtra("the engine `aoti`", "torch") from error
 
-from weightswap_runtime.engines.aten.cpu import TorchEngine
-from weightswap_runtime.engines.aten.graph_call import GraphCall, MethodCall, Tensors, load_graph
-from weightswap_runtime.engines.aten.state import TorchState
-from weightswap_runtime.engines.aten.variants import ChosenTensors
+from weightswap_runtime.engines.torch.cpu import TorchEngine
+from weightswap_runtime.engines.torch.graph_call import GraphCall, MethodCall, Tensors, load_graph
+from weightswap_runtime.engines.torch.state import TorchState
+from weightswap_runtime.engines.torch.variants import ChosenTensors
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .library import Container, Library

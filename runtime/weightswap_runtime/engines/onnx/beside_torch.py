@@ -23,8 +23,8 @@ try:
 except ImportError as error:
     raise MissingExtra("an artifact that lacks ONNX graphs of some methods, on the engine `onnx`,", "torch") from error
 
-from weightswap_runtime.engines.aten.cpu import TorchEngine
-from weightswap_runtime.engines.aten.variants import ChosenTensors
+from weightswap_runtime.engines.torch.cpu import TorchEngine
+from weightswap_runtime.engines.torch.variants import ChosenTensors
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 
 from .engine import BoundOnnx, OnnxChosen, OnnxEngine, OnnxState

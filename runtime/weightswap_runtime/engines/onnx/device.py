@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from weightswap_runtime.engines.aten.device import AcceleratedEngine
-from weightswap_runtime.engines.aten.graph_call import MethodCall, Tensors, load_graph
-from weightswap_runtime.engines.aten.state import TorchState
-from weightswap_runtime.engines.aten.variants import ChosenTensors
+from weightswap_runtime.engines.torch.device import AcceleratedEngine
+from weightswap_runtime.engines.torch.graph_call import MethodCall, Tensors, load_graph
+from weightswap_runtime.engines.torch.state import TorchState
+from weightswap_runtime.engines.torch.variants import ChosenTensors
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Method

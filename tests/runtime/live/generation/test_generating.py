@@ -34,8 +34,8 @@ from weightswap_runtime import (
     Unsupported,
     load,
 )
-from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.choosing import EngineName
+from weightswap_runtime.engines.torch.cpu import TorchEngine
 from weightswap_runtime.format.manifest import decode_manifest
 from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
