@@ -19,4 +19,4 @@ async def predict(request: Request) -> Response:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, port=int(sys.argv[2]), log_level="error", access_log=False)
+    uvicorn.run(app, port=int(sys.argv[2]), log_level="error", access_log=False, timeout_keep_alive=75)

@@ -25,4 +25,5 @@ class Network(LitAPI):
 
 
 if __name__ == "__main__":
-    LitServer(Network(), accelerator="cpu").run(port=int(sys.argv[2]), generate_client_file=False, log_level="error")
+    server = LitServer(Network(), accelerator="cpu")
+    server.run(port=int(sys.argv[2]), generate_client_file=False, log_level="error", timeout_keep_alive=75)

@@ -276,7 +276,7 @@ def test_waiting_until_keepers_have_begun_again(deployed: Deployed) -> None:
     receipt = soon(lambda: fleet.swap(files.weights[1]))
     for node in fleet.nodes.values():
         os.kill(node.keeper, signal.SIGKILL)
-    assert fleet.wait(60)
+    assert fleet.wait(180)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
 
 
