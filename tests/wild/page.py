@@ -17,7 +17,7 @@ TRANSFORMERS, LIBRARIES = ROOT / "docs" / "transformers.md", ROOT / "docs" / "li
 _MOST_LETTERS = 150  # of a reason
 _MEANINGS = {
     EQUAL: "the exported model served other weights, and its outputs equalled eager's bit for bit",
-    TRACED: "equal to the outputs of `torch.export`'s own module: the model computes something else while it is captured",
+    TRACED: "equal to the outputs of `torch.export`'s own module: the model computes something else while captured",
     FOUND: "eager accepts the inputs that were found; no export was tried",
     REFUSED: "eager accepts the inputs, and the export is refused for the reason in the last column",
     UNKNOWN: "no inputs were found that eager accepts: `--inputs` is needed",
@@ -64,7 +64,7 @@ def _on_transformers(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> l
         "[checkpoints.md](checkpoints.md#hugging-face-models) says how inputs are found, and how to give others.",
         "",
         f"Of {len(outcomes)} types, {built} can be built and tried here; inputs are found for {called} of these",
-        f"({100 * called / max(built, 1):.1f} %). Of the {exportable} that were tried and that `torch.export` captures,",
+        f"({100 * called / max(built, 1):.1f} %). Of {exportable} that were tried and that `torch.export` captures,",
         f"{served} are served ({100 * served / max(exportable, 1):.1f} %).",
     ]
 
@@ -77,7 +77,7 @@ def _on_libraries(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> list
         "The smallest model of each family of timm and models of torchvision, diffusers, torch_geometric and",
         "segmentation_models_pytorch. Each is exported with a dynamic batch if it has one, packed twice with random",
         f"weights, and called with another batch after a swap; on torch {torch.__version__}, in a process of its own.",
-        "`scripts/survey --libraries` prints this page. [transformers.md](transformers.md) has the models of transformers.",
+        "`scripts/survey --libraries` prints this page. [transformers.md](transformers.md) has those of transformers.",
         "",
         f"Of the {exportable} that can be built here and that `torch.export` captures, {served} are served.",
     ]
