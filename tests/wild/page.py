@@ -17,13 +17,13 @@ TRANSFORMERS, LIBRARIES = ROOT / "docs" / "transformers.md", ROOT / "docs" / "li
 _MOST_LETTERS = 150  # of a reason
 _MEANINGS = {
     EQUAL: "the exported model served other weights, and its outputs equalled eager's bit for bit",
-    TRACED: "as equal, but to the outputs of `torch.export`'s own module: the model computes otherwise while captured",
+    TRACED: "equal to the outputs of `torch.export`'s own module: the model computes something else while captured",
     FOUND: "eager accepts the inputs that were found; no export was tried",
-    REFUSED: "eager accepts the inputs, and the export is refused for the reason that is given",
+    REFUSED: "eager accepts the inputs, and the export is refused for the reason in the last column",
     UNKNOWN: "no inputs were found that eager accepts: `--inputs` is needed",
-    LARGE: "this machine has not the memory for two sets of weights and what is computed from them",
-    SLOW: "it took longer than a minute or two here",
-    UNBUILT: "its library builds no small model of it here, or cannot call it",
+    LARGE: "this machine lacks the memory for two sets of weights and what is computed from them",
+    SLOW: "it takes longer than a minute or two here",
+    UNBUILT: "its library cannot build or call a small model of it here",
     BROKEN: "a fault of weightswap's",
 }
 
@@ -58,8 +58,8 @@ def _on_transformers(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> l
     return [
         "# Model types of transformers",
         "",
-        "What `weightswap export hf:DIR` makes of each type that `AutoModel` of transformers",
-        f"{version('transformers')} has, on torch {torch.__version__}. Each is built from its default configuration,",
+        "What `weightswap export hf:DIR` does with each model type of `AutoModel` in transformers",
+        f"{version('transformers')}, on torch {torch.__version__}. Each model is built from its default configuration,",
         "made small, with random weights, in a process of its own. `scripts/survey` prints this page.",
         "[checkpoints.md](checkpoints.md#hugging-face-models) says how inputs are found, and how to give others.",
         "",
@@ -75,11 +75,11 @@ def _on_libraries(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> list
         "# Models of other libraries",
         "",
         "The smallest model of each family of timm and models of torchvision, diffusers, torch_geometric and",
-        "segmentation_models_pytorch, exported with a dynamic batch where they have one, packed twice with random",
+        "segmentation_models_pytorch. Each is exported with a dynamic batch if it has one, packed twice with random",
         f"weights, and called with another batch after a swap; on torch {torch.__version__}, in a process of its own.",
-        "`scripts/survey --libraries` prints this page. transformers' are in [transformers.md](transformers.md).",
+        "`scripts/survey --libraries` prints this page. [transformers.md](transformers.md) has those of transformers.",
         "",
-        f"Of {exportable} that could be built here and that `torch.export` captures, {served} are served.",
+        f"Of the {exportable} that can be built here and that `torch.export` captures, {served} are served.",
     ]
 
 
