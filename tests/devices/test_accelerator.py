@@ -541,10 +541,10 @@ def test_torch_hands_our_streams_to_nobody(device: str) -> None:
     assert not handles & theirs
     del ours
     gc.collect()
-    made = len(own_streams._made)
+    made = len(own_streams._created)
     for _ in range(40):
         open_accelerator(device)
-    assert len(own_streams._made) == made
+    assert len(own_streams._created) == made
 
 
 @on_accelerator

@@ -297,7 +297,7 @@ def test_a_device_is_measured_warm_and_by_what_fills_it(nbytes: int, monkeypatch
     assert asked == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
     for quick in (True, False):
         pauses = iter([1.0 if quick else 1000.0] * 4)
-        assert (digests._find(torch.device("cpu"), buffer) is not None) == quick
+        assert (digests._measured_hasher(torch.device("cpu"), buffer) is not None) == quick
 
 
 def test_where_memory_lacks_the_kernel_is_tried_again(
@@ -310,7 +310,7 @@ def test_where_memory_lacks_the_kernel_is_tried_again(
         tried.append(device)
         raise errors[len(tried) - 1]
 
-    monkeypatch.setattr(digests, "_found", {})
+    monkeypatch.setattr(digests, "_hashers", {})
     monkeypatch.setattr(digests, "DeviceHasher", made)
     buffer: Any = SimpleNamespace(nbytes=64 * BLOCK)
     assert [digests.hasher_of(torch.device("cpu"), buffer) for _ in range(4)] == [None] * 4
@@ -335,7 +335,7 @@ def test_on_a_gpu_it_is_blake3(device: str) -> None:
 def test_large_sets_swap_and_are_refused_whoever_hashes_them(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "_found", {})  # or what an earlier test has found is not told again
+    monkeypatch.setattr(digests, "_hashers", {})  # or what an earlier test has found is not told again
     models = [different(lambda: nn.Linear(4096, 4608), seed) for seed in range(2)]  # 75 MB
     artifact = export(models[0], (torch.ones(1, 4096),), out=tmp_path / "a")
     files = [pack(each, artifact, out=tmp_path / f"v{seed}.safetensors").path for seed, each in enumerate(models)]

@@ -127,7 +127,7 @@ def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
 
 
 def test_a_stream_that_was_made_for_us_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_streams, "_made", {0x7F0000002000})
+    monkeypatch.setattr(own_streams, "_created", {0x7F0000002000})
     assert not accelerator().is_foreign(a_stream(0x7F0000002000, 0x7F0000002000))
 
 
@@ -148,7 +148,7 @@ def test_streams_are_made_apart_from_torch_s_and_lent_again(monkeypatch: pytest.
         yield
 
     monkeypatch.setattr(own_streams, "_spare", {})
-    monkeypatch.setattr(own_streams, "_made", set())
+    monkeypatch.setattr(own_streams, "_created", set())
     monkeypatch.setattr(own_streams.ctypes, "CDLL", lambda _: Runtime())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", current)

@@ -164,13 +164,13 @@ def test_a_call_waits_for_constants_that_are_late(
     file = pack(Shifted(), artifact, out=tmp_path / "v.safetensors").path
     x = torch.zeros(64, device=device)
     load(artifact, file, device=device)(x)  # loads kernels, for which the device may have to be idle
-    placed = AcceleratedEngine._placed
+    to_device = AcceleratedEngine._to_device
 
     def late(self: AcceleratedEngine, value: torch.Tensor) -> torch.Tensor:
         keep_busy(BUSY / 3)
-        return placed(self, value)
+        return to_device(self, value)
 
-    monkeypatch.setattr(AcceleratedEngine, "_placed", late)
+    monkeypatch.setattr(AcceleratedEngine, "_to_device", late)
     assert torch.equal(load(artifact, file, device=device, residency=residency)(x).cpu(), torch.arange(64.0))
 
 
