@@ -59,10 +59,7 @@ class Bound(Protocol):
         ...
 
     def run_prologue(self) -> None:
-        """Compute what depends on weights and constants alone. May raise what operators raise.
-
-        Called when new weights are in the arena, before they serve any call.
-        """
+        """Compute what depends on weights and constants alone, before new weights serve. Raises operators' errors."""
         ...
 
     def copy_prologue_from(self, other: Bound) -> bool:

@@ -44,9 +44,7 @@ def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
     """
     runnable = [gpu] if gpu else machine_targets()
     offered = {name: _targets_of(artifact, name) for name in artifact.methods}
-    compiled = {
-        name for name, targets in offered.items() if any(is_gpu_target(target) == bool(gpu) for target in targets)
-    }
+    compiled = {name for name, targets in offered.items() if bool(gpu) in map(is_gpu_target, targets)}
     best = {name: next((target for target in runnable if target in offered[name]), "") for name in artifact.methods}
     lacking = [name for name in artifact.methods if name in compiled and not best[name]]
     if any(best.values()) and not lacking:

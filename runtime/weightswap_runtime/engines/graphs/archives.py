@@ -33,10 +33,7 @@ def check_records(raw: bytes, where: str) -> None:
 
 
 def calls(raw: bytes) -> Counter[str]:
-    """Count the calls in an archive's graphs by target, `torch.ops.NAMESPACE.NAME.OVERLOAD`.
-
-    The archive has passed `check_records`.
-    """
+    """Count the calls in the graphs of a checked archive by target, `torch.ops.NAMESPACE.NAME.OVERLOAD`."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
     return Counter(target for model in models for target in _targets(model))

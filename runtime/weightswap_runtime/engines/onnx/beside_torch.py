@@ -105,23 +105,21 @@ class BoundBoth:
     def _run_beside(
         self, method: str, inputs: list[Any], state: OnnxState | None, chosen: ChosenTensors | None
     ) -> list[Any]:
-        tensors = [
-            self._engine.tensor(content_of(value)) if isinstance(value, np.ndarray) else value for value in inputs
-        ]
+        engine = self._engine
+        tensors = [engine.tensor(content_of(value)) if isinstance(value, np.ndarray) else value for value in inputs]
         versions = [_version(value) for value in tensors]
         torch_state = None
         if state is not None:
-            torch_state = self._engine.new_state({name: state.content(name) for name in self._engine.state_names})
+            torch_state = engine.new_state({name: state.content(name) for name in engine.state_names})
         outputs = self._torch_bound.run(method, tensors, torch_state, chosen)
         results = [
-            content_array(self._engine.content(value)) if isinstance(value, torch.Tensor) else value
-            for value in outputs
+            content_array(engine.content(value)) if isinstance(value, torch.Tensor) else value for value in outputs
         ]
         for array, tensor, version in zip(inputs, tensors, versions, strict=True):
             if _version(tensor) != version:  # the graph has written to it
-                array[...] = content_array(self._engine.content(tensor))
+                array[...] = content_array(engine.content(tensor))
         if state is not None and torch_state is not None:
-            contents = {name: torch_state.content(name) for name in self._engine.state_names}
+            contents = {name: torch_state.content(name) for name in engine.state_names}
             state.values |= {name: value_of(bytearray(c.data), c.dtype, c.shape) for name, c in contents.items()}
         return results
 

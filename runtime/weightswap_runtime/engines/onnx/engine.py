@@ -149,14 +149,12 @@ class _CpuCall:
         except IndexError:
             binding = self._new_binding()
         self._bind(binding, inputs, state)
-        chosen_values = chosen.values if chosen is not None else {}
-        variants = [
-            (name, chosen_values[name], zeros) for name, zeros in self._variable.items() if name in chosen_values
-        ]
+        values = chosen.values if chosen is not None else {}
+        variants = [(name, values[name], zeros) for name, zeros in self._variable.items() if name in values]
         for name, value, _ in variants:
             binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
-        values = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
+        results = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
         for name, empty in self._empty:  # or the binding would keep the inputs alive until its next call
             binding.bind_ortvalue_input(name, empty)
@@ -164,8 +162,8 @@ class _CpuCall:
             binding.bind_ortvalue_input(name, zeros)
         self._pool.append(binding)  # not after an error, which may leave it half bound
         if state is not None:
-            state.values.update({name: values[after] for name, after in self._changed.items()})
-        return [None if name is None else _output(values[name], leaf) for name, leaf in self._outputs]
+            state.values.update({name: results[after] for name, after in self._changed.items()})
+        return [None if name is None else _output(results[name], leaf) for name, leaf in self._outputs]
 
     def _bind(self, binding: Any, inputs: list[Any], state: OnnxState | None) -> None:
         for (name, dtype), value in zip(self._inputs, inputs, strict=True):

@@ -181,15 +181,8 @@ class TorchEngine:
         """Return the tensors that calls on all arenas read."""
         return [*self._constants.values(), *self._zero_variants.values()]
 
-    @staticmethod
-    def tensor(content: TensorBytes) -> torch.Tensor:
-        """Create a tensor on the CPU, in memory of its own."""
-        return copied_tensor(content)
-
-    @staticmethod
-    def content(value: torch.Tensor) -> TensorBytes:
-        """Return the content of a tensor; it shares the tensor's memory if that is on the CPU and contiguous."""
-        return tensor_content(value)
+    tensor = staticmethod(copied_tensor)
+    content = staticmethod(tensor_content)
 
     @staticmethod
     def environment() -> Environment | None:

@@ -105,7 +105,7 @@ class AcceleratedEngine(TorchEngine):
 
         return CudaRecorder(self._accelerator)
 
-    def tensor(self, content: TensorBytes) -> torch.Tensor:  # type: ignore[override]
+    def tensor(self, content: TensorBytes) -> torch.Tensor:
         """Create a tensor on the device."""
         return self._to_device(super().tensor(content))
 
@@ -117,7 +117,7 @@ class AcceleratedEngine(TorchEngine):
             return value.to(self.device)
         return value.to(self.device, non_blocking=True)
 
-    def content(self, value: torch.Tensor) -> TensorBytes:  # type: ignore[override]
+    def content(self, value: torch.Tensor) -> TensorBytes:
         """Return a copy of the content of a tensor on the device."""
         return super().content(self._to_host(value))
 
@@ -180,10 +180,7 @@ class AcceleratedState(TorchState):
             super().put(values)
 
     def content(self, name: str) -> TensorBytes:
-        """Return a copy of a tensor's content, by the name of its row, once the device is done with it.
-
-        Raises Unsupported while the application captures a CUDA graph.
-        """
+        """Copy the content of a row's tensor once the device is done with it. Raises Unsupported as `put` does."""
         check_call(self._accelerator, "a state that is read")
         with self.in_turn():
             return super().content(name)

@@ -43,10 +43,7 @@ class Device(Protocol):
     commits: Stream  # for work that calls wait for
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Allocate device memory for the stream `staging`; other streams first wait for a mark in it.
-
-        Raises MemoryError.
-        """
+        """Allocate memory for the stream `staging`; other streams wait for a mark in it first. Raises MemoryError."""
         ...
 
     def lock(self, nbytes: int) -> LockedBuffer:
@@ -62,10 +59,7 @@ class Device(Protocol):
         ...
 
     def is_foreign(self, stream: Stream) -> bool:
-        """Return whether a stream may be destroyed at any time, and its key reused.
-
-        Raises Unsupported for a key that does not mean one stream.
-        """
+        """Return whether a stream may be destroyed at any time and its key reused. Raises Unsupported."""
         ...
 
     def is_capturing(self, stream: Stream) -> bool:
