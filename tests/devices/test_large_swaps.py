@@ -93,7 +93,9 @@ def test_no_output_is_of_two_sets_of_weights(
     assert [caller.error for caller in callers] == [None] * CALLERS
     for caller in callers:
         assert len(caller.observations) > AHEAD
-        wrong = [seen for observation in caller.observations if observation.number not in served(ledger, observation)]
+        wrong = [
+            observation for observation in caller.observations if observation.number not in served(ledger, observation)
+        ]
         assert wrong == []
     assert {observation.number for caller in callers for observation in caller.observations} == set(range(FILES))
 
