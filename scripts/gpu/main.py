@@ -1,4 +1,4 @@
-"""Runs the steps that need a GPU within a time limit, and reports progress. `scripts/test_cuda` calls it, without torch."""
+"""Runs the steps that need a GPU within a time limit, for `scripts/test_cuda`. It does not import torch."""
 
 from __future__ import annotations
 
