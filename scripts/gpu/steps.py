@@ -21,7 +21,7 @@ FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # for torch on the CPU, as these ste
 class Step:
     """A command with its limit in seconds, from its own start. It is skipped if a package or file is missing.
 
-    tests: its last line counts tests; if none has passed, the step counts as skipped. leaves: seconds kept for the rest.
+    tests: its last line counts tests; if none passed, the step counts as skipped. leaves: seconds kept for the rest.
     """
 
     name: str

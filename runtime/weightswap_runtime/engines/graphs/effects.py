@@ -34,7 +34,7 @@ def is_repeatable(overload: OpOverload) -> bool:
     """Return whether equal arguments always give equal dense tensors, without side effects."""
     schema = overload._schema
     name = _short_name(overload)
-    tensors = [str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns]
+    tensors = [str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns]
     if not tensors or not all(tensors) or is_mutable(overload) or not _is_aten(overload):
         return False
     if name == "where":
@@ -60,7 +60,7 @@ def is_fresh(overload: OpOverload) -> bool:
 
 def declares_views(overload: OpOverload) -> bool:
     """Return whether the schema says that results share memory with arguments."""
-    return any(each.alias_info is not None for each in overload._schema.returns)
+    return any(result.alias_info is not None for result in overload._schema.returns)
 
 
 def is_composed(overload: OpOverload) -> bool:

@@ -140,12 +140,12 @@ def _overload(parts: list[str], target: str) -> Operator:
     name = schema.name
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
-    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(each.type)) for each in schema.arguments):
+    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
         raise ForeignFunction(f"{target!r}, which reaches what is behind tensors")
     is_aten = name.startswith("aten::")
     if is_aten and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
         raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
-    keywords = frozenset(each.name for each in schema.arguments if not iskeyword(each.name))
+    keywords = frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name))
     return Operator(
         _FASTER.get(torch_operator, torch_operator._op),
         name,

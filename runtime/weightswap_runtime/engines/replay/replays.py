@@ -52,8 +52,8 @@ class Shapes:
         self.failures: dict[Hashable, str] = {}
         self._passing: set[Hashable] = set()
 
-    def is_captured(self, key: Hashable) -> bool:
-        """Return whether calls of these shapes are to be captured."""
+    def should_capture(self, key: Hashable) -> bool:
+        """Return whether to capture calls of these shapes."""
         if key in self.failures:
             return False
         return key in self.samples or (self._auto and len(self.samples) < MOST)
@@ -122,7 +122,7 @@ class Captures:
         """Replay a call in the current stream and return copies of its outputs; None if such calls are not captured."""
         key = key_of(method, inputs)
         captured = self._captured.get(key)
-        if captured is None and self._shapes.is_captured(key):
+        if captured is None and self._shapes.should_capture(key):
             captured = self._capture(key, method, inputs)
         if captured is None:
             return None
