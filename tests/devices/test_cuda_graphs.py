@@ -275,5 +275,5 @@ def test_work_of_a_failed_warm_up_precedes_later_work(cuda: Cuda) -> None:
 def test_other_devices_have_no_cuda_graphs() -> None:
     accelerator = Accelerator()
     accelerator.torch.type = "xpu"
-    with pytest.raises(Unsupported, match="cuda_graphs on the device 'standin:0': they are CUDA's"):
+    with pytest.raises(Unsupported, match="cuda_graphs on the device 'standin:0': CUDA graphs need a CUDA device"):
         recorder(accelerator)

@@ -119,8 +119,8 @@ def test_unknown_parts_are_refused_by_name(small: Path) -> None:
         ("torch.ops.aten.save.default", r"needs torch.ops.aten.save.default, which torch .* lacks"),
         ("torch.ops.aten.add_scalar.default", r"needs torch.ops.aten.add_scalar.default, which torch .* lacks"),
         ("torch.ops.aten._print.default", "changes the process and no tensor"),
-        ("torch.ops.inductor._reinterpret_tensor.default", "which is torch's own"),
-        ("torch.ops.debugprims.load_tensor.default", "which is torch's own"),
+        ("torch.ops.inductor._reinterpret_tensor.default", "which is internal to torch"),
+        ("torch.ops.debugprims.load_tensor.default", "which is internal to torch"),
     ):
         with pytest.raises(ArtifactError, match=says):
             graph_opening.open_graph(
@@ -146,7 +146,7 @@ BEHIND = [
 
 @pytest.mark.parametrize("name", BEHIND)
 def test_operators_that_reach_behind_tensors_are_refused(name: str) -> None:
-    with pytest.raises(ForeignFunction, match="which reaches what is behind tensors"):
+    with pytest.raises(ForeignFunction, match="which reaches behind tensors"):
         find_operator(f"torch.ops.aten.{name}")
 
 
@@ -219,7 +219,7 @@ def test_operators_of_other_packages_get_no_strings() -> None:
     def plain(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.weightswap_tests.noted(x)
 
-    with pytest.raises(ForeignFunction, match="with a text, which could be the name of a file"):
+    with pytest.raises(ForeignFunction, match="with a string, which could be the name of a file"):
         compiled(archived(torch.export.export(Whole(named), (numbers(3),))))
     assert torch.equal(
         compiled(archived(torch.export.export(Whole(plain), (numbers(3),)))).call(numbers(3))[0], numbers(3)

@@ -114,7 +114,7 @@ def check_texts(operator: Operator, kinds: Iterable[str]) -> None:
     namespace = operator.name.partition("::")[0]
     of_torch = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
     if not of_torch and _STRINGS.intersection(kinds):
-        raise ForeignFunction(f"{operator.name!r:.80} with a text, which could be the name of a file")
+        raise ForeignFunction(f"{operator.name!r:.80} with a string, which could be the name of a file")
 
 
 def _higher_order(parts: list[str], target: str) -> Operator:
@@ -131,7 +131,7 @@ def _overload(parts: list[str], target: str) -> Operator:
         raise ForeignFunction(f"{target!r:.80}")
     namespace, operator, overload = parts
     if namespace in _INTERNAL:
-        raise ForeignFunction(f"{target!r:.80}, which is torch's own")
+        raise ForeignFunction(f"{target!r:.80}, which is internal to torch")
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
     if not _is_dispatched(full):
         raise MissingOperator(target)
@@ -141,7 +141,7 @@ def _overload(parts: list[str], target: str) -> Operator:
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
     if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
-        raise ForeignFunction(f"{target!r}, which reaches what is behind tensors")
+        raise ForeignFunction(f"{target!r}, which reaches behind tensors")
     is_aten = name.startswith("aten::")
     if is_aten and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
         raise ForeignFunction(f"{target!r}, which changes the process and no tensor")

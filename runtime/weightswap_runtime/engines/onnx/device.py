@@ -63,7 +63,7 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
         """Raises ArtifactError, and Unsupported if ONNX Runtime has no provider for the device."""
         counterpart = COUNTERPARTS.get(self.device.type)
         if counterpart is None:
-            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it serves on {listed(COUNTERPARTS)}")
+            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it runs on {listed(COUNTERPARTS)}")
         self._counterpart = counterpart
         provider = provider_of(counterpart, self.device.index)
         compiled = artifact.compiled_methods("onnx")

@@ -104,7 +104,7 @@ class CudaRecorder:
     def __init__(self, accelerator: Accelerator) -> None:
         """Raises Unsupported on a device other than CUDA."""
         if accelerator.torch.type != "cuda":
-            raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: they are CUDA's")
+            raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: CUDA graphs need a CUDA device")
         self._accelerator = accelerator
         self._streams = streams_of(accelerator)
         self._pool = torch.cuda.graph_pool_handle()
@@ -122,7 +122,7 @@ class CudaRecorder:
         with _capturing:
             stream = self._lease.stream
             self._warm_up(function, outer)
-            with self._accelerator.on(stream), without_garbage_collection():  # which may unload kernels
+            with self._accelerator.on(stream), without_garbage_collection():  # one may unload kernels
                 try:
                     return self._capture(function)
                 finally:
