@@ -196,7 +196,7 @@ class Accelerator:
         if not self._on_cuda or not stream.stream_id or stream.stream_id & 1 or is_ours(stream.stream_id):
             return False  # ids of torch's own streams are odd
         if name := _PER_THREAD.get(stream.cuda_stream):
-            raise Unsupported(f"the current stream is {name}, one per thread: call in one of torch's streams")
+            raise Unsupported(f"the current stream is {name}, another stream in each thread: call in one of torch's")
         return True
 
     def is_capturing(self, stream: Any) -> bool:
