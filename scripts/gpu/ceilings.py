@@ -1,6 +1,6 @@
-"""What a GPU machine can do at most: the figures that those of a swap stand beside. Takes half a minute.
+"""Limits of a GPU machine, to compare with the figures of a swap. Takes half a minute.
 
-`ceilings.py FILE [MEGABYTES]` prints each as it is measured, and writes FILE after it. Nothing of ours is measured.
+`ceilings.py FILE [MEGABYTES]` prints each figure when it is measured, and updates FILE. None measures our own code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 def figures(nbytes: int) -> Iterator[Figure]:
-    """With buffers of `nbytes`, a multiple of 64 MiB. The host's first: they need no GPU."""
+    """Measure with buffers of `nbytes`, a multiple of 64 MiB; first the host's figures, which need no GPU."""
     yield Figure("cores", len(os.sched_getaffinity(0)), "")
     yield from _host(nbytes)
     locked = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -48,7 +48,7 @@ def figures(nbytes: int) -> Iterator[Figure]:
 
 def _host(nbytes: int) -> Iterator[Figure]:
     one, two = bytearray(nbytes), bytearray(os.urandom(64 * MB) * (nbytes // (64 * MB)))
-    to, source = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (one, two))
+    to, source = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (one, two))
     view = memoryview(two)
     for threads in _threads():
         rate = _parallel(threads, nbytes, lambda at: ctypes.memmove(to + at, source + at, 16 * MB))
@@ -59,7 +59,7 @@ def _host(nbytes: int) -> Iterator[Figure]:
 
 
 def _files(locked: torch.Tensor) -> Iterator[Figure]:
-    """From the page cache to page-locked memory."""
+    """Measure reading from the page cache into page-locked memory."""
     view = locked.numpy().data
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(len(view) // (64 * MB)):
@@ -103,7 +103,7 @@ def _transfers(locked: torch.Tensor, nbytes: int) -> Iterator[Figure]:
 
 
 def _launches() -> Iterator[Figure]:
-    """What the host pays for one small thing."""
+    """Measure the host's time for one small operation."""
     x, event = torch.zeros(1, device=DEVICE), torch.cuda.Event()
     stream = torch.cuda.Stream()
 
@@ -112,8 +112,8 @@ def _launches() -> Iterator[Figure]:
         stream.wait_event(event)
 
     for what, work in (("a kernel", lambda: x.add_(1)), ("an event, and another stream that waits for it", waits)):
-        taken = _best(lambda: [work() for _ in range(LAUNCHES)])  # noqa: B023
-        yield Figure(f"the host asks for {what}", taken / LAUNCHES * 1e6, "us")
+        seconds = _best(lambda: [work() for _ in range(LAUNCHES)])  # noqa: B023
+        yield Figure(f"the host asks for {what}", seconds / LAUNCHES * 1e6, "us")
     event = torch.cuda.Event(blocking=True)
 
     def one() -> None:
@@ -128,7 +128,7 @@ def _launches() -> Iterator[Figure]:
 
 
 def _locking(nbytes: int) -> Iterator[Figure]:
-    """What page-locking costs, and what it costs others."""
+    """Measure page-locking, and how long it blocks another thread's calls."""
     runtime = torch.cuda.cudart()
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -138,13 +138,13 @@ def _locking(nbytes: int) -> Iterator[Figure]:
         with _beat() as gaps:
             start = time.perf_counter()
             codes = {int(runtime.cudaHostRegister(address + at, min(piece, nbytes - at), 0)) for at in begins}
-            taken = time.perf_counter() - start
+            seconds = time.perf_counter() - start
         for at in begins:
             runtime.cudaHostUnregister(address + at)
         what = f"page-locking in pieces of {piece // MB} MiB"
         if codes != {0}:
             what += f", refused with {codes}"
-        yield Figure(what, taken / nbytes * 1e9, "s for each GB")
+        yield Figure(what, seconds / nbytes * 1e9, "s for each GB")
         yield Figure(f"{what}: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
 
 
@@ -154,21 +154,21 @@ def _allocating(nbytes: int) -> Iterator[Figure]:
     with _beat() as gaps:
         start = time.perf_counter()
         memory = torch.empty(large, dtype=torch.uint8, device=DEVICE)
-        taken = time.perf_counter() - start
-    yield Figure(f"cudaMalloc of {large / 1e9:.1f} GB", taken * 1e3, "ms")
+        seconds = time.perf_counter() - start
+    yield Figure(f"cudaMalloc of {large / 1e9:.1f} GB", seconds * 1e3, "ms")
     yield Figure("cudaMalloc: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
     del memory
     with _beat() as gaps:
         start = time.perf_counter()
         torch.cuda.empty_cache()
-        taken = time.perf_counter() - start
-    yield Figure(f"cudaFree of {large / 1e9:.1f} GB", taken * 1e3, "ms")
+        seconds = time.perf_counter() - start
+    yield Figure(f"cudaFree of {large / 1e9:.1f} GB", seconds * 1e3, "ms")
     yield Figure("cudaFree: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
 
 
 @contextmanager
 def _beat() -> Iterator[list[float]]:
-    """A block beside which a thread asks for small kernels and events: the seconds that each has taken."""
+    """Let a thread launch small kernels and events beside the block. Yield the seconds that each has taken."""
     gaps, stop, ready = [0.0], threading.Event(), threading.Event()
 
     def run() -> None:
@@ -199,12 +199,12 @@ def _threads() -> list[int]:
 
 
 def _large(nbytes: int) -> int:
-    """Bytes of a buffer that is large for the device, of which two fit."""
+    """Return the size of a buffer that is large for the device, but of which two fit."""
     return int(min(16 * nbytes, torch.cuda.mem_get_info()[0] // 4))
 
 
 def _parallel(threads: int, nbytes: int, work: Callable[[int], object]) -> float:
-    """GB/s of several threads, each with pieces of 16 MiB."""
+    """Return the GB/s of several threads, each with pieces of 16 MiB."""
     with ThreadPoolExecutor(threads) as pool:
 
         def once() -> float:
@@ -220,15 +220,15 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds until the device has done it, the least of some rounds."""
-    taken = []
+    """Return the seconds until the device has done the work, the least of some rounds."""
+    seconds = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def main(path: Path, megabytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Prints what the machine and its software are, as JSON. Exits with 1 where torch finds no GPU."""
+"""Prints facts about the machine and its software, as JSON. Exits with 1 if torch finds no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-ASKED = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max"
+QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max"
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     properties = torch.cuda.get_device_properties(0)
     facts = {
         "GPU": f"{properties.name}, {properties.total_memory / 1e9:.1f} GB, sm_{properties.major}{properties.minor}",
-        ASKED: _smi(),
+        QUERY: _smi(),
         "cores": len(os.sched_getaffinity(0)),
         "memory, GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "kernel": platform.release(),
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _smi() -> str:
-    command = ("nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader")
+    command = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:

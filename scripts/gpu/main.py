@@ -1,4 +1,4 @@
-"""Runs what needs a GPU within a time, and reports as it goes. `scripts/test_cuda` calls it; it imports no torch."""
+"""Runs the steps that need a GPU within a time limit, for `scripts/test_cuda`. It does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTS_LIMIT = 180.0  # seconds
 
 
 def main() -> int:
-    """Returns 0 where every step has passed, 1 where one has not, or there is no GPU."""
+    """Return 0 if every step has passed, 1 if one has not or there is no GPU."""
     end = time.monotonic() + float(os.environ.get("TIME_S", "570"))
     options = _parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -34,7 +34,7 @@ def main() -> int:
             return 1
         out = options.folder.resolve()
         out.mkdir(parents=True, exist_ok=True)
-        groups = [[step for step in group if _asked(step.name, options.steps)] for group in all_steps(out)]
+        groups = [[step for step in group if _is_selected(step.name, options.steps)] for group in all_steps(out)]
         run = Run(groups, Path(folder), end)
         run.changed = partial(report.write, out, facts, run.results)
         try:
@@ -55,22 +55,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _asked(name: str, names: str) -> bool:
+def _is_selected(name: str, names: str) -> bool:
     return not names or name in names.split(",")
 
 
 def _prepare(site: Path) -> None:
-    """What the steps' processes find: the sources, and packages that the interpreter lacks."""
+    """Set the environment of the steps' processes: paths of the sources and of packages that the interpreter lacks."""
     wheels = sorted(Path(os.environ["WHEELS"]).glob("*.whl")) if os.environ.get("WHEELS") else []
     if wheels and not _installed(wheels, site):
-        for wheel in wheels:  # one that is another interpreter's keeps no other away
+        for wheel in wheels:  # one by one, as a wheel for another interpreter would stop the others
             if not _installed([wheel], site):
                 print(f"{wheel.name}: pip does not install it; what needs it is skipped", file=sys.stderr)
-    found = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
-    sys.path += found  # to look for packages
-    os.environ["PYTHONPATH"] = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
+    sys.path += paths  # for `find_spec`
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # images that set it have other results than the CPU
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # with it results differ from the CPU's
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits in every stream
 
 
@@ -84,7 +84,7 @@ def _installed(wheels: Sequence[Path], site: Path) -> bool:
 
 
 def _facts() -> dict[str, object] | None:
-    """What the machine and its software are. None, and said why, where there is no GPU."""
+    """Return facts about the machine and its software. If there is no GPU, print why and return None."""
     try:
         done = subprocess.run(FACTS, cwd=ROOT, capture_output=True, text=True, timeout=FACTS_LIMIT, check=False)
     except subprocess.TimeoutExpired as error:

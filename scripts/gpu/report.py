@@ -1,4 +1,4 @@
-"""report.md as it is so far, and one archive with everything. Both are replaced, never half written."""
+"""The report of a run so far, and an archive with everything. Both are replaced, never half written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ARCHIVE = "all.tar.gz"
 
 
 def write(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> None:
-    """`report.md` and the archive of the folder and of the steps' output."""
+    """Write `report.md`, and the archive of the folder and of the steps' output."""
     _replace(out / "report.md", _text(out, facts, results).encode())
     _pack(out, [result.log for result in results if result.log.exists()])
 
 
 def _text(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> str:
     parts = ["# A run on a GPU", _table(("", ""), [(name, str(value)) for name, value in facts.items()])]
-    rows = [(each.step.name, _bold(each), f"{each.seconds:.0f}", each.detail) for each in results]
+    rows = [(result.step.name, _bold(result), f"{result.seconds:.0f}", result.detail) for result in results]
     parts += ["## Steps", _table(("step", "result", "seconds", ""), rows)]
     if ceilings := _ceilings(out / "ceilings.json"):
         parts += ["## What the machine can do", _table(("what", "figure", "unit"), ceilings)]

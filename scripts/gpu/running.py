@@ -1,4 +1,4 @@
-"""Steps as processes: started beside each other, ended at their limits, and what became of each."""
+"""Steps as processes, started together and ended at their time limits, with their results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from steps import Step
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0  # seconds from the first signal to the second
 TICK = 0.1
-COUNTED = re.compile(
+COUNTS = re.compile(
     r"^(?:=+ )?((?:\d+ \w+, )*\d+ (?:passed|failed|skipped|deselected|errors?)\b.* in [\d.]+s.*?)(?: =+)?$"
 )
 
 
 @dataclass
 class Result:
-    """What became of a step so far. `state` begins with a word: waiting, running, passed, failed, ended, skipped."""
+    """State of a step. `state` begins with a word: waiting, running, passed, failed, ended, skipped."""
 
     step: Step
     log: Path
@@ -38,7 +38,7 @@ class Result:
         return self.state == "passed"
 
     def tail(self, lines: int = 40) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -46,7 +46,7 @@ class Result:
 
 @dataclass
 class Run:
-    """Every step of a plan, in a time that ends at `end` (of time.monotonic). `changed` is told of each change."""
+    """Run of every step of a plan until `end` (of time.monotonic). The callback `changed` is called at each change."""
 
     groups: Sequence[Sequence[Step]]
     logs: Path
@@ -60,7 +60,7 @@ class Run:
         self.results = [Result(step, self.logs / f"{step.name.replace(' ', '-')}.txt") for step in steps]
 
     def go(self) -> None:
-        """Run group after group. Processes end with this one, whatever ends it but SIGKILL."""
+        """Run group after group. The steps' processes end with this one, unless it is killed by SIGKILL."""
         waiting = iter(self.results)
         for group in self.groups:
             started: list[_Process] = []
@@ -76,18 +76,18 @@ class Run:
 
     def _wait(self, running: list[_Process]) -> None:
         self.changed()
-        told = time.monotonic()
+        reported = time.monotonic()
         while running:
-            left = [process for process in running if not process.ended()]
-            if len(left) < len(running) or time.monotonic() > told + self.every:
+            remaining = [process for process in running if not process.ended()]
+            if len(remaining) < len(running) or time.monotonic() > reported + self.every:
                 self.changed()
-                told = time.monotonic()
-            running = left
+                reported = time.monotonic()
+            running = remaining
             time.sleep(TICK if running else 0)
 
 
 def _started(result: Result, end: float) -> list[_Process]:
-    """A step's process; none where it is skipped."""
+    """Start a step's process. Return none if the step is skipped."""
     step = result.step
     limit = min(step.limit, end - time.monotonic() - GRACE - step.leaves)
     lacks = [name for name in step.packages if not find_spec(name)]
@@ -106,30 +106,30 @@ class _Process:
 
     def __init__(self, result: Result, limit: float) -> None:
         self._result, self._limit = result, limit
-        self._start, self._told = time.monotonic(), 0.0
+        self._start, self._interrupted_at = time.monotonic(), 0.0
         with result.log.open("wb") as log:
             self._process = subprocess.Popen(
                 result.step.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
 
     def ended(self) -> bool:
-        """Whether it has; at its limit it is asked to, and after `GRACE` made to."""
+        """Return whether the process has ended. Interrupt it at its limit, and kill it after `GRACE`."""
         now = time.monotonic()
         self._result.seconds = now - self._start
         code = self._process.poll()
         if code is not None:
-            self._signal(signal.SIGKILL)  # what it may have left
+            self._signal(signal.SIGKILL)  # ends remaining processes of its group
             self._judge(code)
             return True
-        if not self._told and now > self._start + self._limit:
-            self._told = now
+        if not self._interrupted_at and now > self._start + self._limit:
+            self._interrupted_at = now
             self._signal(signal.SIGINT)
-        elif self._told and now > self._told + GRACE:
+        elif self._interrupted_at and now > self._interrupted_at + GRACE:
             self._signal(signal.SIGKILL)
         return False
 
     def end(self, why: str) -> None:
-        """At once, if it has not."""
+        """Kill the process if it is still running."""
         if self._result.state == "running":
             self._signal(signal.SIGKILL)
             self._process.wait()
@@ -137,11 +137,11 @@ class _Process:
 
     def _judge(self, code: int) -> None:
         result = self._result
-        result.detail = counted = _counted(result.tail()) if result.step.tests else ""
-        if self._told:
+        result.detail = counts = _test_counts(result.tail()) if result.step.tests else ""
+        if self._interrupted_at:
             result.state = f"ended after {self._limit:.0f} s"
-        elif result.step.tests and code in (0, 5) and not re.search(r"\b\d+ passed", counted):
-            result.state, result.detail = "skipped", f"no test ran: {counted or 'none was found'}"
+        elif result.step.tests and code in (0, 5) and not re.search(r"\b\d+ passed", counts):
+            result.state, result.detail = "skipped", f"no test ran: {counts or 'none was found'}"
         else:
             result.state = "passed" if code == 0 else f"failed ({code})"
 
@@ -150,7 +150,7 @@ class _Process:
             os.killpg(self._process.pid, number)
 
 
-def _counted(text: str) -> str:
-    """pytest's last line, with the number of tests that passed, failed and were skipped."""
-    found = [match[1] for line in text.splitlines() if (match := COUNTED.match(line))]
-    return found[-1] if found else ""
+def _test_counts(text: str) -> str:
+    """Return pytest's last line, with the number of tests that passed, failed and were skipped."""
+    lines = [match[1] for line in text.splitlines() if (match := COUNTS.match(line))]
+    return lines[-1] if lines else ""

@@ -1,4 +1,4 @@
-"""What is run, in which order, and what each step needs. Steps that stand together run beside each other."""
+"""The steps of a run on a GPU, in order, with their requirements. Steps of one group run at the same time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from pathlib import Path
 LIBRARY = ("torch", "numpy", "ml_dtypes", "msgspec", "blake3", "safetensors", "rich", "typer")
 TESTS = (*LIBRARY, "pytest", "hypothesis")
 PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-vv", "-ra")
-# warnings about the machine, such as torch's about pynvml, are no failures
+# warnings about the machine, such as torch's about pynvml, must not fail tests
 PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
 
-FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # of torch on the CPU: these steps share the processors
+FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # for torch on the CPU, as these steps share the processors
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command with its limit in seconds, from its own start. It is skipped without one of its packages or files.
+    """A command with its limit in seconds, from its own start. It is skipped if a package or file is missing.
 
-    tests: its last line counts tests; where none has passed, the step was skipped. leaves: seconds for what comes after
-    it.
+    tests: its last line counts tests; if none passed, the step counts as skipped. leaves: seconds kept for the rest.
     """
 
     name: str
@@ -38,12 +37,12 @@ _ONNX = ("onnx", "onnxruntime", "onnxscript")
 
 
 def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
-    """The tests that are marked `cuda` in some files."""
+    """Return a step with the tests that are marked `cuda` in some files."""
     return Step(name, (*FEW_THREADS, *PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
 
 
 def all_steps(out: Path) -> list[list[Step]]:
-    """Groups of steps: within one nothing is timed, or there is one step alone. What is timed goes to `out`."""
+    """Return groups of steps. A step that measures time is alone in its group, and writes to `out`."""
     return [
         [python("ceilings", 90, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [
@@ -81,10 +80,10 @@ def _benchmarks(out: Path) -> Step:
 
 
 def _memcheck() -> Step:
-    """Of our own kernels, and what torch is asked for; errors that torch itself looks at and goes on are none."""
+    """Return the step that checks memory accesses of our kernels and of torch's; CUDA API errors are not reported."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
     files = ("tests/devices/test_accelerator.py", "tests/devices/test_device_digests.py")
-    found = tuple(file for file in files if Path(file).exists())
-    command = (program, *options, *PYTEST, *found, "-k", "streams or every_kind or digests")
+    existing = tuple(file for file in files if Path(file).exists())
+    command = (program, *options, *PYTEST, *existing, "-k", "streams or every_kind or digests")
     return Step("memcheck", command, 240, TESTS, (program,), tests=True)

@@ -1,4 +1,4 @@
-// Runs the kernel of a CUDA source on the host: a thread for each of a thread block's, and a barrier.
+// Runs the kernel of a CUDA source on the host, with one thread for each of a thread block, and a barrier.
 #include <barrier>
 #include <thread>
 #include <vector>

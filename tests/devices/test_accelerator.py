@@ -1,4 +1,4 @@
-"""What a GPU adds to a swap: streams, memory of its own, captured graphs. On every accelerator that torch finds."""
+"""Swaps on a GPU: streams, device memory, captured graphs. Runs on every accelerator that torch finds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 
 
 class Counting(nn.Module):
-    """What is computed from weights ahead, state, constants, and a buffer of another dtype."""
+    """A module with a prologue, state, constants, and a buffer of another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Files:
         return output.cpu()
 
     def correct(self, model: Model, seed: int) -> bool:
-        """Whether calls of two sizes give what eager gives on the same device, twice."""
+        """Check that calls of two sizes equal eager on the same device, twice."""
         sizes = (2, 1, 2, 1)
         found = [model(self.x[:rows].to(model.device)).cpu() for rows in sizes]
         return equal(found, [self.eager(seed, model.device, rows) for rows in sizes])
@@ -205,7 +205,7 @@ def test_out_of_memory_is_a_refused_swap(
 @on_accelerator
 def test_models_share_weights(device: str, residency: str, files: Files) -> None:
     first = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
-    second = load(files.artifact, share=first, staging="device")  # which the first has said already
+    second = load(files.artifact, share=first, staging="device")  # the same as the first model's
     assert files.correct(second, 0)
     assert second.device == first.device
     second.swap(files.files[1])
@@ -214,7 +214,7 @@ def test_models_share_weights(device: str, residency: str, files: Files) -> None
 
 
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the accelerator is not CUDA: a recorder that does its work again."""
+    """On an accelerator other than CUDA: use a recorder that repeats its work."""
     from tests.devices.test_captures import Replayer
     from weightswap_runtime.engines.torch.device import AcceleratedEngine
 
@@ -279,7 +279,7 @@ on_cuda = pytest.mark.skipif(ACCELERATOR != "cuda", reason="asks CUDA itself")
 
 @on_accelerator
 @on_cuda
-def test_a_commit_keeps_the_host_waiting_for_nothing(device: str, files: Files) -> None:
+def test_the_host_does_not_wait_in_a_commit(device: str, files: Files) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     model = load(files.artifact, files.files[0], device=device)
@@ -295,7 +295,7 @@ def test_a_commit_keeps_the_host_waiting_for_nothing(device: str, files: Files) 
     if not any(name.startswith(("cudaLaunch", "cuLaunch")) for name in names):
         pytest.skip("the profiler is told of none of CUDA's calls here")
     waits = [name for name in names if name in ("cudaDeviceSynchronize", "cudaStreamSynchronize")]
-    assert len(waits) < commits, waits  # the profiler waits by itself when it begins and ends
+    assert len(waits) < commits, waits  # the profiler itself waits when it begins and ends
     assert not {*names} & {"cudaMemcpy", "cudaEventSynchronize"}
 
 
@@ -336,7 +336,7 @@ def test_after_a_call_that_cannot_be_captured_torch_is_in_order(
     lent.record_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     del lent
     torch.cuda.synchronize()
-    after = torch.empty(1, device=device)  # here torch looks what it can have back
+    after = torch.empty(1, device=device)  # here torch looks for memory that it can reuse
     assert torch.cuda.memory_stats()["active_bytes.all.current"] < before + (1 << 20), after
 
 
@@ -355,13 +355,13 @@ def test_calls_that_cannot_be_captured_leave_no_memory(device: str, tmp_path: Pa
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    reserved()  # what is allocated once
+    reserved()  # allocates what is allocated once
     assert len({reserved() for _ in range(3)}) == 1
 
 
 @on_accelerator
 @on_cuda
-def test_autocast_of_a_caller_counts_with_captures_as_without(device: str, files: Files) -> None:
+def test_a_caller_s_autocast_applies_with_captures_too(device: str, files: Files) -> None:
     x = files.x.to(device)
     plain, captured = (load(files.artifact, files.files[0], device=device, cuda_graphs=each) for each in (None, "auto"))
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -390,7 +390,7 @@ def test_single_residency_with_host_staging_needs_little_more_than_the_weights(d
 @on_cuda
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
 def test_a_second_device_never_touches_the_first(files: Files) -> None:
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # frees what earlier tests have left
     first = load(files.artifact, files.files[0], device="cuda:0")
     before = torch.cuda.memory_allocated(0)
     second = load(files.artifact, files.files[1], device="cuda:1")
@@ -456,7 +456,7 @@ def test_each_model_has_streams_of_its_own_and_all_share_page_locked_memory(devi
 @pytest.mark.parametrize("residency", ["single", "double"])
 def test_a_stream_that_is_not_torch_s_is_in_order_and_may_end(device: str, residency: str, files: Files) -> None:
     made = torch.cuda.Stream(device)
-    handle = made.cuda_stream  # by another number it is a stranger to torch
+    handle = made.cuda_stream  # as an external stream it is foreign to torch
     model = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
     x = files.x.to(device)
     torch.accelerator.synchronize()
@@ -484,7 +484,7 @@ def test_a_capture_of_the_application_s_own_is_refused(device: str, files: Files
 
 @on_accelerator
 @on_cuda
-def test_a_context_of_a_call_that_was_refused_in_a_capture_is_whole(device: str, files: Files) -> None:
+def test_a_call_refused_in_a_capture_leaves_its_context_unchanged(device: str, files: Files) -> None:
     model, x = load(files.artifact, files.files[0], device=device), files.x.to(device)
     with model.new_context() as context:
         with pytest.raises(Unsupported), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -512,9 +512,7 @@ def test_a_capture_on_another_device_than_the_thread_s_is_refused(files: Files) 
 
 @on_accelerator
 @on_cuda
-def test_what_an_application_captures_in_a_stream_of_torch_s_has_no_part_of_a_staging(
-    device: str, files: Files
-) -> None:
+def test_an_application_s_capture_contains_no_part_of_a_staging(device: str, files: Files) -> None:
     model, x = load(files.artifact, files.files[0], device=device, residency="single"), files.x.to(device)
     graphs = []
     for number in range(1, 41):  # torch has 32 streams, and hands them out in turn
@@ -541,10 +539,10 @@ def test_torch_hands_our_streams_to_nobody(device: str) -> None:
     assert not handles & theirs
     del ours
     gc.collect()
-    made = len(own_streams._made)
+    made = len(own_streams._created)
     for _ in range(40):
         open_accelerator(device)
-    assert len(own_streams._made) == made
+    assert len(own_streams._created) == made
 
 
 @on_accelerator

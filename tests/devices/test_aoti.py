@@ -28,7 +28,7 @@ ROWS = 8
 
 
 class Sum(nn.Module):
-    """One kernel, which reads weights and what the caller gives."""
+    """One kernel, which reads weights and the caller's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_threads_in_streams_of_their_own_never_mix_sets(device: str, residency: 
 @on_accelerator
 @on_gpu
 @needs_compiler
-def test_a_thread_that_has_asked_cuda_for_nothing_may_call(device: str, sums: Sums) -> None:
+def test_a_thread_without_a_cuda_context_may_call(device: str, sums: Sums) -> None:
     model = load(sums.artifact, sums.files[0], engine="aoti", device=device)
     x = sums.x.to(device)
     model(x)
@@ -133,7 +133,7 @@ def test_a_thread_that_has_asked_cuda_for_nothing_may_call(device: str, sums: Su
     gate = threading.Barrier(4)
 
     def call() -> None:
-        gate.wait()  # at once, so that some load kernels
+        gate.wait()  # all begin together, so that some load kernels
         found.append(model(x))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
@@ -159,7 +159,7 @@ def test_a_dropped_model_leaves_nothing_on_the_device(device: str, sums: Sums) -
         torch.accelerator.synchronize()
         return torch.cuda.memory_allocated()
 
-    use()  # what is allocated once
+    use()  # allocates what is allocated once
     assert len({use() for _ in range(3)}) == 1
 
 

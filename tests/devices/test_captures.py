@@ -19,8 +19,8 @@ from weightswap_runtime.memory.device.arena import DeviceArena
 from weightswap_runtime.memory.device.ring import Ring
 
 
-class Nothing:
-    """The order of a device that does everything at once."""
+class SynchronousDevice:
+    """A device that does everything synchronously."""
 
     name = "nothing:0"
 
@@ -46,7 +46,7 @@ class Nothing:
 
 
 class Replayer:
-    """Records as CUDA does: a replay does the same work with the same memory, and nobody looks at the values."""
+    """Records as CUDA does: a replay does the same work with the same memory, whatever the values are."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -76,7 +76,7 @@ class Small:
     def __init__(self, named: list[tuple[str, list[Any]]] | None = None, auto: bool = False) -> None:
         self.weight = torch.full((3,), 2.0)
         self.count = torch.zeros(())
-        self.device = Nothing()
+        self.device = SynchronousDevice()
         self.recorder = Replayer()
         self.shapes = Shapes(named or [], auto)
         self.captures = self.session()
@@ -135,7 +135,7 @@ def test_another_session_captures_what_the_first_has_seen() -> None:
     assert small.recorder.records == 4
 
 
-def test_an_input_that_is_written_to_is_written_to() -> None:
+def test_writes_to_an_input_reach_the_caller_s_tensor() -> None:
     small = Small(auto=True)
     for _ in range(2):
         given = x(2), torch.zeros(4)
@@ -152,8 +152,8 @@ def test_inputs_with_gradients_leave_no_trace() -> None:
     assert not found[0].requires_grad
 
 
-def test_what_is_captured_has_the_strides_of_the_inputs() -> None:
-    """Or a kernel could choose another algorithm than it does in eager."""
+def test_captured_inputs_have_the_caller_s_strides() -> None:
+    """Otherwise a kernel could choose another algorithm than in eager."""
     small, seen = Small(auto=True), list[tuple[int, ...]]()
 
     def run(method: str, inputs: list[Any]) -> list[Any]:
@@ -169,7 +169,7 @@ def test_what_is_captured_has_the_strides_of_the_inputs() -> None:
         seen.clear()
 
 
-def test_what_lies_on_top_of_itself_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_with_overlapping_elements_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     small = Small(auto=True)
     for _ in range(2):
         assert small.captures.replay("forward", [x(1).expand(4, 3), 0]) is None
@@ -185,13 +185,13 @@ def test_memory_for_inputs_is_lent_to_every_stream_once() -> None:
     assert [tensor.shape for tensor in small.recorder.lent] == [(2, 3), (4,)] * 2
 
 
-def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_cannot_be_captured_is_logged_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     small = Small(auto=True)
 
     def run(method: str, inputs: list[Any]) -> list[Any]:
         return [torch.relu(inputs[0]).cumsum(0), small.run("broken", inputs)]
 
-    captures = Captures(Nothing(), small.recorder, small.shapes, run)  # type: ignore[arg-type]
+    captures = Captures(SynchronousDevice(), small.recorder, small.shapes, run)  # type: ignore[arg-type]
     for _ in range(2):
         assert captures.replay("forward", [x(2), 0]) is None
     captures.capture_named()
@@ -202,7 +202,7 @@ def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.Log
     assert "forward: calls run without a CUDA graph: aten.cumsum" in caplog.text
 
 
-def test_not_every_shape_in_the_world_is_captured() -> None:
+def test_the_number_of_captured_shapes_is_limited() -> None:
     small = Small(auto=True)
     for rows in range(MOST + 10):
         small.captures.replay("forward", [x(rows + 1), 0])
@@ -210,7 +210,7 @@ def test_not_every_shape_in_the_world_is_captured() -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), Passing("no stream is free")])
-def test_what_could_not_be_captured_for_a_while_is_tried_again_after_the_next_swap(error: Exception) -> None:
+def test_a_temporary_failure_is_tried_again_after_the_next_swap(error: Exception) -> None:
     small = Small(auto=True)
     failing = True
 
@@ -224,12 +224,12 @@ def test_what_could_not_be_captured_for_a_while_is_tried_again_after_the_next_sw
         assert captures.replay("forward", [x(2), 0]) is None
     assert small.recorder.records == 1
     failing = False
-    captures.capture_named()  # as after a swap
+    captures.capture_named()  # as a swap does
     assert captures.replay("forward", [x(2), 0]) is not None
 
 
 def served(device: StandIn, small: Small) -> BoundAccelerated:
-    """An engine over an arena that serves; small's shapes are captured."""
+    """Bind an engine to an arena that serves; small's shapes are captured."""
     layout = ArenaLayout([NamedTensor(name="a", dtype="U8", shape=(8,))])
     arena = DeviceArena(device, layout, Ring(device, 1), serves=True)
     bound = BoundAccelerated({}, arena, [], lambda: None, device)  # type: ignore[arg-type, return-value]
@@ -238,7 +238,7 @@ def served(device: StandIn, small: Small) -> BoundAccelerated:
 
 
 @pytest.mark.parametrize("computed", [True, False])
-def test_while_a_commit_holds_calls_nothing_is_captured_and_then_it_is(computed: bool) -> None:
+def test_nothing_is_captured_while_a_commit_holds_calls(computed: bool) -> None:
     small, device = Small([("forward", [x(2), 0])]), StandIn(0)
     bound, other = served(device, small), served(device, Small())
     small.shapes.failed(next(iter(small.shapes.samples)), "forward", "no memory", passing=True)
@@ -260,7 +260,7 @@ def test_before_an_arena_serves_its_calls_are_captured() -> None:
     assert small.recorder.records == 1
 
 
-def test_replays_in_one_stream_ask_for_no_order_and_those_of_two_follow_each_other() -> None:
+def test_replays_wait_for_each_other_only_across_streams() -> None:
     small = Small(auto=True)
     for _ in range(3):
         small.captures.replay("forward", [x(2), 0])
@@ -271,7 +271,7 @@ def test_replays_in_one_stream_ask_for_no_order_and_those_of_two_follow_each_oth
     assert small.device.waits == [(7, 0), (0, 7)]
 
 
-def test_a_replay_is_no_part_of_what_an_application_captures_elsewhere() -> None:
+def test_a_replay_never_joins_an_application_s_capture() -> None:
     small = Small(auto=True)
     small.captures.replay("forward", [x(2), 0])
     small.device.capturing.add(0)
@@ -283,7 +283,7 @@ def test_a_replay_is_no_part_of_what_an_application_captures_elsewhere() -> None
 
 
 @pytest.mark.parametrize("what", ["a new state", "a state that is put back", "a state that is read"])
-def test_a_state_is_no_part_of_what_an_application_captures(what: str) -> None:
+def test_work_on_a_state_never_joins_an_application_s_capture(what: str) -> None:
     device: Any = StandIn(0)
     engine: Any = object.__new__(AcceleratedEngine)
     engine._accelerator = device

@@ -1,4 +1,4 @@
-"""The figures that a run on a GPU begins with: the host's here, all of them where there is a device."""
+"""The figures that a run on a GPU begins with: those of the host, and with a device all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts that cross devices: what was saved on one is the same, bit for bit, on the other and back."""
+"""Contexts that cross devices: a state saved on one is the same, bit for bit, on the other and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEW = task(99, 7)[0]
 
 
 class OnStandIn(engines.AcceleratedEngine):
-    """The engine of accelerators with the order of a stand-in: states are the device's, weights lie in host memory."""
+    """The engine of accelerators on a stand-in: states are on the device, weights in host memory."""
 
     bind = TorchEngine.bind  # type: ignore[assignment]
     _flat = TorchEngine._flat
@@ -60,7 +60,7 @@ def call(model: Model, method: str, *given: torch.Tensor, context: Any) -> torch
 
 
 def check_crossing(here: Model, there: Model, folder: Path, near: float) -> None:
-    """Fitted on one; taken to the other and back, twice, in which it predicts on each."""
+    """Fit on one, then move to the other and back, twice, predicting on each."""
     path = folder / "0.safetensors"
     with here.new_context() as context:
         call(here, "fit", *task(3, 11), context=context)
@@ -79,7 +79,7 @@ def check_crossing(here: Model, there: Model, folder: Path, near: float) -> None
 def test_to_the_stand_in_and_back(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = StandIn(0)
     device.torch = torch.device("cpu")
-    device.default.foreign = True  # its tensors are torch's, which know nothing of its streams
+    device.default.foreign = True  # torch's tensors know nothing of the stand-in's streams
     here = served.on("cpu")
     monkeypatch.setattr(engines, "open_accelerator", lambda name: device)
     row = choosing.ENGINES["torch"]._replace(open=lambda artifact, name, options: OnStandIn(artifact, name))

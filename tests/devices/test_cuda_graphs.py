@@ -20,13 +20,13 @@ Pool = tuple[int, int]
 
 
 class Cuda:
-    """What a capture changes for the whole process, as in torch 2.11: a failed `capture_end` changes nothing back."""
+    """Process-wide state that a capture changes, as in torch 2.11: a failed `capture_end` does not restore it."""
 
     def __init__(self) -> None:
         self.pools = count(1)
         self.recording: set[Pool] = set()  # the allocator's; memory that was lent is freed only when there are none
         self.recording_on_host: set[Pool] = set()
-        self.graphs: dict[Pool, int] = {}  # how many there are of a pool
+        self.graphs: dict[Pool, int] = {}  # number of graphs of each pool
         self.generator_captures = False
         self.invalid = False
 
@@ -84,7 +84,7 @@ class Graph:
 
 
 class Accelerator(StandIn):
-    """A stand-in that says it is CUDA's."""
+    """A stand-in that claims to be a CUDA device."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -96,7 +96,7 @@ class Accelerator(StandIn):
     indices = count()
 
     def made(self) -> Queue:
-        """As torch does: one of the pool after the other."""
+        """Return the streams of the pool in turn, as torch does."""
         return self.pool[next(self.handed) % MOST_STREAMS]
 
 
@@ -129,11 +129,11 @@ def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cu
         assert one.record(returning(value))[1] == [value]
         assert one.record(returning(value + 10))[1] == [value + 10]
     assert sorted(cuda.graphs.values()) == [2, 2]
-    assert next(accelerator.handed) == 4  # one each, one that all warm up in, and one for repairs
+    assert next(accelerator.handed) == 4  # one each, one for warm-ups, and one for repairs
     assert cuda.in_order
 
 
-def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_leased_again_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator()
     seen: list[int] = []
     free_at_ends: list[int] = []
@@ -157,7 +157,7 @@ def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda, mo
     del second, third
 
 
-def test_a_session_without_a_stream_says_so_until_another_is_gone(cuda: Cuda) -> None:
+def test_a_missing_stream_is_an_error_until_a_session_ends(cuda: Cuda) -> None:
     accelerator = Accelerator()
     others = [recorder(accelerator) for _ in range(MOST_STREAMS - 2)]
     for each in others:
@@ -196,7 +196,7 @@ def test_a_signal_handler_may_call_a_model_while_another_is_captured(cuda: Cuda)
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_after_a_capture_that_cuda_refuses_torch_is_in_order_and_others_succeed(before: int, cuda: Cuda) -> None:
+def test_torch_recovers_from_a_failed_capture(before: int, cuda: Cuda) -> None:
     one, calls = recorder(Accelerator()), count()
     for _ in range(before):
         one.record(returning(0))
@@ -214,8 +214,8 @@ def test_after_a_capture_that_cuda_refuses_torch_is_in_order_and_others_succeed(
     assert cuda.in_order
 
 
-def test_the_capture_that_mends_is_in_a_stream_of_its_own(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its graph, torch drops what cuBLAS has in its stream: another graph's, if it were that one's stream."""
+def test_the_repairing_capture_has_a_stream_of_its_own(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its graph, torch drops cuBLAS's memory of its stream, which must not be that of another graph."""
     accelerator, began, calls = Accelerator(), list[Any](), count()
     one, other = recorder(accelerator), recorder(accelerator)
     begin = Graph.capture_begin
@@ -252,7 +252,7 @@ def test_an_error_that_is_not_cuda_s_ends_the_capture(cuda: Cuda) -> None:
     assert one.record(returning(3))[1] == [3]
 
 
-def test_what_a_failed_warm_up_has_asked_for_comes_before_what_follows(cuda: Cuda) -> None:
+def test_work_of_a_failed_warm_up_precedes_later_work(cuda: Cuda) -> None:
     accelerator, seen = Accelerator(), list[str]()
 
     def ask(what: str) -> None:
@@ -275,5 +275,5 @@ def test_what_a_failed_warm_up_has_asked_for_comes_before_what_follows(cuda: Cud
 def test_other_devices_have_no_cuda_graphs() -> None:
     accelerator = Accelerator()
     accelerator.torch.type = "xpu"
-    with pytest.raises(Unsupported, match="cuda_graphs on the device 'standin:0': they are CUDA's"):
+    with pytest.raises(Unsupported, match="cuda_graphs on the device 'standin:0': CUDA graphs need a CUDA device"):
         recorder(accelerator)

@@ -1,4 +1,4 @@
-"""Digests that the device computes: the kernel's arithmetic, run on the host, and what a staging makes of them."""
+"""Digests that the device computes: the kernel, run on the host, and their use in a staging."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def compiled(folder: Path) -> Digest:
-    """The kernel, by the host's compiler."""
+    """Compile the kernel with the host's compiler."""
     library = folder / "blake3.so"
     shim = Path(__file__).with_name("blake3_on_host.cpp")
     options = [
@@ -107,7 +107,7 @@ def test_the_kernel_is_cuda(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build")
 def test_the_kernel_needs_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor any folder of it: servers have wheels."""
+    """It needs no folder of the toolkit: servers have wheels."""
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
     assert b"digest_blocks" in compile_source(SOURCE.read_text(), (9, 0))
     with pytest.raises(RuntimeError, match=r"NVRTC: source\.cu.*undefined"):
@@ -115,7 +115,7 @@ def test_the_kernel_needs_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnDevice:
-    """What computes digests of the stand-in's memory, once it is there."""
+    """A hasher of the stand-in's memory, which waits for the copies."""
 
     def __init__(self, device: StandIn, digest: Digest = expected) -> None:
         self._device = device
@@ -145,7 +145,7 @@ def serves(model: Served, seed: int) -> bool:
 
 
 @needs_compiler
-def test_the_host_hashes_nothing_of_what_the_device_does(
+def test_the_host_does_not_hash_what_the_device_hashes(
     kernel: Digest,
     device: StandIn,
     residency: str,
@@ -162,29 +162,29 @@ def test_the_host_hashes_nothing_of_what_the_device_does(
     assert hasher.parts == 3 * len(tiny.values(0))
 
 
-def test_a_damaged_file_is_refused_as_the_host_does(
+def test_the_device_refuses_a_damaged_file_as_the_host_does(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     good, damaged = weight_file(0), weight_file(1)
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    said = []
+    messages = []
     for hasher in (None, OnDevice(device)):
         device.hashing = hasher
         model = served(tiny, device, residency)
         model.model.swap(good)
         with pytest.raises(DigestMismatch) as refused:
             model.model.swap(damaged)
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
         assert serves(model, 0)
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
 
 
-def test_a_bit_that_turns_on_the_way_is_found(
+def test_a_bit_that_flips_during_the_copy_is_detected(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
-    """Which a host that hashes what it has read does not see."""
+    """A host that hashes the bytes that it has read cannot detect it."""
     model = served(tiny, device, residency)
     model.model.swap(weight_file(0))
     slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
@@ -200,7 +200,7 @@ def test_a_bit_that_turns_on_the_way_is_found(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_kernel_that_is_wrong_is_not_believed(seed: int, device: StandIn, residency: str, tiny: TinyArtifact) -> None:
+def test_a_wrong_kernel_is_not_used_again(seed: int, device: StandIn, residency: str, tiny: TinyArtifact) -> None:
     device.hashing = hasher = OnDevice(device, lambda memory, parts: [bytes(32) for _ in parts])
     model = served(tiny, device, residency)
     values = tiny.values(seed)
@@ -213,7 +213,7 @@ def test_a_kernel_that_is_wrong_is_not_believed(seed: int, device: StandIn, resi
     assert hasher.parts == len(values)  # once, and never again
 
 
-def test_without_memory_for_them_the_host_computes_them(
+def test_the_host_computes_digests_if_the_device_lacks_memory(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
@@ -224,10 +224,10 @@ def test_without_memory_for_them_the_host_computes_them(
     model.model.swap(weight_file(1))
     assert serves(model, 1)
     assert hasher.parts
-    assert device.hashing is hasher  # there may be some the next time
+    assert device.hashing is hasher  # the next attempt may have more memory
 
 
-def test_a_kernel_that_cannot_be_run_is_no_fault_of_the_weights(
+def test_a_kernel_that_cannot_run_refuses_no_weights(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
@@ -240,10 +240,10 @@ def test_a_kernel_that_cannot_be_run_is_no_fault_of_the_weights(
     assert device.hashing is None
 
 
-def test_what_computes_them_is_measured_in_a_stream_of_no_call(
+def test_the_hasher_is_measured_in_a_stream_without_calls(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for what the caller's stream was asked for, and be measured with that."""
+    """Otherwise the measured time would include the work in the caller's stream."""
     streams = []
     monkeypatch.setattr(device, "hasher", lambda buffer: streams.append(device.current()))
     model = served(tiny, device, residency)
@@ -252,7 +252,7 @@ def test_what_computes_them_is_measured_in_a_stream_of_no_call(
     assert set(streams) == {device.staging}
 
 
-def test_small_sets_are_the_host_s(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_the_host_hashes_small_sets(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     device = StandIn(0)
     device.hashing = hasher = OnDevice(device)
     model = served(tiny, device, "double")
@@ -262,7 +262,7 @@ def test_small_sets_are_the_host_s(tiny: TinyArtifact, weight_file: WriteWeights
 
 
 class Clock:
-    """Seconds that pass only where work says so."""
+    """A clock that only work advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -270,17 +270,17 @@ class Clock:
 
 
 @pytest.mark.parametrize("nbytes", [64 * BLOCK + 5, 5000 * BLOCK])
-def test_a_device_is_measured_warm_and_by_what_fills_it(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_measured_warm_and_with_enough_blocks(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pauses = iter([100.0, 3.0, 2.0, 4.0])  # the first one loads and locks
-    asked: list[Sequence[ByteRange]] = []
+    pauses = iter([100.0, 3.0, 2.0, 4.0])  # the first one loads the kernel and locks pages
+    requests: list[Sequence[ByteRange]] = []
 
     class Timed:
         def __init__(self, device: torch.device) -> None:
             pass
 
         def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
-            asked.append(parts)
+            requests.append(parts)
             clock.now += next(pauses)
             return []
 
@@ -294,13 +294,13 @@ def test_a_device_is_measured_warm_and_by_what_fills_it(nbytes: int, monkeypatch
     buffer: Any = SimpleNamespace(nbytes=nbytes)
     count = min(nbytes // BLOCK, 1024)
     assert digests._seconds(Timed(torch.device("cpu")), buffer, count) == (2.0, count / 16)  # type: ignore[arg-type]
-    assert asked == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
+    assert requests == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
     for quick in (True, False):
         pauses = iter([1.0 if quick else 1000.0] * 4)
-        assert (digests._find(torch.device("cpu"), buffer) is not None) == quick
+        assert (digests._measured_hasher(torch.device("cpu"), buffer) is not None) == quick
 
 
-def test_where_memory_lacks_the_kernel_is_tried_again(
+def test_the_kernel_is_tried_again_after_a_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no kernel image")]
@@ -310,7 +310,7 @@ def test_where_memory_lacks_the_kernel_is_tried_again(
         tried.append(device)
         raise errors[len(tried) - 1]
 
-    monkeypatch.setattr(digests, "_found", {})
+    monkeypatch.setattr(digests, "_hashers", {})
     monkeypatch.setattr(digests, "DeviceHasher", made)
     buffer: Any = SimpleNamespace(nbytes=64 * BLOCK)
     assert [digests.hasher_of(torch.device("cpu"), buffer) for _ in range(4)] == [None] * 4
@@ -320,22 +320,22 @@ def test_where_memory_lacks_the_kernel_is_tried_again(
 
 @on_accelerator
 @pytest.mark.skipif("EMULATED_OPERATORS" in os.environ, reason="the emulated device runs no kernels")
-def test_on_a_gpu_it_is_blake3(device: str) -> None:
+def test_the_kernel_is_blake3_on_a_gpu(device: str) -> None:
     memory = torch.randint(0, 256, (96 * BLOCK + 12345,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     starts = [random.Random(size).randrange(64 * BLOCK) // 256 * 256 for size in SIZES]
     parts = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
     parts += [ByteRange(index * BLOCK, min(BLOCK, len(memory) - index * BLOCK)) for index in range(97)]
     hasher, buffer = DeviceHasher(torch.device(device, 0)), TorchBuffer(memory.to(device))
-    with torch.device(device):  # of whoever swaps
+    with torch.device(device):  # a mode of the thread that swaps
         found = hasher.digests(buffer, parts)
     assert found == expected(bytearray(memory.numpy().tobytes()), parts)
 
 
 @on_accelerator
-def test_large_sets_swap_and_are_refused_whoever_hashes_them(
+def test_large_sets_swap_or_are_refused_with_either_hasher(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "_found", {})  # or what an earlier test has found is not told again
+    monkeypatch.setattr(digests, "_hashers", {})  # or the result of an earlier test is not logged again
     models = [different(lambda: nn.Linear(4096, 4608), seed) for seed in range(2)]  # 75 MB
     artifact = export(models[0], (torch.ones(1, 4096),), out=tmp_path / "a")
     files = [pack(each, artifact, out=tmp_path / f"v{seed}.safetensors").path for seed, each in enumerate(models)]

@@ -1,4 +1,4 @@
-"""Streams that torch does not own, and captures that are the application's: in order, or refused by name."""
+"""Streams that torch does not own, and the application's captures: kept in order, or refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Handles(StandIn):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(8))
-def test_streams_that_end_and_come_again_under_one_handle_see_no_mixture(
+def test_streams_with_a_reused_handle_see_no_mixture(
     seed: int, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     device, chance = Handles(seed), random.Random(seed)
@@ -75,7 +75,7 @@ def test_a_commit_comes_after_a_call_in_a_stream_that_has_ended(
 
 
 @pytest.mark.parametrize("what", ["swap", "part", "rollback"])
-def test_what_an_application_captures_gets_no_part_of_a_swap(
+def test_an_application_s_capture_contains_no_part_of_a_swap(
     what: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     device = StandIn(0)
@@ -108,7 +108,7 @@ def a_stream(stream_id: int, handle: int = 0) -> Any:
 
 
 def accelerator(kind: str = "cuda") -> Any:
-    """Without a device: only what looks at numbers."""
+    """An Accelerator without a device, for the methods that only look at numbers."""
     made: Any = object.__new__(Accelerator)
     made._on_cuda = kind == "cuda"
     made.torch = torch.device(kind, 0)
@@ -122,18 +122,18 @@ def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
     assert cuda.is_foreign(a_stream(0x7F0000001000, 0x7F0000001000))
     assert not accelerator("xpu").is_foreign(a_stream(0x1000))
     for handle, name in ((1, "cudaStreamLegacy"), (2, "cudaStreamPerThread")):
-        with pytest.raises(Unsupported, match=f"{name}, another one in each thread: call in one of torch's"):
+        with pytest.raises(Unsupported, match=f"{name}, another stream in each thread: call in one of torch's"):
             cuda.is_foreign(a_stream(handle * 2, handle))
 
 
 def test_a_stream_that_was_made_for_us_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_streams, "_made", {0x7F0000002000})
+    monkeypatch.setattr(own_streams, "_created", {0x7F0000002000})
     assert not accelerator().is_foreign(a_stream(0x7F0000002000, 0x7F0000002000))
 
 
-def test_streams_are_made_apart_from_torch_s_and_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_our_own_are_created_and_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Runtime:
-        made: ClassVar[list[tuple[int, int, int]]] = []  # of a device, with flags and a priority
+        made: ClassVar[list[tuple[int, int, int]]] = []  # device, flags, priority
 
         def cudaStreamCreateWithPriority(self, handle: Any, flags: int, priority: int) -> int:  # noqa: N802
             handle._obj.value = 0x1000 * (1 + len(self.made))
@@ -148,7 +148,7 @@ def test_streams_are_made_apart_from_torch_s_and_lent_again(monkeypatch: pytest.
         yield
 
     monkeypatch.setattr(own_streams, "_spare", {})
-    monkeypatch.setattr(own_streams, "_made", set())
+    monkeypatch.setattr(own_streams, "_created", set())
     monkeypatch.setattr(own_streams.ctypes, "CDLL", lambda _: Runtime())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", current)
@@ -168,7 +168,7 @@ def test_streams_are_made_apart_from_torch_s_and_lent_again(monkeypatch: pytest.
     assert len(Runtime.made) == 4
 
 
-def test_where_torch_has_its_own_runtime_the_streams_are_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_streams_are_used_if_cuda_is_linked_into_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_streams, "_spare", {})
     monkeypatch.setattr(own_streams.ctypes, "CDLL", lambda _: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -179,9 +179,7 @@ def test_where_torch_has_its_own_runtime_the_streams_are_torch_s(monkeypatch: py
 
 
 @pytest.mark.parametrize("here", [0, 1])
-def test_whether_a_call_would_be_captured_is_asked_of_the_model_s_device(
-    here: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captures_are_checked_on_the_model_s_device(here: int, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [here]
 
     @contextmanager
@@ -200,7 +198,7 @@ def test_whether_a_call_would_be_captured_is_asked_of_the_model_s_device(
     assert devices == [here]
 
 
-def test_who_waits_for_a_device_s_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     class Recorded:
@@ -217,11 +215,11 @@ def test_who_waits_for_a_device_s_event_sleeps(monkeypatch: pytest.MonkeyPatch) 
     assert made == [{"blocking": True}]
 
 
-def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() -> None:
+def test_collecting_an_arena_while_one_is_counted_does_not_block() -> None:
     account = _Account()
 
     def collected() -> None:
-        with account.lock:  # the collector runs wherever it likes
+        with account.lock:  # the garbage collector runs anywhere
             account.add(-5)
 
     thread = Thread(target=collected, daemon=True)
@@ -231,9 +229,7 @@ def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() 
 
 
 @pytest.mark.parametrize("own", [0, 600])
-def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
-    own: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_need_their_peak_less_arenas_and_present_memory(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = {
         "active_bytes.all.peak": 1000 + own,
         "active_bytes.all.current": 300 + own // 2,
@@ -258,7 +254,7 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
 
 
 class Counted(Accelerator):
-    """What was dropped is counted by one thread at a time: the collector runs in any of them."""
+    """Checks that freed bytes are counted by one thread at a time: the garbage collector runs in any thread."""
 
     dropped = 0
 
@@ -272,8 +268,8 @@ class Counted(Accelerator):
         self.dropped = nbytes
 
 
-def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most of all and the most of arenas come at different times: their difference says less after a staging."""
+def test_the_peak_of_calls_is_kept_over_a_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks of all memory and of arenas are at different times: their difference is too small after a staging."""
     used = {"current": 0, "peak": 0}
 
     def uses(nbytes: int) -> None:

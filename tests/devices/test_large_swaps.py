@@ -21,21 +21,21 @@ pytestmark = [
     pytest.mark.skipif(ACCELERATOR != "cuda", reason="needs torch.cuda._sleep"),
 ]
 GB, FILES, CALLERS, SWAPS = 10**9, 3, 4, 24
-AHEAD = 8  # calls that a thread makes before it looks at their outputs
+AHEAD = 8  # calls that a thread makes before it checks their outputs
 LATEST = 0.002  # seconds that a caller's stream is busy before a call
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NumberFiles]:
-    """Of 2 GB each, or less where the device is small."""
+    """Files of 2 GB each, or less if the device is small."""
     total = torch.accelerator.get_memory_info()[1]
     folder = tmp_path_factory.mktemp("large")
     yield NumberFiles(folder, 8 << 20 if EMULATED else min(2 * GB, total // 16), FILES)
     shutil.rmtree(folder)
 
 
-class Seen(NamedTuple):
-    """The number that an output was of, and the generations before and after the call."""
+class Observation(NamedTuple):
+    """The number in an output, and the generations before and after the call."""
 
     number: int
     first: int
@@ -43,13 +43,13 @@ class Seen(NamedTuple):
 
 
 class Caller(threading.Thread):
-    """Calls without a pause, behind work that takes a random time, some calls ahead of what it looks at."""
+    """Calls without a pause, behind work of random length, and checks outputs some calls later."""
 
     def __init__(self, model: Model, index: int, stop: threading.Event) -> None:
         super().__init__()
         self._model, self._ended, self._index = model, stop, index
         self._choose = random.Random(index)
-        self.seen: list[Seen] = []
+        self.observations: list[Observation] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class Caller(threading.Thread):
         return output, first or 0, self._model.generation or 0
 
     def _look(self, outputs: list[tuple[torch.Tensor, int, int]]) -> None:
-        self.seen += [Seen(number(output.cpu()), first, last) for output, first, last in outputs]
+        self.observations += [Observation(number(output.cpu()), first, last) for output, first, last in outputs]
 
 
 @on_accelerator
@@ -92,11 +92,13 @@ def test_no_output_is_of_two_sets_of_weights(
             caller.join(120)
     assert [caller.error for caller in callers] == [None] * CALLERS
     for caller in callers:
-        assert len(caller.seen) > AHEAD
-        wrong = [seen for seen in caller.seen if seen.number not in served(ledger, seen)]
+        assert len(caller.observations) > AHEAD
+        wrong = [
+            observation for observation in caller.observations if observation.number not in served(ledger, observation)
+        ]
         assert wrong == []
-    assert {seen.number for caller in callers for seen in caller.seen} == set(range(FILES))
+    assert {observation.number for caller in callers for observation in caller.observations} == set(range(FILES))
 
 
-def served(ledger: dict[int, int], seen: Seen) -> set[int]:
-    return {ledger[generation] for generation in range(seen.first, seen.last + 1)}
+def served(ledger: dict[int, int], observation: Observation) -> set[int]:
+    return {ledger[generation] for generation in range(observation.first, observation.last + 1)}

@@ -1,4 +1,4 @@
-"""The engine `onnx` over torch's memory: on a GPU where there is one, and its calls alone over memory of the host."""
+"""The engine `onnx` over torch's memory: on a GPU if there is one, and its calls alone over host memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ON_DEVICES = [
 
 
 class Host:
-    """A device whose memory the host sees. `log` says when it was waited for, and `runs` what ran in between."""
+    """A device whose memory the host sees. `log` records waits for it, and `runs` the work in between."""
 
     torch = torch.device("cpu")
     index = 0
@@ -67,7 +67,7 @@ class Host:
 
 
 class OnTheHost(TorchEngine):
-    """The engine as it is on an accelerator, on the CPU."""
+    """The engine of accelerators, on the CPU."""
 
     host = Host()
 
@@ -278,7 +278,7 @@ def test_outputs_that_cannot_be_handed_over_are_refused_by_name(device: str, tmp
         served(Casts(), (torch.ones(3),), tmp_path, device)
 
 
-def test_captured_graphs_and_threads_are_for_others(tmp_path: Path) -> None:
+def test_cuda_graphs_and_threads_are_refused(tmp_path: Path) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
     with pytest.raises(Unsupported, match="cuda_graphs with the engine 'onnx'"):
         open_engine("onnx", artifact, "cuda", EngineOptions(cuda_graphs="auto"))
@@ -305,7 +305,7 @@ def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so that the provider may come")
-def test_a_provider_that_does_not_come_is_said(tmp_path: Path) -> None:
+def test_a_missing_provider_is_reported(tmp_path: Path) -> None:
     artifact = compile_engines(export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a"), ["onnx"], trial=False)
     provider = onnx_accelerated.provider_of(onnx_accelerated.COUNTERPARTS["cuda"], 0)
     with pytest.raises(Unsupported, match=r"asked for CUDAExecutionProvider, ONNX Runtime .* gives CPUExecution"):

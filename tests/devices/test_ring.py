@@ -1,4 +1,4 @@
-"""Buffers on the way to a device: taken in turns, never overwritten on the way, and never lost."""
+"""Buffers for copies to a device: used in turns, never overwritten during a copy, and never lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_an_interrupted_thread_has_taken_comes_back() -> None:
 
     def interrupted() -> None:
         turn = ring.take(device.staging)
-        turn.__enter__()  # and the frame ends without an exit
+        turn.__enter__()  # the frame ends without an exit
 
     for _ in range(3):
         interrupted()
@@ -81,7 +81,7 @@ def test_slots_move_in_few_copies_and_keep_their_places(seed: int) -> None:
     for (at, size), place in zip(slots, places, strict=True):
         inside = [run for run in runs if run.begin <= place and place + size <= run.begin + run.nbytes]
         assert any(run.offset + place - run.begin == at for run in inside)
-    # no two slots share a byte of the buffer, and no run has a whole unit that is nobody's
+    # no two slots share a byte of the buffer, and no run has an unused unit of ALIGNMENT
     taken = sorted((place, place + size) for (_, size), place in zip(slots, places, strict=True) if size)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
     assert sum(run.nbytes for run in runs) < sum(slot.nbytes for slot in slots) + 256 * len(slots)
@@ -245,7 +245,7 @@ def test_neighbours_of_a_patch_move_in_one_copy() -> None:
 
 
 def test_other_threads_go_on_while_bytes_are_copied() -> None:
-    """An assignment between memoryviews would keep the interpreter's lock for as long as it takes."""
+    """An assignment between memoryviews would hold the interpreter's lock all the time."""
     size, begun, ended = 256 << 20, threading.Event(), threading.Event()
     target, source = (memoryview(allocate(size)) for _ in range(2))
     taken: list[float] = []
@@ -276,7 +276,7 @@ def test_a_patch_is_copied_by_several_threads() -> None:
             self.both = threading.Barrier(2, timeout=30)
 
         def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
-            self.both.wait()  # two threads at a time, or never
+            self.both.wait()  # waits until two threads copy at the same time
             super().copy(target, at, source, begin, nbytes)
 
     device = Slow()

@@ -57,7 +57,7 @@ class Running:
         self.process = subprocess.Popen(command, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def end(self) -> tuple[int, str]:
-        """Its exit code, and the report, which it has printed."""
+        """Wait for the end. Return the exit code, and the report that was printed."""
         said, _ = self.process.communicate(timeout=120)
         assert said.endswith(self.report), said
         return self.process.returncode, self.report
@@ -68,14 +68,14 @@ class Running:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        """Until the report says so, and the archive has that report."""
+        """Wait until the report contains a text, and the archive that report."""
         until = time.monotonic() + 60
         while text not in (report := self.report) or self.archived().get("report.md") != report:
             assert time.monotonic() < until, self.report
             time.sleep(0.05)
 
     def archived(self) -> dict[str, str]:
-        """What the archive holds."""
+        """Return the contents of the archive."""
         if not (self.folder / "all.tar.gz").exists():
             return {}
         with tarfile.open(self.folder / "all.tar.gz") as archive:
@@ -209,7 +209,7 @@ def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:
     plan = f"[[step('lent', '{text}', packages=('lent_package',))]]"
     code, report = Running(tmp_path, plan, WHEELS=str(tmp_path)).end()
     assert code == 0, report
-    # that of another interpreter keeps it from nobody
+    # a wheel for another interpreter is ignored
     assert "## lent: passed\n\n```\nlent\n```" in report
 
 

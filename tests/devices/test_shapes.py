@@ -1,4 +1,4 @@
-"""Sizes that are named for captures, and the inputs that are made of them."""
+"""Sizes that are named for captures, and the inputs created from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_no_list_of_sizes_is_refused(tiny: TinyArtifact) -> None:
         load(tiny.path, cuda_graphs="auto")
 
 
-def test_where_there_is_no_accelerator_it_is_said(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_accelerator_is_reported(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     for name in ("cuda:7", "xpu:7"):
         with pytest.raises(Unsupported, match="has no such device here; it has none"):
@@ -104,9 +104,7 @@ def test_where_there_is_no_accelerator_it_is_said(tiny: TinyArtifact, monkeypatc
         load(tiny.path, staging="gpu")  # type: ignore[arg-type]
 
 
-def test_the_engine_that_is_chosen_for_a_device_is_one_that_it_has(
-    tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_chooses_an_engine_of_the_device(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightswap_runtime.engines.choosing.can_run", lambda artifact: True)
     artifact = Artifact.open(tiny.path)
     assert [choose_engine("auto", artifact, device) for device in ("cpu", "cuda:0")] == ["aoti", "torch"]

@@ -1,4 +1,4 @@
-"""Order between streams that are busy for seconds: who waits for whom, and that the host waits for neither."""
+"""Order between streams that are busy for seconds: they wait for each other, and the host for neither."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> NumberFiles:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> NumberFiles:
-    """For what is done so often that files would take all the time."""
+    """Small files for what is done so often that reading would take all the time."""
     return NumberFiles(tmp_path_factory.mktemp("small"), MB, 3)
 
 
-class Asked:
-    """Outputs of calls that were made in a stream of their own, behind work that takes seconds."""
+class DelayedCalls:
+    """Calls in a stream of their own, behind work that takes seconds, and their outputs."""
 
     def __init__(self, model: Model, x: torch.Tensor) -> None:
         self._model, self._x = model, x
@@ -58,7 +58,7 @@ class Asked:
         torch.cuda.synchronize()
 
     def call(self, busy: float = BUSY) -> torch.Tensor:
-        """At once, though the stream is busy for some seconds."""
+        """Call without waiting, though the stream is busy for some seconds."""
         start = time.perf_counter()
         with torch.cuda.stream(self._stream):
             keep_busy(busy)
@@ -74,32 +74,32 @@ class Asked:
 @on_accelerator
 @in_every_way
 @captured_or_not
-def test_a_call_that_its_stream_is_late_with_has_the_weights_it_was_made_with(
+def test_a_delayed_call_has_the_weights_of_its_time(
     device: str, options: Options, graphs: Any, files: NumberFiles
 ) -> None:
     model = load(files.artifact, files.files[0], device=device, cuda_graphs=graphs, **options)
-    asked = Asked(model, torch.zeros((), device=device))
+    delayed = DelayedCalls(model, torch.zeros((), device=device))
     outputs = []
     for served in (1, 2, 0):  # in double residency the second overwrites what the first call reads
         staged = model.stage(files.files[served])
-        outputs.append(asked.call())
+        outputs.append(delayed.call())
         staged.commit()
-    outputs.append(asked.call())
-    assert asked.numbers(*outputs) == [0, 1, 2, 0]
+    outputs.append(delayed.call())
+    assert delayed.numbers(*outputs) == [0, 1, 2, 0]
 
 
 @on_accelerator
 @captured_or_not
-def test_a_commit_in_place_keeps_no_host_waiting_for_a_busy_stream(
+def test_the_host_does_not_wait_for_a_busy_stream_in_a_commit_in_place(
     device: str, graphs: Any, files: NumberFiles
 ) -> None:
     options: Options = {"residency": "single", "staging": "device", "cuda_graphs": graphs}
     model = load(files.artifact, files.files[0], device=device, **options)
     x = torch.zeros((), device=device)
-    asked, others = Asked(model, x), Asked(model, x)
+    delayed, others = DelayedCalls(model, x), DelayedCalls(model, x)
     staged = model.stage(files.files[1])
     late: list[torch.Tensor] = []
-    before = asked.call()
+    before = delayed.call()
     start = time.perf_counter()
     thread = threading.Thread(target=lambda: (time.sleep(BUSY / 5), late.append(others.call())))
     thread.start()
@@ -107,20 +107,20 @@ def test_a_commit_in_place_keeps_no_host_waiting_for_a_busy_stream(
     taken = time.perf_counter() - start
     thread.join()
     assert taken > PROMPT, "the commit did not wait for the call before it"
-    assert asked.numbers(before) == [0]
+    assert delayed.numbers(before) == [0]
     assert others.numbers(*late) == [1]
 
 
 @on_accelerator
 def test_a_commit_in_double_residency_waits_for_nothing(device: str, files: NumberFiles) -> None:
     model = load(files.artifact, files.files[0], device=device)
-    asked = Asked(model, torch.zeros((), device=device))
+    delayed = DelayedCalls(model, torch.zeros((), device=device))
     model.swap(files.files[1])
-    before = asked.call()
+    before = delayed.call()
     start = time.perf_counter()
     model.rollback()
     assert time.perf_counter() - start < PROMPT
-    assert asked.numbers(before, asked.call()) == [1, 0]
+    assert delayed.numbers(before, delayed.call()) == [1, 0]
 
 
 @on_accelerator
@@ -130,7 +130,7 @@ def test_a_call_after_a_commit_waits_for_late_copies(
     device: str, options: Options, graphs: Any, files: NumberFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(files.artifact, files.files[0], device=device, cuda_graphs=graphs, **options)
-    asked = Asked(model, torch.zeros((), device=device))
+    delayed = DelayedCalls(model, torch.zeros((), device=device))
     slow_copies(monkeypatch, BUSY / 5)
     for generation, served in enumerate((1, 2, 0), 1):
         staged = model.stage(files.files[served])
@@ -138,13 +138,13 @@ def test_a_call_after_a_commit_waits_for_late_copies(
         thread.start()
         while model.generation != generation:  # from here on calls have the new weights, which are on their way
             time.sleep(0.0002)
-        output = asked.call(0)
+        output = delayed.call(0)
         thread.join()
-        assert asked.numbers(output) == [served]
+        assert delayed.numbers(output) == [served]
 
 
 class Shifted(torch.nn.Module):
-    """A constant that is no weight."""
+    """A module with a constant that is no weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def test_a_call_waits_for_constants_that_are_late(
     file = pack(Shifted(), artifact, out=tmp_path / "v.safetensors").path
     x = torch.zeros(64, device=device)
     load(artifact, file, device=device)(x)  # loads kernels, for which the device may have to be idle
-    placed = AcceleratedEngine._placed
+    to_device = AcceleratedEngine._to_device
 
     def late(self: AcceleratedEngine, value: torch.Tensor) -> torch.Tensor:
         keep_busy(BUSY / 3)
-        return placed(self, value)
+        return to_device(self, value)
 
-    monkeypatch.setattr(AcceleratedEngine, "_placed", late)
+    monkeypatch.setattr(AcceleratedEngine, "_to_device", late)
     assert torch.equal(load(artifact, file, device=device, residency=residency)(x).cpu(), torch.arange(64.0))
 
 
@@ -185,7 +185,7 @@ def foreign_stream() -> Iterator[torch.cuda.ExternalStream]:
 
 @on_accelerator
 @in_every_way
-def test_streams_that_are_gone_while_their_calls_wait_have_the_weights_of_these(
+def test_calls_in_destroyed_streams_have_the_weights_of_their_time(
     device: str, options: Options, files: NumberFiles
 ) -> None:
     model = load(files.artifact, files.files[0], device=device, **options)
@@ -217,14 +217,14 @@ def _without_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @on_accelerator
 @pytest.mark.usefixtures("_without_waits")
-def test_without_our_waits_a_late_call_shows_it(device: str, files: NumberFiles) -> None:
+def test_without_stream_waits_a_late_call_is_wrong(device: str, files: NumberFiles) -> None:
     model = load(files.artifact, files.files[0], device=device, residency="single", staging="device")
-    asked = Asked(model, torch.zeros((), device=device))
+    delayed = DelayedCalls(model, torch.zeros((), device=device))
     staged = model.stage(files.files[1])
     torch.accelerator.synchronize()
-    before = asked.call()
+    before = delayed.call()
     staged.commit()
-    assert asked.numbers(before) == [1]
+    assert delayed.numbers(before) == [1]
 
 
 @on_accelerator
@@ -257,7 +257,7 @@ def test_addresses_stay_over_a_thousand_swaps_under_captured_calls(
 
 
 def addresses(model: Model) -> list[int]:
-    """Where the weights lie that each session's calls read."""
+    """Return the addresses of the weights that each session's calls read."""
     bound = [session.bound[model._member.id] for session in model._store._residency.sessions]  # type: ignore[attr-defined]
     slots = [slot for each in bound for slot in each._calls["forward"]._slots]
     return [slot.data_ptr() for slot in slots if isinstance(slot, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Swaps of whole models on the stand-in: every call gives exactly the weights that were served when it was made."""
+"""Swaps of whole models on the stand-in: every call reads exactly the weights that were served when it began."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGINGS = ("device", "host", "auto")
 
 
 class Reader:
-    """An engine whose calls copy the arena, in the current stream, to where the test looks once all is done."""
+    """An engine whose calls copy the arena, in the current stream, to memory that the test reads at the end."""
 
     name = "reader"
     tensor_type = np.ndarray
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused_with_numbers(tiny: TinyArtifact, weight_fi
 def test_nothing_is_locked_once_a_model_is_loaded(
     residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
-    """While the driver locks pages, it answers nobody: not in a staging, and never while a commit holds calls."""
+    """While the driver locks pages, it serves no thread, which no staging and no commit must cause."""
     device = StandIn(0)
     served = Served(tiny, residency, "host", device, "host")
     device.lockable = 0
@@ -280,7 +280,7 @@ def test_an_error_of_the_device_while_staging_is_a_refused_swap(
     assert served.model.swap(weight_file(1)).generation == 1
 
 
-def test_what_torch_raises_for_the_device_is_a_refused_swap(
+def test_a_device_error_raised_by_torch_is_a_refused_swap(
     residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class AcceleratorError(RuntimeError):
@@ -363,7 +363,7 @@ def test_commits_do_not_wait_for_the_files_of_other_stagings(tiny: TinyArtifact,
     assert served.weights(found.content) == values_of(1)
 
 
-def test_a_device_s_error_while_something_is_computed_from_weights_does_not_blame_them(
+def test_a_device_error_in_the_prologue_does_not_blame_the_weights(
     residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class AcceleratorError(RuntimeError):

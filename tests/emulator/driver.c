@@ -1,4 +1,4 @@
-// A CUDA driver without a GPU: as much as torch, Triton and AOTInductor's libraries ask for beside the runtime.
+// A CUDA driver without a GPU: the functions that torch, Triton and AOTInductor's libraries call besides the runtime.
 
 #include <stdlib.h>
 #include <string.h>

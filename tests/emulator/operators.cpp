@@ -1,7 +1,7 @@
-// torch's operators for CUDA, done by the CPU's kernels in the order of the emulated device's streams.
+// torch's operators for CUDA, run by the CPU's kernels in the order of the emulated device's streams.
 //
 // Device memory is memory of this process, so that a CPU tensor can view it. Outputs are allocated at once, with the
-// sizes that the operator gives for zeros; the work goes to the current stream, or into the capture that it is in.
+// sizes that the operator returns for zeros; the work goes to the current stream, or into the capture that it is in.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -23,11 +23,11 @@ extern "C" void emulated_ask(cudaStream_t stream, Work* work);
 
 namespace {
 
-// What runs no kernel, gives views, or has none on the CPU.
+// Operators that run no kernel, return views, or have no kernel on the CPU.
 constexpr const char* kLeft[] = {"as_strided", "copy_", "cudnn", "_cudnn", "_efficient", "empty", "_flash",
                                  "is_pinned", "is_set_to", "_local_scalar_dense", "_pin_memory", "record_stream",
                                  "_reshape_alias", "resize", "_scaled_dot_product", "set_", "unfold", "view"};
-// The sizes of what these give depend on values: the host waits for them, as it does with CUDA.
+// The sizes of these operators' results depend on values: the host waits for them, as it does with CUDA.
 const std::set<std::string> kByValue = {"aten::nonzero",  "aten::masked_select", "aten::_unique2",
                                         "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"};
 
@@ -88,7 +88,7 @@ Values computed(const c10::OperatorHandle& op, Values values) {
   return values;
 }
 
-// Work that cannot fail: what an operator says of bad values is lost, as with CUDA.
+// Enqueue work that cannot fail: an operator's error about bad values is only printed, as with CUDA.
 void ask(cudaStream_t stream, std::string name, Work work) {
   emulated_ask(stream, new Work([name = std::move(name), work = std::move(work)] {
     try {
@@ -106,7 +106,7 @@ bool writes(const c10::FunctionSchema& schema) {
   return any;
 }
 
-// Whether what an operator gives, or its size, depends on values: the host waits for them.
+// Whether an operator's results, or their sizes, depend on values, so that the host waits for them.
 bool waits(const c10::FunctionSchema& schema, const Values& arguments) {
   for (auto& result : schema.returns())
     if (!result.type()->isSubtypeOf(*c10::TensorType::get()) && result.type()->kind() != c10::TypeKind::ListType)
@@ -120,7 +120,7 @@ bool waits(const c10::FunctionSchema& schema, const Values& arguments) {
   return kByValue.count(name) || (name == "aten::index" && masked);
 }
 
-// Into arguments of the operator, whose sizes an `out=` may change.
+// Write into arguments of the operator, whose sizes an `out=` may change.
 void write(const c10::OperatorHandle& op, Values arguments, cudaStream_t stream, Values& results) {
   auto& schema = op.schema();
   size_t outputs = 0;
@@ -185,7 +185,7 @@ void emulate(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     give(op, std::move(arguments), device, stream, *stack);
 }
 
-// Between equal layouts torch asks the runtime for a copy; else it would run a kernel.
+// Between equal layouts torch calls the runtime's copy; else it would run a kernel.
 at::Tensor& copied(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   bool plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
                self.strides() == source.strides() && self.is_non_overlapping_and_dense() && !source.is_conj() &&
@@ -210,7 +210,7 @@ bool left(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-// Put the CPU's kernels in the place of CUDA's. Returns for how many operators.
+// Replace CUDA's kernels by the CPU's. Returns the number of operators.
 extern "C" int emulate_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   int count = 0;

@@ -1,11 +1,11 @@
-// A CUDA runtime without a GPU: what torch's CUDA build asks for, done in this process's memory.
+// A CUDA runtime without a GPU: the functions that torch's CUDA build calls, done in this process's memory.
 //
-// Streams are threads, so that work is done later than it was asked for, and in any order that events allow; captures
-// are recorded and replayed; what CUDA refuses during a capture is refused. Kernels are not run: operators.cpp puts the
-// CPU's operators in their place.
+// Streams are threads, so that work is done some time after it was enqueued, in any order that events allow; captures
+// are recorded and replayed; calls that CUDA refuses during a capture are refused. Kernels are not run: operators.cpp
+// replaces them by the CPU's operators.
 //
 // EMULATED_DEVICES (2), EMULATED_MB for each (8192), EMULATED_DELAY_US: the longest pause before each piece of work.
-// EMULATED_LOG=1 names what is refused, and the kernels that were not run.
+// EMULATED_LOG=1 logs refused calls, and the kernels that were not run.
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -46,8 +46,8 @@ long setting(const char* name, long otherwise) {
 }
 
 constexpr int kMostDevices = 16;
-constexpr size_t kFilled = 64 << 20;  // smaller memory comes with content, so that nobody counts on zeros
-constexpr size_t kSmall = 4096;       // bytes of a pageable copy that do not count: torch's own scalars
+constexpr size_t kFilled = 64 << 20;  // smaller memory is filled, so that no code relies on zeros
+constexpr size_t kSmall = 4096;       // pageable copies up to so many bytes do not count: torch's own scalars
 const int kDevices = setting("EMULATED_DEVICES", 2);
 const size_t kBytes = static_cast<size_t>(setting("EMULATED_MB", 8192)) << 20;
 const long kDelay = setting("EMULATED_DELAY_US", 0);
@@ -56,7 +56,7 @@ const bool kLog = getenv("EMULATED_LOG") != nullptr;
 std::mutex everything;
 std::condition_variable progress;
 thread_local int current_device = 0;
-thread_local bool has_context = false;  // the runtime gives a thread one, the driver expects it
+thread_local bool has_context = false;  // the runtime creates a thread's context, the driver needs it
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
@@ -143,7 +143,7 @@ void ask(Stream* stream, Work work) {
   stream->wanted.notify_all();
 }
 
-// Whether a capture forbids what might wait: its own thread's, or with the default mode anybody's.
+// Whether a capture forbids calls that might wait: one of this thread, or in the default mode one of any thread.
 bool forbidden() {
   bool any = false;
   for (auto& capture : captures) {
@@ -190,7 +190,7 @@ void await_unlocked(Stream* stream, uint64_t place) {
 
 }  // namespace
 
-// Work for a stream, also while that is captured. The work is taken over.
+// Enqueue work in a stream, also while that is captured. Takes ownership of the work.
 API void emulated_ask(cudaStream_t stream, Work* work) {
   Lock lock(everything);
   ask(found(stream), std::move(*work));
@@ -328,7 +328,7 @@ auto holding(Map& map, const void* address) {
 
 API bool emulated_context() { return has_context; }
 
-// How many larger copies had pageable memory at one end.
+// The number of larger copies from or to pageable memory.
 API long emulated_pageable_copies() { return pageable; }
 
 API cudaError_t cudaMalloc(void** address, size_t nbytes) {
@@ -496,7 +496,7 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
   return ask_unlocked(stream, [=] { function(stream, cudaSuccess, data); });
 }
 
-// Never freed: work that is on its way may still look at it.
+// Never freed: pending work may still read it.
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
   *handle = reinterpret_cast<cudaEvent_t>(new Event());
   return cudaSuccess;
@@ -565,7 +565,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t of, unsigne
   return cudaSuccess;
 }
 
-// --- captures: a graph is what was asked for, in that order ----------------------------------------------------------
+// --- captures: a graph is the work that was enqueued, in order --------------------------------------------------------
 
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, thread_mode);
@@ -662,7 +662,7 @@ cudaError_t not_run(const void* kernel) {
   return cudaSuccess;
 }
 
-// Of kernels torch.cuda._sleep alone is run, at 2 GHz.
+// The only kernel that is run is torch.cuda._sleep, at 2 GHz.
 cudaError_t launched(const void* kernel, void** arguments, cudaStream_t stream) {
   {
     Lock lock(everything);
@@ -736,14 +736,14 @@ API cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
   return *address = const_cast<void*>(symbol), cudaSuccess;
 }
 
-// The one kernel of AOTInductor's that is computed: rows of 8 plus one row, which tests/devices/test_aoti.py calls.
+// The one kernel of AOTInductor that is computed: rows of 8 plus one row, which tests/devices/test_aoti.py calls.
 API void emulated_sum(cudaStream_t stream, const float* rows, const float* row, float* sum, int count) {
   ask_unlocked(stream, [=] {
     for (int index = 0; index < count; index++) sum[index] = rows[index] + row[index % 8];
   });
 }
 
-// --- not there -------------------------------------------------------------------------------------------------------
+// --- not supported ---------------------------------------------------------------------------------------------------
 
 API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, unsigned long long,
                                                  cudaDriverEntryPointQueryResult* result) {

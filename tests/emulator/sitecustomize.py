@@ -1,4 +1,4 @@
-"""Puts the CPU's operators in the place of CUDA's, as soon as a process starts that has this folder in its path."""
+"""Replaces CUDA's operators by the CPU's at the start of every process with this folder in its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of engines, and the choice among them. An engine is imported only when it is opened."""
+"""The table of engines, and the choice among them. An engine's package is imported only when it is opened."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EngineName = Literal["torch", "aoti", "onnx", "auto"]
 
 
 class EngineRow(NamedTuple):
-    """One engine. `offered`: whether this machine and the artifact have what it needs on the CPU.
+    """One engine. `offered` says whether this machine and the artifact have what the engine needs on the CPU.
 
-    `compiled`: whether it runs files of its own, those under engines/NAME; `by_device`: whether they are of one device.
-    `is_exact`: whether its outputs equal eager's bit for bit. `row_major`: whether all weights have to be.
+    compiled: it runs files compiled for it, those under engines/NAME. by_device: each of them is for one device.
+    is_exact: its outputs equal eager's bit for bit. row_major: it needs all weights in row-major order.
     """
 
     open: Callable[[Artifact, str, EngineOptions], Engine]
@@ -70,7 +70,7 @@ def _onnx(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
 
 
 def _has_torch() -> bool:
-    """Whether torch is installed, and can be imported."""
+    """Return whether torch is installed and can be imported."""
     try:
         import_module("torch")
     except ImportError:
@@ -79,14 +79,14 @@ def _has_torch() -> bool:
 
 
 def compiled_methods(name: str, artifact: Artifact) -> list[str]:
-    """The methods that an artifact has files of an engine for; all of them for an engine that takes none."""
+    """Return the methods that an artifact has an engine's files for; all methods if the engine needs no files."""
     return artifact.compiled_methods(name) if ENGINES[name].compiled else list(artifact.methods)
 
 
 def _has_onnx(artifact: Artifact) -> bool:
     compiled = compiled_methods("onnx", artifact)
-    whole = len(compiled) == len(artifact.methods)
-    return bool(compiled) and find_spec("onnxruntime") is not None and (whole or _has_torch())
+    is_complete = len(compiled) == len(artifact.methods)
+    return bool(compiled) and find_spec("onnxruntime") is not None and (is_complete or _has_torch())
 
 
 ENGINES: dict[str, EngineRow] = {
@@ -97,12 +97,12 @@ ENGINES: dict[str, EngineRow] = {
 
 
 def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
-    """The engine's name, for "auto" the fastest that this machine and the artifact offer on a device.
+    """Return the engine's name; for "auto", the fastest engine that this machine and the artifact offer on a device.
 
-    On the CPU that is `aoti` where the artifact has packages for this machine and this torch, else `torch`; without
-    torch it is `onnx`, which takes and gives numpy arrays. On other devices it is `torch`.
+    On the CPU that is `aoti` if the artifact has packages for this machine and this torch, else `torch`. Without
+    torch it is `onnx`, which takes and returns numpy arrays. On other devices it is `torch`.
 
-    Raises Unsupported for an engine that there is not.
+    Raises Unsupported if no engine has this name.
     """
     if name == AUTO:
         if device != HOST:
@@ -116,31 +116,32 @@ def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
 
 
 def as_taken(name: str, artifact: Artifact) -> Artifact:
-    """The artifact, with its weights in the order in which an engine takes them.
+    """Return the artifact with the strides of its weights as an engine needs them: row-major, or as captured.
 
-    Raises Unsupported where a weight has another, in which the graphs were captured that `torch` runs beside it.
+    Raises Unsupported if the engine needs row-major weights, one was captured in another order, and `torch` runs
+    some of the methods beside it.
     """
     if not ENGINES[name].row_major:
         return artifact
     compiled = compiled_methods(name, artifact)
     beside = [method for method in artifact.methods if compiled and method not in compiled]
-    turned = [weight.name for weight in artifact.manifest.weights if weight.stride is not None]
-    if beside and turned:
+    unordered = [weight.name for weight in artifact.manifest.weights if weight.stride is not None]
+    if beside and unordered:
         raise Unsupported(
             f"{artifact.path}: {', '.join(beside)} was not compiled for the engine {name!r}, and 'torch' cannot run it "
-            f"beside that: {turned[0]} was captured in another order than row-major, which {name!r} needs. Compile all "
-            f"methods for {name!r}, or none"
+            f"beside that: {unordered[0]} was captured in another order than row-major, which {name!r} needs. Compile "
+            f"all methods for {name!r}, or none"
         )
     return artifact.row_major()
 
 
 def available_engines(artifact: Artifact) -> tuple[str, ...]:
-    """The engines that this machine and the artifact offer on the CPU."""
+    """Return the engines that this machine and the artifact offer on the CPU."""
     return tuple(name for name, row in ENGINES.items() if row.offered(artifact))
 
 
 def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
-    """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra."""
+    """Open the graphs of an artifact. `name` is a key of ENGINES. Raises Unsupported, ArtifactError, MissingExtra."""
     (threads, _, _, cuda_graphs), row = options, ENGINES[name]
     if cuda_graphs is not None and (device == HOST or not row.takes_cuda_graphs):
         raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")

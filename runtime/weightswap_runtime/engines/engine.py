@@ -1,4 +1,4 @@
-"""The interface of engines: an artifact's graphs, ready to be bound to arenas; and once they are bound."""
+"""The interface of engines: Engine opens an artifact's graphs, Bound runs them over one arena."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CudaGraphs = Literal["auto"] | Sequence[Mapping[str, int] | Sequence[int]]
 
 
 class EngineOptions(NamedTuple):
-    """How an engine is opened. on_host: on a device, weights in host memory can be bound, too, for trials."""
+    """Options of an engine. on_host: an engine on a device can also be bound to host memory, for trials."""
 
     threads: int | None = None
     prologue: bool = True
@@ -25,52 +25,52 @@ class EngineOptions(NamedTuple):
 
 
 class State(Protocol):
-    """One copy of what an artifact's graphs remember from call to call, for one engine. One call at a time uses it."""
+    """One copy of an artifact's state, for one engine. Only one call at a time may use it."""
 
     def reset(self) -> None:
-        """Put the initial values back."""
+        """Restore the initial values."""
         ...
 
     def content(self, name: str) -> TensorBytes:
-        """What is in the tensor of one row of the manifest; the memory may be the state's own."""
+        """Return the content of the tensor of one row of the manifest; it may share the state's memory."""
         ...
 
 
 class Chosen(Protocol):
-    """The tensors of the variants that one call has chosen, for one engine. Nothing writes to them."""
+    """The tensors of the variants that a call uses, for one engine. They are read-only."""
 
 
 class Bound(Protocol):
-    """An engine bound to one arena, for good."""
+    """An engine bound to one arena, permanently."""
 
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs. No output shares memory with the arena, the state or the constants.
+        """Run a method on flat inputs. Return flat outputs, which share no memory with arena, state or constants.
 
-        state: what the call reads and changes; None: a copy of the initial state, which is dropped. chosen: the
-        variants that it reads; None: zeros.
+        state: read and changed by the call; None: a copy of the initial state, dropped afterwards. chosen: the
+        variants that the call reads; None: zeros.
         """
         ...
 
     @property
     def has_prologue(self) -> bool:
-        """Whether `run_prologue` does anything."""
+        """True if `run_prologue` computes anything."""
         ...
 
     def run_prologue(self) -> None:
-        """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
+        """Compute what depends on weights and constants alone, before new weights serve. Raises operators' errors."""
         ...
 
     def copy_prologue_from(self, other: Bound) -> bool:
-        """Copy what `run_prologue` has computed in an engine that is bound to the same weights in another arena.
+        """Copy the results of `run_prologue` from an engine bound to the same weights in another arena.
 
-        Needs no memory. False, with nothing done, where that is not possible.
+        Allocates no memory. Returns False, with nothing done, if that is not possible.
         """
         ...
 
     def keep(self) -> Callable[[], None]:
-        """Copy what `run_prologue` has computed. The function that is returned puts it back, and needs no memory."""
+        """Copy the results of `run_prologue`. Return a function that restores them without allocating memory."""
         ...
 
 
@@ -81,7 +81,7 @@ class Engine(Protocol):
     def name(self) -> str: ...
     @property
     def runs(self) -> Mapping[str, str]:
-        """The engine that runs each method: this one, or `torch` where the artifact has no file of this one for it."""
+        """The engine of each method: this one, or `torch` if the artifact has no file of this engine for the method."""
         ...
 
     @property
@@ -90,45 +90,45 @@ class Engine(Protocol):
     def dtypes(self) -> Mapping[Any, str]: ...
 
     def misplaced(self, value: Any) -> str | None:
-        """What is wrong with an input beside dtype and shape; None if nothing is."""
+        """Describe what is wrong with an input other than its dtype and shape. Return None if nothing is."""
         ...
 
     def kind(self, value: Any) -> Hashable:
-        """Everything about an input that its check looks at."""
+        """Return a key with everything that the check of an input depends on."""
         ...
 
     def tensor(self, content: TensorBytes) -> Any:
-        """A tensor of the engine's, in memory that is allocated as its own are: kernels look at alignments.
+        """Create a tensor from its content, in memory from the engine's allocator: kernels depend on alignment.
 
         Raises Unsupported for a dtype that the engine lacks.
         """
         ...
 
     def content(self, value: Any) -> TensorBytes:
-        """What is in a tensor of the engine's, whose memory it may share.
+        """Return the content of one of the engine's tensors; it may share the tensor's memory.
 
         Raises Unsupported for a dtype without a safetensors name.
         """
         ...
 
     def environment(self) -> Environment | None:
-        """What decides the last bits of an output here; None where no output is expected to equal eager bit for bit."""
+        """Return what decides the last bits of an output; None if outputs need not equal eager bit for bit."""
         ...
 
     def default_torch_modes(self) -> AbstractContextManager[object]:
-        """A block without what the calling thread has switched on, where that changes what the engine computes."""
+        """Return a context in which modes that the calling thread has enabled do not change the engine's results."""
         ...
 
     def bind(self, arena: Arena) -> Bound: ...
 
     def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> Chosen:
-        """The tensors of a variant, which lie in an arena of its own."""
+        """Return the tensors of a variant, which are in an arena of their own."""
         ...
 
     def joined(self, chosen: Iterable[Any]) -> Chosen:
-        """The tensors of variants of several groups, which have no name in common."""
+        """Return the tensors of variants of several groups together. The groups have no name in common."""
         ...
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> State:
-        """A copy of the state, with the initial values or with saved ones, which are as the manifest's rows say."""
+        """Create a copy of the state with the initial or with saved values, which fit the manifest's rows."""
         ...

@@ -1,4 +1,4 @@
-"""Calls in the middle of what differentiates or vectorises functions: a graph would lose that, so they are refused."""
+"""Refusal of calls within torch.func's transformations and on dual tensors: a graph would lose the derivatives."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch.autograd import forward_ad
 from weightswap_runtime.errors import InputMismatch
 
 F = TypeVar("F", bound=Callable[..., Any])
-_innermost = torch._C._functorch.peek_interpreter_stack
+_transformation_stack = torch._C._functorch.peek_interpreter_stack
 _NO_TRANSFORMATION = (
     "cannot be called within torch.func's transformations: within vmap give it the whole batch at once; for grad, vjp, "
     "jvp and their like its outputs have no derivatives"
 )
 _NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; give it the primal part"
 
-_frames = torch._C._dynamo.eval_frame
+_eval_frame = torch._C._dynamo.eval_frame
 
 
 def uncompiled(function: F) -> F:
-    """Keep torch.compile out of a function and what it calls. (`torch.compiler.disable` takes a second to import.)"""
+    """Exclude a function and its callees from torch.compile. (`torch.compiler.disable` takes a second to import.)"""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    if hasattr(_frames, "set_code_exec_strategy"):  # torch's own, and not in every version
-        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-        _frames.set_code_exec_strategy(function.__code__, skip)
+    if hasattr(_eval_frame, "set_code_exec_strategy"):  # private to torch, and not in every version
+        skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+        _eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def check_plain(method: str, inputs: Sequence[Any]) -> None:
-    """Raise InputMismatch within torch.func's transformations, and for dual tensors. Takes 0.1 us."""
-    if _innermost() is not None:
+    """Raise InputMismatch within torch.func's transformations and for dual tensors. Takes 0.1 us."""
+    if _transformation_stack() is not None:
         raise InputMismatch(method, [_NO_TRANSFORMATION])
     if forward_ad._current_level >= 0 and any(map(_is_dual, inputs)):
         raise InputMismatch(method, [_NO_DUAL])

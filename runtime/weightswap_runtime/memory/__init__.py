@@ -1,1 +1,1 @@
-"""One set of weights at addresses that never change, and moving bytes into it."""
+"""Memory for sets of weights, at addresses that never change, and copying into it."""

@@ -19,7 +19,7 @@ Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
 
 class ByteRange(NamedTuple):
-    """A part of a memory, such as where a weight lives in an arena. The offset is from the memory's base."""
+    """A range of bytes in a memory, such as a weight's slot in an arena. The offset is from the memory's base."""
 
     offset: int
     nbytes: int
@@ -29,12 +29,12 @@ class ByteRange(NamedTuple):
         return self.offset + self.nbytes
 
     def split(self, most: int) -> Iterator[ByteRange]:
-        """Parts of at most so many bytes, one after another."""
+        """Yield consecutive parts of at most `most` bytes."""
         return (ByteRange(start, min(most, self.end - start)) for start in range(self.offset, self.end, most))
 
 
 class ArenaLayout:
-    """Places weights in the order of the canonical file layout, each at a multiple of 256 bytes."""
+    """Offsets of weights in an arena, in the order of the canonical file layout, each a multiple of 256 bytes."""
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
         self.weights: dict[str, NamedTensor] = {weight.name: weight for weight in weights}
@@ -49,36 +49,36 @@ class ArenaLayout:
 
 
 class Room(Protocol):
-    """Where bytes go that come in pieces."""
+    """A destination of bytes that are written in pieces."""
 
     most: int  # bytes that one `room` should ask for
 
     def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
-        """Writable host memory for each slot. What it holds at the end of the block is, or goes, there."""
+        """Return a context with writable host memory for each slot, whose content belongs to the slot at the end."""
         ...
 
 
 class Arena(Room, Protocol):
-    """A full set of weights, on the host or on an accelerator. Offsets and sizes in bytes."""
+    """Memory of a full set of weights, on the host or on an accelerator. Offsets and sizes are in bytes."""
 
     layout: ArenaLayout
     address: int
-    piece: int  # bytes of one copy to another arena of this kind
+    piece: int  # size of one copy to another arena of this kind
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes, of writable memory, to an offset. They are in order with what the block `writing` does."""
+        """Copy bytes from writable memory to an offset, in order with the other work of a `writing` block."""
         ...
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
+        """Fill writable memory with bytes from an offset on."""
         ...
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes from an offset, to be read only: the arena's own memory, or a copy."""
+        """Return bytes from an offset, which must only be read: the arena's own memory or a copy."""
         ...
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        """Copy every weight to an arena of the same layout; addresses stay."""
+        """Copy every weight to an arena of the same layout. Addresses stay."""
         ...
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
@@ -86,41 +86,40 @@ class Arena(Room, Protocol):
         ...
 
     def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
-        """A block that writes, after all calls that have begun before, and before all that begin after it.
+        """Return a context for writing, ordered after all calls that began before it and before all that begin later.
 
-        It keeps no calls from beginning; the gate does. On an accelerator nothing waits for the device: the order is
-        that of its streams. urgent: calls are held meanwhile. join: it may be a part of another such block,
-        and go on beside calls.
+        It does not hold calls; the gate does. On an accelerator the host does not wait: streams keep the order.
+        urgent: calls are held meanwhile. join: the block may be nested in another such block, and run beside calls.
         """
         ...
 
     def stream(self) -> AbstractContextManager[object]:
-        """A block whose work for an accelerator is in order with what `writing` writes."""
+        """Return a context whose work on an accelerator is in order with the writes of `writing`."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all that was written is there. Raises what the device reports."""
+        """Wait until all writes are done. Raises what the device reports."""
         ...
 
     def check_streams(self) -> None:
-        """Raise DeviceError where `writing` would, with nothing done."""
+        """Raise DeviceError if `writing` would, with nothing done."""
         ...
 
     @property
     def computes_digests(self) -> bool:
-        """Whether `digests` has some, and sooner than the host would."""
+        """True if `digests` computes them, and faster than the host would."""
         ...
 
     def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
-        """Those of parts of at most a block each, of what is there; None where they turn out to be wrong."""
+        """Return the digests of parts of at most a block each; None if they turn out to be wrong."""
         ...
 
 
 class HostArena:
     """Page-aligned memory, which lives as long as anything views it.
 
-    It is anonymous and of this process alone, and a forked child gets a copy of its own; or it is what is given as
-    `memory`, of which it may be that nobody may write to it.
+    It is anonymous and private to this process, with a copy in each forked child; or it is the argument `memory`,
+    which may be read-only.
     """
 
     most = 1 << 30
@@ -135,12 +134,12 @@ class HostArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def view(self, name: str) -> memoryview:
-        """The bytes of one weight, writable."""
+        """Return the bytes of one weight, writable."""
         offset, size = self.layout.slots[name]
         return memoryview(self.memory)[offset : offset + size]
 
     def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
-        """The arena's own memory."""
+        """Return the arena's own memory."""
         memory = memoryview(self.memory)
         return nullcontext([memory[offset : offset + size] for offset, size in slots])
 
@@ -158,31 +157,31 @@ class HostArena:
         copy_bytes(target, self.fetch(offset, len(target)))
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """The arena's own memory."""
+        """Return the arena's own memory."""
         return memoryview(self.memory)[offset : offset + nbytes]
 
     def stream(self) -> AbstractContextManager[object]:
-        """Nothing to do: the host works in order."""
+        """Do nothing: the host works in order."""
         return nullcontext()
 
     def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
-        """Nothing to do: calls have ended when they have given their lease back."""
+        """Do nothing: calls have ended when they have given their lease back."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: writes are done when they return."""
 
     def check_streams(self) -> None:
-        """Nothing to look at."""
+        """Do nothing: there are no streams."""
 
     computes_digests = False
 
     def digests(self, parts: Sequence[ByteRange]) -> None:
-        """None: those who read compute them."""
+        """Return None: the threads that read compute digests."""
 
 
 class Scratch:
-    """Memory for several tensors, as one piece that lives as long as any part of it is viewed. Raises MemoryError."""
+    """Memory for several tensors, in one piece, which lives as long as any part of it is viewed. Raises MemoryError."""
 
     most = 1 << 30
 
@@ -192,33 +191,33 @@ class Scratch:
         self.slots = [ByteRange(begin, size) for begin, size in zip(ends, sizes, strict=False)]
 
     def part(self, index: int) -> memoryview:
-        """What was asked for as the size of this index."""
+        """Return the memory for the size at this index."""
         offset, size = self.slots[index]
         return self.memory[offset : offset + size]
 
     def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
-        """This very memory."""
+        """Return this memory itself."""
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between writable memories of one size, without the interpreter's lock, which an assignment keeps."""
+    """Copy bytes between writable memories of the same size, releasing the interpreter's lock, unlike an assignment."""
     if len(source):
-        to, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (target, source))
-        ctypes.memmove(to, at, len(source))
+        to, begin = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
+        ctypes.memmove(to, begin, len(source))
 
 
 def allocate(nbytes: int) -> mmap.mmap | bytearray:
-    """Memory that goes back to the system when it is dropped. Raises MemoryError."""
+    """Allocate memory that returns to the system when it is dropped. Raises MemoryError."""
     try:
-        # malloc would keep tens of megabytes of what is freed
+        # malloc would keep tens of megabytes of freed memory
         return _map(nbytes) if nbytes else bytearray()
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from error
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone. Huge pages are a wish: first touch is several times quicker with them."""
+    """Map private memory, with huge pages if possible: first touch is several times quicker with them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""The memory of a device by its name."""
+"""Names of devices, and the memory of a device by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST = "cpu"
 
 
 def device_name(device: object) -> str:
-    """The device as a text with its number, such as "cuda:0" for "cuda". Raises Unsupported, and MissingExtra."""
+    """Return the device's name with its index, such as "cuda:0" for "cuda". Raises Unsupported and MissingExtra."""
     is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
     if not isinstance(device, str) and not is_torch:
         raise Unsupported(f'device={device!r}: expected a text such as "cpu", "cuda" or "cuda:1"')
@@ -25,7 +25,7 @@ def device_name(device: object) -> str:
 
 
 def open_memory(device: str, staging: str) -> Memory:
-    """`staging` says where single residency stages on a device. Raises Unsupported, and MissingExtra without torch."""
+    """Return a device's memory. staging: where single residency stages. Raises Unsupported, and MissingExtra."""
     if staging not in get_args(StagingMode):
         raise Unsupported(f"staging={staging!r}: expected {', '.join(map(repr, get_args(StagingMode)))}")
     if device == HOST:

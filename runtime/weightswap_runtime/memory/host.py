@@ -1,4 +1,4 @@
-"""Where sets of weights are kept: those that serve, those that are staged, and those that can come back."""
+"""Memory of one device for sets of weights that serve, are staged, or can be rolled back to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .patch import HostPatch, Patch
 
 
 class StagedIn(NamedTuple):
-    """Where a set of weights waits for its commit, and why there. kind: "in place", "device" or "host"."""
+    """The place where a set of weights waits for its commit, and why. kind: "in place", "device" or "host"."""
 
     kind: str
     reason: str
@@ -22,7 +22,7 @@ class StagedIn(NamedTuple):
 
 @contextmanager
 def advising(text: str) -> Iterator[None]:
-    """A block whose OutOfMemory says what to do about it."""
+    """Append advice to an OutOfMemory that the block raises."""
     try:
         yield
     except OutOfMemory as error:
@@ -30,20 +30,20 @@ def advising(text: str) -> Iterator[None]:
 
 
 class Memory(Protocol):
-    """The memory of one device, and what of the host's belongs to it. Everything raises OutOfMemory."""
+    """The memory of one device, with the host memory that it uses. All methods raise OutOfMemory."""
 
     stages_on_host: bool  # whether weights for another device may wait there for their commit
 
     def arena(self, layout: ArenaLayout) -> Arena:
-        """One that serves."""
+        """Allocate an arena that serves."""
         ...
 
     def staging(self, layout: ArenaLayout) -> tuple[Arena, StagedIn]:
-        """One whose weights are copied to the arena that serves, by a commit that is as short as it can be."""
+        """Allocate an arena whose weights a commit can copy to the serving arena as fast as possible."""
         ...
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
-        """A patch of an arena that serves, in memory from which it is quickly written."""
+        """Return a patch of a serving arena, in memory from which it is written as fast as possible."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Changes of a part of an arena, kept in memory of their own until they are applied."""
+"""Patches: changes of parts of an arena, kept in memory of their own until they are applied."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from .arena import COPY_CHUNK, Arena, ByteRange, allocate
 
 
 class Span(NamedTuple):
-    """Bytes that belong at an offset of an arena."""
+    """Bytes for an offset of an arena."""
 
     offset: int
     data: memoryview
 
 
 class Patch(ABC):
-    """Changes of an arena, beside it."""
+    """Changes of parts of an arena, in memory of their own."""
 
     nbytes: int
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        """Copy every span to its offset; addresses stay."""
+        """Copy every span to its offset. Addresses stay."""
 
     @abstractmethod
     def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
+        """As `write_to`, at the job's rate limit. Raises StageCancelled, with the copy half done."""
 
     @abstractmethod
     def undo(self, arena: Arena) -> Patch:
-        """What lies in the arena where this would be written, copied. Raises MemoryError."""
+        """Copy what this patch would overwrite in the arena, as a patch. Raises MemoryError."""
 
     @abstractmethod
     def saved(self, arena: Arena) -> HostPatch:
-        """As `undo`, in host memory, for as long as it takes. Raises MemoryError."""
+        """As `undo`, in host memory, however long it takes. Raises MemoryError."""
 
 
 class HostPatch(Patch):
-    """Spans that do not overlap, in host memory; what lies between them stays."""
+    """Spans in host memory, which do not overlap. Bytes of the arena between them stay."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = tuple(spans)
@@ -65,23 +65,23 @@ class HostPatch(Patch):
         memory = memoryview(allocate(self.nbytes))
         spans = []
         for offset, data in self.spans:
-            kept, memory = memory[: len(data)], memory[len(data) :]
-            arena.read(offset, kept)
-            spans.append(Span(offset, kept))
+            copy, memory = memory[: len(data)], memory[len(data) :]
+            arena.read(offset, copy)
+            spans.append(Span(offset, copy))
         return HostPatch(spans)
 
     saved = undo
 
 
 def in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
-    """The spans in pieces of at most so many bytes."""
+    """Yield the spans in pieces of at most `most` bytes."""
     for offset, data in spans:
         for start in range(0, len(data), most):
             yield Span(offset + start, data[start : start + most])
 
 
 def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[ByteRange]:
-    """Where two arenas of this layout differ that hold weights with these digests of blocks."""
+    """Return the ranges that differ between two arenas of this layout, from the digests of their weights' blocks."""
     ranges: list[ByteRange] = []
     for name, weight in arena.layout.weights.items():
         slot = arena.layout.slots[name]

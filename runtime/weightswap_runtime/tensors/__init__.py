@@ -1,1 +1,1 @@
-"""One tensor as bytes: element types, digests, comparing; and torch's view of it, where torch is there."""
+"""One tensor as bytes: element types, digests, comparison; and its form in torch, if torch is installed."""

@@ -1,4 +1,4 @@
-"""Comparing two tensors: whether they are the same within a tolerance, and where they differ most."""
+"""Comparison of two tensors: equality within a tolerance, and the element that differs most."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DEFAULT_TOLERANCES: dict[str, Tolerance] = {
 
 
 def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> str | None:
-    """Where two tensors differ most, in words; None where they do not.
+    """Describe where two tensors differ most; return None if they do not.
 
-    tolerance: (rtol, atol), as `torch.isclose` has them with `expected` as its second operand. None means bit for bit,
+    tolerance: (rtol, atol), as in `torch.isclose` with `expected` as its second operand. None means bit for bit,
     where any NaN equals any other, but 0.0 is not -0.0: the same operations in the same order give the same sign, so
-    another one tells that something else was computed. Tensors that are neither floating nor complex are always
+    another sign shows that something else was computed. Tensors that are neither floating nor complex are always
     compared exactly. Another dtype or shape is a difference.
     """
     if not same_type(expected, found):
@@ -41,33 +41,33 @@ def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance |
 
 
 def differing(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> NDArray[np.bool_]:
-    """Which elements of two tensors of one type differ, in row-major order; see `difference`."""
+    """Return a mask, flat and row-major, of the elements that differ between tensors of one type. See `difference`."""
     if tolerance is None or not has_fractions(found.dtype):
         return _differ_in_bits(expected, found)
     return ~_close(as_float64(expected), as_float64(found), *tolerance)
 
 
 def furthest(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> int:
-    """The position of that one of the elements that `differ` which is furthest from the expected one."""
+    """Return the row-major position of the element furthest from the expected one, among those that `differ`."""
     gaps = np.nan_to_num(_gaps(as_float64(expected), as_float64(found)), nan=np.inf)
     return int(np.where(differ, gaps, -1).argmax())
 
 
 def number(tensor: TensorBytes, position: int) -> Any:
-    """An element as Python has it, from its position in row-major order."""
+    """Return the element at a row-major position, as a Python number."""
     values = as_float64(tensor) if has_fractions(tensor.dtype) else as_array(tensor).reshape(-1)
     return values[position].item()
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of an element, from its position in row-major order."""
+    """Return the index of the element at a row-major position."""
     return tuple(int(part) for part in np.unravel_index(position, shape))
 
 
 def not_finite(recorded: TensorBytes | None, found: TensorBytes) -> str | None:
-    """Where `found` is not finite although `recorded`, if there is any, is, in words; None where it is.
+    """Describe where `found` is not finite although `recorded`, if given, is; return None if there is no such element.
 
-    An output of another shape than the recorded one, which depends on the weights, must be finite throughout if
+    If the shapes differ, as they may where they depend on the weights, all of `found` must be finite if all of
     `recorded` is.
     """
     if not has_fractions(found.dtype):
@@ -100,12 +100,12 @@ def _differ_in_bits(expected: TensorBytes, found: TensorBytes) -> NDArray[Any]:
 
 
 def _bits(tensor: TensorBytes) -> NDArray[Any]:
-    """One unsigned integer for each element."""
+    """Return the bits of each element as an unsigned integer."""
     return np.frombuffer(tensor.data, f"u{DTYPES[tensor.dtype].bits // 8}")
 
 
 def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float) -> NDArray[Any]:
-    """What `torch.isclose(found, expected, ..., equal_nan=True)` says; an infinity is close to itself alone."""
+    """Do as `torch.isclose(found, expected, ..., equal_nan=True)`; an infinity is close to itself alone."""
     equal = (found == expected) | (np.isnan(found) & np.isnan(expected))
     gaps = _gaps(expected, found)
     with np.errstate(all="ignore"):
@@ -115,24 +115,24 @@ def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float
 
 
 def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
-    with np.errstate(all="ignore"):  # between infinities there is NaN, between large numbers infinity
+    with np.errstate(all="ignore"):  # between infinities the gap is NaN, between large numbers it may be infinite
         gaps: NDArray[Any] = np.abs(found - expected)
     return gaps
 
 
 def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> str:
     position = furthest(expected, found, differ)
-    wanted, got = number(expected, position), number(found, position)
-    return f"{_index_text(position, found.shape)}: expected {wanted}, found {got}{_gap(wanted, got)}"
+    expected_value, value = number(expected, position), number(found, position)
+    gap = _gap_text(expected_value, value)
+    return f"{_index_text(position, found.shape)}: expected {expected_value}, found {value}{gap}"
 
 
-def _gap(wanted: Any, got: Any) -> str:
-    """The absolute and the relative difference of two numbers."""
-    absolute = abs(got - wanted)
-    relative = absolute / abs(wanted) if wanted else float("inf") if absolute else 0.0
+def _gap_text(expected: Any, found: Any) -> str:
+    absolute = abs(found - expected)
+    relative = absolute / abs(expected) if expected else float("inf") if absolute else 0.0
     return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
 
 
 def _index_text(position: int, shape: Sequence[int]) -> str:
-    """`[1, 2]`; empty for a scalar."""
+    """Format an index as `[1, 2]`; for a scalar, as nothing."""
     return str(list(index_of(position, shape))) if shape else ""

@@ -1,7 +1,7 @@
 """Digests of tensors: a list of BLAKE3 digests of blocks, and one digest of that list.
 
-A block can be checked, or replaced, without reading the rest of its tensor. That is what makes a small change of a
-large tensor cheap to prove. https://github.com/BLAKE3-team/BLAKE3-specs
+A block can be checked, or replaced, without reading the rest of its tensor. That makes a small change of a large
+tensor cheap to verify. https://github.com/BLAKE3-team/BLAKE3-specs
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Iterable, Sequence
 from blake3 import blake3
 
 BLOCK = 1 << 20
-DIGEST = re.compile(r"[0-9a-f]{64}")  # as it is written; ids of graphs and of weights are digests, too
+DIGEST = re.compile(r"[0-9a-f]{64}")  # as text; graph ids and weights ids are digests, too
 Blocks = tuple[bytes, ...]
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks a tensor of this size has; an empty one has one, which is empty."""
+    """Return the number of blocks of a tensor of this size. An empty tensor has one empty block."""
     return max(1, -(-nbytes // BLOCK))
 
 
 def block_digests(data: memoryview) -> Blocks:
-    """The digests of a tensor's blocks of 1 MiB, in order; the last block may be shorter."""
+    """Return the digests of a tensor's blocks of 1 MiB, in order. The last block may be shorter."""
     return tuple(blake3(data[start : start + BLOCK]).digest() for start in range(0, max(1, len(data)), BLOCK))
 
 
 def tensor_digest(blocks: Sequence[bytes]) -> str:
-    """One block: its digest. Several: the digest of their digests. Hexadecimal."""
+    """Return a tensor's digest, hexadecimal: that of its only block, or the digest of its blocks' digests."""
     return blocks[0].hex() if len(blocks) == 1 else blake3(b"".join(blocks)).hexdigest()
 
 
 class TensorHasher:
-    """The digest of a tensor that comes in pieces of any size."""
+    """Computes the digest of a tensor from pieces of any size."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
@@ -57,7 +57,7 @@ class TensorHasher:
 
 
 def digest_of(pieces: Iterable[memoryview]) -> str:
-    """The digest of a tensor whose bytes come in pieces."""
+    """Return the digest of a tensor whose bytes come in pieces of any size."""
     hasher = TensorHasher()
     for piece in pieces:
         hasher.update(piece)

@@ -1,4 +1,4 @@
-"""The one table of element types. Every other view of them is derived from it."""
+"""The one table of element types. Every other table of them is derived from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 class DType(NamedTuple):
     """An element type of the safetensors format.
 
-    `torch` is its name there and in numpy or ml_dtypes; `code` its number in torch's archives of graphs (ScalarType of
-    torch/_export/serde/schema.py).
+    `torch` is its name in torch and in numpy or ml_dtypes; `code` its number in torch's archives of graphs (ScalarType
+    of torch/_export/serde/schema.py).
     """
 
     name: str
@@ -54,24 +54,24 @@ TORCH_NAMES: dict[str, str] = {row.torch: row.name for row in DTYPES.values() if
 
 
 def has_fractions(dtype: str) -> bool:
-    """Whether the elements are floating or complex numbers."""
+    """Return whether the elements are floating or complex numbers."""
     return dtype.startswith(("F", "BF", "C"))
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
-    """Size of a dense tensor in bytes; None when its bits do not fill whole bytes."""
+    """Return the size of a dense tensor in bytes; None if its bits do not fill whole bytes."""
     bits = DTYPES[dtype].bits * math.prod(shape)
     return bits // 8 if bits % 8 == 0 else None
 
 
 def is_valid(tensor: Typed) -> bool:
-    """Whether the dtype is known, no size is negative, and the bits fill whole bytes."""
+    """Return whether the dtype is known, no size is negative, and the bits fill whole bytes."""
     known = tensor.dtype in DTYPES and min(tensor.shape, default=0) >= 0
     return known and nbytes(tensor.dtype, tensor.shape) is not None
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor in row-major order, in elements."""
+    """Return the strides of a dense row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -80,7 +80,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Typed(Protocol):
-    """Anything with a safetensors dtype, and a shape in elements."""
+    """An object with a safetensors dtype and a shape in elements."""
 
     @property
     def dtype(self) -> str: ...
@@ -89,7 +89,7 @@ class Typed(Protocol):
 
 
 class TensorType(msgspec.Struct, frozen=True):
-    """A safetensors dtype, and a shape in elements."""
+    """A safetensors dtype and a shape in elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,10 +103,10 @@ class TensorType(msgspec.Struct, frozen=True):
 
 
 def describe(tensor: Typed) -> str:
-    """`F32[2, 3]`: how messages and tables write a tensor's type."""
+    """Format a tensor's type for messages and tables, such as `F32[2, 3]`."""
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def same_type(one: Typed, other: Typed) -> bool:
-    """Whether two tensors have one dtype and one shape."""
+    """Return whether two tensors have the same dtype and shape."""
     return one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape)

@@ -1,4 +1,4 @@
-"""Running torch without what the calling thread has switched on."""
+"""Running torch without the modes that the calling thread has enabled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _AUTOCAST = ("cpu", "cuda")
 
 @contextmanager
 def default_torch_modes() -> Iterator[None]:
-    """Without gradients, autocast, inference mode and `torch.device(...)` blocks of the caller.
+    """Run the block without the caller's gradients, autocast, inference mode and `torch.device(...)` contexts.
 
-    What weights are, and whether they reproduce their goldens, must not depend on who swaps them in. Torch's own
-    blocks are written in Python: an interrupt in the middle of one leaves the thread in its mode.
+    The weights, and whether they reproduce their goldens, must not depend on the caller of the swap. Torch's own
+    context managers are written in Python: an interrupt in the middle of one leaves the thread in its mode.
     """
     before = [torch.is_autocast_enabled(device) for device in _AUTOCAST]
     try:
-        # the first guard switches gradients on, and puts their mode back in the end
+        # the first guard enables gradients, and restores their mode at the end
         with torch._C._InferenceMode(False), torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(False)
             _set_autocast([False for _ in _AUTOCAST])

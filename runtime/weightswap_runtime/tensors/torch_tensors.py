@@ -1,4 +1,4 @@
-"""torch tensors and the bytes that they stand for in a file."""
+"""torch tensors and their bytes in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {getattr(torch, attribute): name for at
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name. Raises Unsupported where torch has none."""
+    """Return the torch dtype of a safetensors name. Raises Unsupported if torch has none."""
     attribute = DTYPES[name].torch
     if attribute is None:
         raise Unsupported(f"dtype {name}: torch {torch.__version__} has no such type")
@@ -27,34 +27,34 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def as_tensor(memory: bytearray | mmap.mmap | memoryview, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over row-major, little-endian bytes; it shares their memory."""
-    kind = torch_dtype(dtype)
-    flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
+    """Return a tensor that shares the memory of row-major, little-endian bytes."""
+    torch_type = torch_dtype(dtype)
+    flat = torch.frombuffer(memory, dtype=torch_type) if len(memory) else torch.empty(0, dtype=torch_type)
     return flat.view(*shape) if shape else flat.view(())
 
 
 def copied_tensor(content: TensorBytes) -> torch.Tensor:
-    """A tensor of that content, in memory that torch has allocated: kernels look at alignments."""
+    """Copy content to a tensor in memory from torch's allocator: kernels depend on alignment."""
     tensor = torch.empty(content.shape, dtype=torch_dtype(content.dtype), device="cpu")
     _memory(tensor)[:] = content.data
     return tensor
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Row-major, little-endian bytes. A view of the tensor's own memory where that is on the CPU and contiguous."""
+    """Return row-major, little-endian bytes: a view of the tensor's memory if it is on the CPU and contiguous."""
     if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     rows = tensor.contiguous()
     if type(rows) is not torch.Tensor or (rows.numel() and not rows.data_ptr()):
         flat = rows.detach().as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
-        return flat.view(torch.uint8).numpy().data  # torch refuses what has no memory of its own
+        return flat.view(torch.uint8).numpy().data  # `_memory` needs a plain tensor with memory
     return _memory(rows)
 
 
 def _memory(rows: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor. torch's own way, `.numpy()`, keeps the storage from ever being resized."""
+    """Return the memory of a contiguous tensor. torch's `.numpy()` would keep the storage from ever being resized."""
     memory = _array_type(rows.nbytes).from_address(rows.data_ptr())
-    memory.tensor = rows  # type: ignore[attr-defined]  # lives as long as the view
+    memory.tensor = rows  # type: ignore[attr-defined]  # keeps the tensor alive as long as the view
     return memoryview(memory).cast("B")
 
 
@@ -64,7 +64,7 @@ def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def tensor_content(tensor: torch.Tensor) -> TensorBytes:
-    """The content of a tensor; shares its memory where `tensor_bytes` does.
+    """Return the content of a tensor; it shares the tensor's memory as in `tensor_bytes`.
 
     Raises Unsupported for a dtype without a safetensors name.
     """

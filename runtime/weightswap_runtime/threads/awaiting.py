@@ -1,4 +1,4 @@
-"""Work in threads that a task of asyncio awaits."""
+"""Work in threads, result by asyncio tasks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ T = TypeVar("T")
 
 
 async def done_within(future: Future[Any], seconds: float) -> bool:
-    """Await the end of a future; whether it came in time. It is cancelled where it did not, or where the task is."""
+    """Await a future. Return whether it ended in time; if not, or if the task is cancelled, cancel it."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    either = loop.create_future()
+    woken = loop.create_future()
 
     def wake() -> None:
-        if not either.done():
-            either.set_result(None)
+        if not woken.done():
+            woken.set_result(None)
 
     def on_end(_: object) -> None:
-        if threading.get_ident() == thread:  # where waking the loop would be a call of the system
+        if threading.get_ident() == thread:  # saves the system call that wakes the loop
             wake()
-        elif not loop.is_closed():  # as after a stop that has not waited for it
+        elif not loop.is_closed():  # it is closed after a stop that did not wait for the future
             loop.call_soon_threadsafe(wake)
 
     timer = loop.call_later(seconds, wake)
     future.add_done_callback(on_end)
     try:
-        await either
+        await woken
     except asyncio.CancelledError:
         future.cancel()
         raise
@@ -46,9 +46,9 @@ async def done_within(future: Future[Any], seconds: float) -> bool:
 
 
 async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
-    """Await a function that runs in a thread of its own.
+    """Run a function in a thread of its own and await its result.
 
-    If the task is cancelled, `stop` is called, which lets the function end soon, and its end is waited for.
+    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end.
     """
     outcome: Future[T] = Future()
 
@@ -64,13 +64,13 @@ async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda
         except BaseException as error:
             outcome.set_exception(error)
 
-    awaited = asyncio.wrap_future(outcome)
+    result = asyncio.wrap_future(outcome)
     # not in the loop: Thread.start() waits until the thread runs, for milliseconds on a busy machine
     _thread.start_new_thread(start, ())
     try:
-        return await asyncio.shield(awaited)
+        return await asyncio.shield(result)
     except asyncio.CancelledError:
         stop()
         with suppress(Exception):
-            await asyncio.shield(awaited)
+            await asyncio.shield(result)
         raise

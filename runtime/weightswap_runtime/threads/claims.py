@@ -1,4 +1,4 @@
-"""Claims: what a thread holds until it ends it, or until nobody refers to it any more."""
+"""Claims, which a thread holds until it ends them, or until nothing refers to them any more."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 import weakref
 from threading import local
 
-POLL_SECONDS = 0.02  # how soon it is noticed that something was left behind, or cancelled
-_own = local()
+POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
+_local = local()
 
 
 def this_thread() -> object:
-    """The same for every call of a thread, and another for every other thread.
+    """Return a token of the calling thread: always the same in one thread, and another in every other thread.
 
-    (The number of a thread goes to another one after its end, and a pin may outlive its thread.)
+    (A thread's identifier is reused after its end, and a pin may outlive its thread.)
     """
     try:
-        return _own.token
+        return _local.token
     except AttributeError:
-        return _own.__dict__.setdefault("token", object())  # a signal handler may have come between
+        return _local.__dict__.setdefault("token", object())  # a signal handler may have set it in between
 
 
 class Claim:
-    """Something that is held until it is ended, or forgotten."""
+    """A claim of one thread, held until it is ended or garbage-collected."""
 
     __slots__ = ("__weakref__", "process", "thread")
 
@@ -31,22 +31,22 @@ class Claim:
         self.process = _process
 
     def adopt(self) -> None:
-        """Let it be the calling thread's."""
+        """Move the claim to the calling thread."""
         self.thread = this_thread()
 
     def end(self) -> None:
-        """End it; a second time does nothing."""
+        """End the claim. Idempotent."""
         self.process = -1
 
     @property
     def holds(self) -> bool:
-        """False once it has ended. Claims of other threads do not survive a fork, as the threads do not."""
+        """False once the claim has ended. After a fork only the claims of the surviving thread hold in the child."""
         return self.process == _process or (self.process != -1 and self.thread is _survivor)
 
 
 ClaimReference = weakref.ref[Claim]
 _process = os.getpid()
-_survivor: object = None  # the thread that the last fork has left
+_survivor: object = None  # the token of the thread that survived the last fork
 
 
 def _after_fork() -> None:

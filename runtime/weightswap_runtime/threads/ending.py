@@ -1,20 +1,20 @@
-"""Threads in the background, and the end of the interpreter, which stops them instead of waiting for their work."""
+"""Background threads, which are stopped at the end of the interpreter instead of finishing their work."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - at the end it waits for its threads: what is registered later comes first
+import concurrent.futures.thread  # noqa: F401 - registers its own exit function first: they run in reverse order
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-PATIENCE = 5.0  # seconds, at the end of the interpreter, for what cannot be stopped in the middle
+PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 _ending = False
 
 
 class Work(Protocol):
-    """What a daemon thread does."""
+    """Work of a daemon thread."""
 
     def is_alive(self) -> bool: ...
 
@@ -31,16 +31,16 @@ _known: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
 def stop_at_end(work: Work) -> None:
-    """Stop work at the end of the interpreter, and wait for its end for a while, if it is a daemon thread's.
+    """Register a daemon thread's work to be stopped, and awaited for a while, at the end of the interpreter.
 
-    (A daemon thread that is left in the middle of C++ when the interpreter goes may abort the process.)
+    (A daemon thread that is in C++ code when the interpreter ends may abort the process.) Other threads are ignored.
     """
     if threading.current_thread().daemon:
         _known.add(work)
 
 
 class Background(threading.Thread):
-    """A daemon thread. At the end of the interpreter `stop` is called, and its own end waited for a while."""
+    """A daemon thread. At the end of the interpreter `stop` is called and the thread joined, with a timeout."""
 
     def __init__(self, run: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
         super().__init__(target=run, name=name, daemon=True)
@@ -49,7 +49,7 @@ class Background(threading.Thread):
 
 
 def is_lost() -> bool:
-    """Whether the interpreter is ending and does not wait for the calling thread."""
+    """Return whether the interpreter is ending and does not wait for the calling thread."""
     return _ending and threading.current_thread().daemon
 
 
@@ -64,4 +64,4 @@ def _end() -> None:
         work.join(max(0.0, deadline - time.monotonic()))
 
 
-threading._register_atexit(_end)  # type: ignore[attr-defined]  # the functions of atexit are called after threads' end
+threading._register_atexit(_end)  # type: ignore[attr-defined]  # functions of atexit run only after threads were joined

@@ -1,4 +1,4 @@
-"""Locks in forked children: the threads that held them at the fork do not exist there, and would never let go."""
+"""Renewal of locks in forked children, where a thread that held one at the fork no longer exists to release it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Renewable(Protocol):
-    """Something whose locks are made anew in a child."""
+    """An object whose locks are replaced in a forked child."""
 
     def _renew(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way of work that makes many objects and leaves few behind."""
+"""Switching off Python's cyclic garbage collector for work that creates many objects and leaves few behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A block without collections: each would go through all that torch has made."""
+    """Run the block without garbage collections, each of which would traverse all of torch's objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The work of one staging: how far it is, how to stop it, how fast it may go."""
+"""Progress, cancellation and rate limit of one staging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weightswap_runtime.options import is_number
 from .ending import is_lost
 from .forks import renew_in_children
 
-LONGEST_BURST = 0.05  # seconds' worth of bytes that a limited staging does at once
-LONGEST_NAP = 0.02  # seconds; how soon a cancel is noticed
+LONGEST_BURST = 0.05  # seconds' worth of bytes that a rate-limited staging moves at once
+LONGEST_NAP = 0.02  # seconds within which a cancellation is noticed
 
 
 class Progress(NamedTuple):
-    """How far a staging is. `phase`: waiting, opening, reading, copying, verifying, or how it ended. Sizes in bytes."""
+    """Progress of a staging. `phase`: waiting, opening, reading, copying, verifying, or its outcome. Sizes in bytes."""
 
     phase: str
     bytes_done: int
@@ -26,9 +26,9 @@ class Progress(NamedTuple):
 
 
 class Job:
-    """Shared by the threads that work on one staging. `rate_limit` in bytes per second; None: as fast as it goes.
+    """Shared state of the threads that work on one staging. `rate_limit` in bytes per second; None: unlimited.
 
-    The threads do all their reading and copying in `steps`, and what else they do in pieces of a few milliseconds.
+    The threads do all their reading and copying in `steps`, and all other work in pieces of a few milliseconds.
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:
@@ -38,16 +38,16 @@ class Job:
         self._renew()
         renew_in_children(self)
         self.cancelled = False
-        self.abandoned = False  # by a listener, in the staging's own thread
+        self.abandoned = False  # set by a listener, in the staging's own thread
         self.progress = Progress("waiting", 0, 0)
-        self._free_at = 0.0  # when the next piece may begin
+        self._free_at = 0.0  # time.monotonic() at which the next piece may begin
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
-    def unit(self, wanted: int) -> int:
-        """How many bytes to move at once where `wanted` suits the file: fewer, if those were too much of a burst."""
-        return wanted if self.rate_limit is None else min(wanted, max(1, int(self.rate_limit * LONGEST_BURST)))
+    def unit(self, most: int) -> int:
+        """Return how many bytes to move at once: `most`, or fewer if that is too large a burst for the rate limit."""
+        return most if self.rate_limit is None else min(most, max(1, int(self.rate_limit * LONGEST_BURST)))
 
     def begin(self, phase: str, total: int | None = None) -> None:
         """Enter a phase; with `total`, count from 0 again. Raises StageCancelled."""
@@ -61,7 +61,7 @@ class Job:
             self.progress = self.progress._replace(phase=phase)
 
     def steps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Bytes `begin` to `end` in small pieces, each as soon as the rate allows it, and then counted as done.
+        """Yield (start, stop) of pieces of bytes `begin` to `end`, each once the rate allows it; then count it as done.
 
         Raises StageCancelled.
         """
@@ -80,15 +80,15 @@ class Job:
         if self.rate_limit is None:
             return
         with self._lock:
-            # what was not used before is lost: a staging that was slow does not make up for it in a burst
+            # unused time is lost: a staging that was slow does not catch up in a burst
             turn = max(self._free_at, time.monotonic())
             self._free_at = turn + nbytes / self.rate_limit
-        while (left := turn - time.monotonic()) > 0:
-            time.sleep(min(left, LONGEST_NAP))
+        while (remaining := turn - time.monotonic()) > 0:
+            time.sleep(min(remaining, LONGEST_NAP))
             self.check()
 
     def check(self) -> None:
-        """Raise StageCancelled if the staging was cancelled, or the interpreter ends without this thread."""
+        """Raise StageCancelled if the staging was cancelled, or the interpreter is ending without this thread."""
         if self.cancelled:
             raise StageCancelled("the staging was cancelled; nothing was changed")
         if is_lost():

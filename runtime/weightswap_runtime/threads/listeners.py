@@ -1,4 +1,4 @@
-"""Functions of the application that are told what happens. What they raise goes to the log and no further."""
+"""Callbacks of the application for events. Their exceptions are logged and not raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stop = Callable[[], None]
 
 
 class Listeners(Generic[P]):
-    """Tells each listener in turn, in the thread that tells. Truthy while there are any."""
+    """Callbacks, called in order, in the thread that calls `tell`."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.all: tuple[Callable[P, object], ...] = ()
@@ -28,7 +28,7 @@ class Listeners(Generic[P]):
         self._changing = RLock()  # for signal handlers
 
     def add(self, listener: Callable[P, object]) -> Stop:
-        """Tell `listener` from now on, until the returned function is called; a second time that does nothing."""
+        """Add a callback. Return a function that removes it again and is idempotent. Raises Unsupported."""
         if not callable(listener):
             raise Unsupported(f"{listener!r} cannot be called; give a function")
         entry: list[Callable[P, object]] = [listener]
@@ -38,9 +38,9 @@ class Listeners(Generic[P]):
         def stop() -> None:
             with self._changing:
                 if entry:
-                    left = list(self.all)
-                    left.remove(entry.pop())
-                    self.all = tuple(left)
+                    remaining = list(self.all)
+                    remaining.remove(entry.pop())
+                    self.all = tuple(remaining)
 
         return stop
 

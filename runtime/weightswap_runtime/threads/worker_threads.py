@@ -1,4 +1,4 @@
-"""The few threads that read, hash and copy. All of that work releases the interpreter's lock."""
+"""The thread pool that reads, hashes and copies. All of that work releases the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NOTHING = object()
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames that an error has come through hold: it may be a set of weights."""
+    """Clear the frames of an error's traceback, whose locals may hold a set of weights."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class WorkerThreads:
-    """One thread for each processor that this process may use, at most sixteen; the caller's is one of them."""
+    """A pool with one thread per processor that this process may use, at most sixteen, including the caller's."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -35,9 +35,9 @@ class WorkerThreads:
         self._process = os.getpid()
 
     def run_all(self, function: Callable[[T], None], items: Iterable[T]) -> None:
-        """Call `function` on every item. Returns, or raises the first error, only when no call is running any more."""
+        """Call `function` on every item. Return, or raise the first error, only when no call is running any more."""
         batch = _Batch(function, items)
-        if self._process != os.getpid():  # a forked child has the pool, but not its threads
+        if self._process != os.getpid():  # a forked child has the pool but not its threads
             self._start()
         try:
             with suppress(RuntimeError):  # no thread can be started: the caller does all the work
@@ -51,11 +51,11 @@ class WorkerThreads:
             try:
                 raise error
             finally:
-                del error  # its frames refer to this one: a cycle would keep their memory
+                del error  # a reference cycle through this frame would keep the memory of the error's frames
 
 
 class _Batch(Generic[T]):
-    """Items that several threads take from. After `close()` no thread works on them."""
+    """Items that several threads work on. After `close()` no thread does."""
 
     def __init__(self, function: Callable[[T], None], items: Iterable[T]) -> None:
         self._function = function
@@ -69,7 +69,7 @@ class _Batch(Generic[T]):
         return len(self._items)
 
     def help(self) -> None:
-        """What the pool's threads do. They are counted; no signal handler ever runs in them."""
+        """Work on the batch in one of the pool's threads. They are counted; no signal handler ever runs in them."""
         with self._changed:
             if self._closed:
                 return
@@ -80,7 +80,7 @@ class _Batch(Generic[T]):
             self._changed.notify_all()
 
     def work(self) -> None:
-        """Take items until there are none. An error ends the batch and is kept."""
+        """Call the function on items until none are left. An error ends the batch and is kept."""
         item: object = None
         try:
             while self.error is None and (item := self._next()) is not _NOTHING:
@@ -97,7 +97,7 @@ class _Batch(Generic[T]):
             return _NOTHING
 
     def close(self) -> None:
-        """Let no more threads start on the batch and wait for those at it; an interrupt does not end the wait."""
+        """Let no more threads join, and wait for those at work. An interrupt does not end the wait."""
         interrupt: BaseException | None = None
         while True:
             try:
@@ -108,7 +108,7 @@ class _Batch(Generic[T]):
                 break
             except BaseException as error:
                 interrupt = error
-        self._items.clear()  # an error of another thread keeps that thread's frames, which refer to this
+        self._items.clear()  # another thread's error keeps its frames, and so this batch
         del self._function
         if interrupt is not None:
             self.error = self.error or interrupt

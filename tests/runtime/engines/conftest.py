@@ -31,7 +31,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> RichFiles:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact with sizes, texts, a subgraph and a loop of results."""
+    """An artifact with sizes, strings, a subgraph and a split."""
 
     def forward(x: torch.Tensor) -> Any:
         y = torch.cond(x.sum() > 1, lambda z: z.sin(), lambda z: z.cos(), (x,))

@@ -1,4 +1,4 @@
-"""The engine `aoti`: near eager, never rebound, and only what was compiled for this graph, this machine, this torch."""
+"""The engine `aoti`: near eager, never rebound, and only with code for this graph, this machine, this torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = needs_compiler
 
 @torch.no_grad()
 def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """What the eager model gives, without the flags of its parameters. Its inputs stay as they are."""
+    """Return the eager model's outputs, without gradients. The inputs are not changed."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ def test_state_changes_in_place_and_starts_again(rich: RichFiles) -> None:
     assert torch.equal(served.count(X), rich.models[1].mix.bias.detach() + 1)
 
 
-def test_outputs_are_no_windows_on_weights(mixtures: Mixtures) -> None:
+def test_outputs_share_no_memory_with_weights(mixtures: Mixtures) -> None:
     served = opened(mixtures, mixtures.files[0])
     inputs = sample(2)
     first = served(*deepcopy(inputs))
@@ -103,7 +103,7 @@ def test_inputs_need_not_be_in_order_in_memory(mixtures: Mixtures) -> None:
 
 
 @pytest.mark.parametrize("bad", [WORDS, -1, 1 << 40])
-def test_a_bad_index_is_an_error_and_not_the_end(bad: int, mixtures: Mixtures) -> None:
+def test_a_bad_index_raises_and_does_not_abort(bad: int, mixtures: Mixtures) -> None:
     served = opened(mixtures, mixtures.files[0])
     ids, seen, times = sample(SIZES[-1])
     ids[3] = bad
@@ -191,7 +191,7 @@ import torch
 from tests.support.forks import in_a_child
 from weightswap_runtime import load
 
-torch.set_num_threads(1)  # more are lost in a child, whatever the engine
+torch.set_num_threads(1)  # a child loses other threads, whatever the engine
 artifact, residency, *files = sys.argv[1:]
 model = load(artifact, files[0], engine="aoti", residency=residency)
 
@@ -287,7 +287,7 @@ def test_an_interrupt_leaves_no_outputs_behind(mixtures: Mixtures, monkeypatch: 
     assert equal(served(*deepcopy(inputs)), expected)
 
 
-def test_no_rows_are_a_call_like_others(mixtures: Mixtures) -> None:
+def test_calls_with_no_rows(mixtures: Mixtures) -> None:
     served = opened(mixtures, mixtures.files[0])
     for rows in (3, 0, 2):
         inputs = sample(rows)
@@ -295,7 +295,7 @@ def test_no_rows_are_a_call_like_others(mixtures: Mixtures) -> None:
 
 
 class Attention(nn.Module):
-    """Machine code of it divides by the number of tokens."""
+    """Its machine code divides by the number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,8 +315,8 @@ class Attention(nn.Module):
 
 
 @pytest.mark.slow
-def test_empty_inputs_are_calls_like_others(tmp_path: Path) -> None:
-    """In the end, in a process of its own: it would end with a signal."""
+def test_calls_with_empty_inputs(tmp_path: Path) -> None:
+    """In a process of its own, as a failure would end it with a signal."""
     torch.manual_seed(0)
     model = Attention().eval()
     sizes = {"x": {0: Dim("batch", max=8), 1: Dim("tokens", max=16)}, "count": Dim.DYNAMIC}

@@ -1,4 +1,4 @@
-"""Packages of machine code: what of them is read, checked and refused."""
+"""Packages of machine code: reading, checks and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_auto_says_that_it_takes_it(mixtures: Mixtures, tmp_path: Path, monkeypa
 
 
 def relabelled(artifact: Artifact, folder: Path, target: str = "cuda-sm90") -> Artifact:
-    """A copy of the artifact whose packages are said to be for another machine."""
+    """Copy the artifact, with packages labelled for another machine."""
     shutil.copytree(artifact.path, folder)
     (folder / "engines/aoti" / machine_targets()[0]).rename(folder / "engines/aoti" / target)
     files = {
@@ -147,7 +147,7 @@ def zipped(parts: dict[str, bytes]) -> bytes:
 
 
 def replaced(artifact: Artifact, folder: Path, package: bytes) -> Artifact:
-    """A copy of the artifact with another package, which its manifest lists."""
+    """Copy the artifact, with another package that its manifest lists."""
     shutil.copytree(artifact.path, folder)
     name = package_file(machine_targets()[0], "forward")
     (folder / name).write_bytes(package)
@@ -156,7 +156,7 @@ def replaced(artifact: Artifact, folder: Path, package: bytes) -> Artifact:
 
 
 def test_swapped_dtypes_are_found_in_the_machine_code(mixtures: Mixtures, tmp_path: Path) -> None:
-    """Note and manifest agree, and the code does not: it would read other elements than there are."""
+    """Note and manifest agree, but the code does not: it would read the wrong elements."""
     graph = aoti_library.Library(
         next(raw for name, raw in members(mixtures.artifact).items() if name.endswith(".so")), ""
     )

@@ -1,4 +1,4 @@
-"""Documents of graphs that were altered: nothing runs but operators, and what is refused is told."""
+"""Altered documents of graphs: nothing but operators runs, and refusals say why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightswap_runtime.engines.graphs.straight_line import DamagedGraph
 
 
 class Opened(NamedTuple):
-    """What `open_graph` asks of an artifact."""
+    """The part of an artifact that `open_graph` uses."""
 
     raw: bytes
     path: Path = Path("x.artifact")
@@ -36,7 +36,7 @@ class Opened(NamedTuple):
 
 
 def changed(raw: bytes, change: Callable[[Document], object]) -> Opened:
-    """The archive with its document changed."""
+    """Return the archive with its document changed."""
     return Opened(with_document(raw, change))
 
 
@@ -107,7 +107,7 @@ def test_names_and_texts_never_become_source(small: Path) -> None:
 
 
 @torch.no_grad()
-def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
+def test_unknown_parts_are_refused_by_name(small: Path) -> None:
     raw = (small / "graphs/forward.pt2").read_bytes()
     for target, says in (
         (
@@ -119,8 +119,8 @@ def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
         ("torch.ops.aten.save.default", r"needs torch.ops.aten.save.default, which torch .* lacks"),
         ("torch.ops.aten.add_scalar.default", r"needs torch.ops.aten.add_scalar.default, which torch .* lacks"),
         ("torch.ops.aten._print.default", "changes the process and no tensor"),
-        ("torch.ops.inductor._reinterpret_tensor.default", "which is torch's own"),
-        ("torch.ops.debugprims.load_tensor.default", "which is torch's own"),
+        ("torch.ops.inductor._reinterpret_tensor.default", "which is internal to torch"),
+        ("torch.ops.debugprims.load_tensor.default", "which is internal to torch"),
     ):
         with pytest.raises(ArtifactError, match=says):
             graph_opening.open_graph(
@@ -145,13 +145,13 @@ BEHIND = [
 
 
 @pytest.mark.parametrize("name", BEHIND)
-def test_what_is_behind_tensors_is_out_of_reach(name: str) -> None:
-    with pytest.raises(ForeignFunction, match="which reaches what is behind tensors"):
+def test_operators_that_reach_behind_tensors_are_refused(name: str) -> None:
+    with pytest.raises(ForeignFunction, match="which reaches behind tensors"):
         find_operator(f"torch.ops.aten.{name}")
 
 
 @pytest.mark.parametrize("name", ["resize_", "resize_as_", "detach_", "add_.Tensor"])
-def test_what_models_write_with_stays(name: str) -> None:
+def test_operators_that_models_write_with_are_allowed(name: str) -> None:
     assert find_operator(f"torch.ops.aten.{name if '.' in name else f'{name}.default'}").mutable
 
 
@@ -186,7 +186,7 @@ def test_a_vmap_that_does_not_end_is_an_error_and_ends() -> None:
 
 
 def test_a_literal_is_no_tensor_of_the_graph(tmp_path: Path) -> None:
-    """Its text would come to operators that the reader gives none."""
+    """Otherwise its string would reach operators that must get none."""
 
     class Moded(nn.Module):
         def forward(self, x: torch.Tensor, mode: str) -> torch.Tensor:
@@ -205,21 +205,21 @@ def test_a_literal_is_no_tensor_of_the_graph(tmp_path: Path) -> None:
 
 @torch.library.custom_op("weightswap_tests::noted", mutates_args=())
 def noted(x: torch.Tensor, mode: str = "plain") -> torch.Tensor:
-    """An operator of somebody's, which could do with a text whatever it likes."""
+    """A third-party operator, which could do anything with a string."""
     return x.clone()
 
 
 noted.register_fake(lambda x, mode="plain": torch.empty_like(x))
 
 
-def test_operators_of_other_packages_get_no_texts() -> None:
+def test_operators_of_other_packages_get_no_strings() -> None:
     def named(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.weightswap_tests.noted(x, "a/path")
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.weightswap_tests.noted(x)
 
-    with pytest.raises(ForeignFunction, match="with a text, which could be the name of a file"):
+    with pytest.raises(ForeignFunction, match="with a string, which could be the name of a file"):
         compiled(archived(torch.export.export(Whole(named), (numbers(3),))))
     assert torch.equal(
         compiled(archived(torch.export.export(Whole(plain), (numbers(3),)))).call(numbers(3))[0], numbers(3)

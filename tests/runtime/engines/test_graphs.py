@@ -1,4 +1,4 @@
-"""The reader of graphs, against `torch.export.load` of the same archives; and archives that nobody should trust."""
+"""The reader of graphs, compared with `torch.export.load` of the same archives, and given untrusted archives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def modes(x: torch.Tensor) -> torch.Tensor:
 
 
 def kinds(x: torch.Tensor) -> Any:
-    """Arguments of many kinds: infinities, dtypes, devices, formats, texts, lists with nothing in them, keywords."""
+    """Arguments of many kinds: infinities, dtypes, devices, formats, strings, empty lists, keywords."""
     y = x.masked_fill(x > 0.5, -math.inf).clamp(min=-1e30)
     z = torch.zeros(x.shape[0], 2, dtype=torch.float64, device="cpu") + torch.full((2,), math.nan).nan_to_num(7.0)
     w = torch.einsum("ij,kj->ik", x, x).to(memory_format=torch.contiguous_format)
@@ -106,7 +106,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def casts(x: torch.Tensor) -> Any:
-    """Casts of what has the dtype, layout and device already, whose results are their arguments; and others."""
+    """Casts that change nothing, whose results are their arguments, and others."""
     y = (x * 2).float()
     z = y.to("cpu", torch.float32)
     z.add_(1)
@@ -163,7 +163,7 @@ def test_a_graph_does_what_torch_makes_of_it(case: Case) -> None:
 
 
 @torch.no_grad()
-def test_casts_that_change_nothing_are_not_asked_for() -> None:
+def test_casts_that_change_nothing_are_not_called() -> None:
     def floats(x: torch.Tensor) -> torch.Tensor:
         return (x @ x).float().neg()
 
@@ -178,7 +178,7 @@ def test_casts_that_change_nothing_are_not_asked_for() -> None:
         assert ("aten::to" in {each.name for each in seen.function_events or ()}) == asked
 
 
-def test_autograd_is_left_out_where_nothing_needs_it() -> None:
+def test_autograd_is_skipped_where_nothing_needs_it() -> None:
     def off(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return x * 2
@@ -220,7 +220,7 @@ def test_tensors_are_made_on_the_device_of_the_session() -> None:
 
 
 @torch.no_grad()
-def test_what_is_not_needed_any_more_is_freed() -> None:
+def test_memory_is_freed_after_the_last_use() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 

@@ -67,7 +67,7 @@ def test_saved_contexts_go_from_one_to_the_other(files: Files, tmp_path: Path) -
     near(plain("decode", ROW, context=later), call("decode", ROW, context=context))
 
 
-def test_what_follows_from_weights_is_computed_once_for_each_staging(files: Files, residency: Any) -> None:
+def test_the_prologue_runs_once_for_each_staging(files: Files, residency: Any) -> None:
     with torch.no_grad():
         expected = [model.prefill(ROWS) for model in map(deepcopy, files.models)]
     for prologue in (True, False):
@@ -123,7 +123,7 @@ def test_packages_of_one_method_for_another_machine_are_refused_by_name(tmp_path
 
 
 class Turned(nn.Module):
-    """Its weight is kept in another order than row-major."""
+    """A module whose weight is in another order than row-major."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Turned(nn.Module):
         return x @ self.turned
 
     def flat(self) -> torch.Tensor:
-        return self.turned.T.view(-1) * 1  # which no other order allows
+        return self.turned.T.view(-1) * 1  # a view that only this order allows
 
 
 class Writer(nn.Module):
@@ -145,7 +145,7 @@ class Writer(nn.Module):
         return x * 2
 
 
-def test_a_weight_in_an_order_that_the_engine_does_not_take(tmp_path: Path) -> None:
+def test_a_weight_in_another_order_than_row_major_is_refused(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (ROW,), engines=["onnx"]), "flat": MethodSpec("flat")}
     says = "flat was not compiled for the engine 'onnx', and 'torch' cannot run it beside that: turned was captured"
     with pytest.warns(UserWarning, match=f"could not be tried: {says}"):
@@ -155,11 +155,11 @@ def test_a_weight_in_an_order_that_the_engine_does_not_take(tmp_path: Path) -> N
     assert load(compile_engines(artifact, ["onnx"], methods=["flat"]), engine="onnx").engines["flat"] == "onnx"
 
 
-def test_what_onnx_cannot_express_runs_beside_it(tmp_path: Path) -> None:
+def test_methods_that_onnx_cannot_express_run_on_torch(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (ROW,), engines=["onnx"]), "write": MethodSpec("write", (ROW,))}
     artifact = export(Writer(), methods=methods, out=tmp_path / "a")
     model = load(artifact, pack(Writer(), artifact, out=tmp_path / "v.safetensors").path, engine="onnx")
-    given = np.zeros((4, 2), np.float32)[:, 0]  # which is no memory in order
+    given = np.zeros((4, 2), np.float32)[:, 0]  # not contiguous
     np.testing.assert_array_equal(model.write(given), np.full(4, 2, np.float32))
     np.testing.assert_array_equal(given, np.ones(4, np.float32))
     with pytest.raises(InputMismatch, match=r"expected a numpy\.ndarray, got Tensor"):
@@ -177,7 +177,7 @@ class TunedTwice(Tuned):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @torch.no_grad()
-def test_variants_are_those_of_both(engine: Any, tmp_path: Path) -> None:
+def test_variants_apply_on_both_engines(engine: Any, tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (X,)), "twice": MethodSpec("twice", (X,), engines=["torch"])}
     variants = {"low": "low_*", "shift": ["shift"]}
     artifact = export(TunedTwice(0), methods=methods, out=tmp_path / "a", variants=variants, engines=[engine])

@@ -1,4 +1,4 @@
-"""The engine `onnx`: what it takes and gives, state, dtypes, and graphs that are not what the manifest says."""
+"""The engine `onnx`: inputs, outputs, state, dtypes, and graphs that contradict the manifest."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def served(model: nn.Module, args: tuple[Any, ...], folder: Path, **options: Any
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an artifact and weights of `Scaled`, which tests have copies of."""
+    """A folder with an artifact and weights of `Scaled`, which tests copy."""
     folder = tmp_path_factory.mktemp("scaled")
     served(Scaled(), (torch.ones(2, 3),), folder, dynamic_shapes={"x": {0: Dim("batch", max=64)}})
     return folder
@@ -121,7 +121,7 @@ def test_other_inputs_are_refused(scaled: Model, wrong: Any, message: str) -> No
 
 
 def test_no_rows_at_all(scaled: Model) -> None:
-    """ONNX Runtime could here, and ends the process where an LSTM is."""
+    """ONNX Runtime could do this, but with an LSTM it ends the process."""
     with pytest.raises(InputMismatch, match="x: is empty, which the engine onnx does not take; engine 'torch' does"):
         scaled(X[:0])
     np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
@@ -141,7 +141,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 @pytest.mark.sampled(1)
 def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
-    """Neither in a call nor in a verification; what is empty by the signature is taken."""
+    """Neither in a call nor in a verification. Inputs that the signature says are empty are accepted."""
     eager = Recurrent().eval()
     args = torch.ones(2, 5, 3), torch.ones(0)
     dynamic = {"x": {0: Dim("batch", max=8)}, "fixed": None}
@@ -158,7 +158,7 @@ def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
 
 
 class Divides(nn.Module):
-    """Quotients and rests of integers, rounded as C does it, and down."""
+    """Quotients and remainders of integers, rounded to zero and down."""
 
     def forward(self, n: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
         modes = [torch.div(n, by, rounding_mode=mode) for by in (60, k, n.shape[0]) for mode in ("trunc", "floor")]
@@ -224,7 +224,7 @@ def test_nested_inputs_literals_and_integers(tmp_path: Path) -> None:
 
 
 class Sized(nn.Module):
-    """An integer that varies goes in, and sizes come out."""
+    """Takes a dynamic integer and returns sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_state_is_kept_between_calls_with_a_context(tmp_path: Path, residency: s
 
 
 class Late(nn.Module):
-    """Its state is changed after its last use, in one way or the other."""
+    """A module whose state is changed after its last use, in several ways."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def test_dtypes(dtype: torch.dtype, numpy: type[Any], tmp_path: Path) -> None:
 
 
 class Casting(nn.Module):
-    """Weights, inputs and outputs of one dtype, computed with in float32."""
+    """Weights, inputs and outputs of one dtype, with arithmetic in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def test_an_error_of_an_operator_leaves_the_model_able_to_serve(tmp_path: Path) 
 def graph(
     inputs: dict[str, tuple[int, list[Any]]], outputs: dict[str, tuple[int, list[Any]]], **more: Any
 ) -> onnx.ModelProto:
-    """A model whose outputs are twice its last input."""
+    """Build a model whose outputs are twice its last input."""
     infos = [[helper.make_tensor_value_info(name, *row) for name, row in part.items()] for part in (inputs, outputs)]
     names = list(inputs)
     nodes = [helper.make_node("Add", [names[-1], names[-1]], [name]) for name in outputs]
@@ -432,7 +432,7 @@ OUTPUTS = {name: (TensorProto.FLOAT, ["batch", 3]) for name in ("0", "1", "2", "
 
 
 def external(place: str) -> onnx.ModelProto:
-    """A model with a constant that lies in another file."""
+    """Build a model with a constant in another file."""
     tensor = TensorProto(name="constant", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
     for key, value in (("location", place), ("offset", "0"), ("length", "12")):
         entry = tensor.external_data.add()
@@ -487,7 +487,7 @@ def test_a_graph_that_is_not_the_method_s_is_refused(
     assert capfd.readouterr().err == ""  # nothing but the error
 
 
-def test_operators_without_a_kernel_are_said(scaled: Model) -> None:
+def test_operators_without_a_kernel_are_reported(scaled: Model) -> None:
     dtypes = {"weight": (TensorProto.BFLOAT16, [3]), "x": (TensorProto.BFLOAT16, ["batch", 3])}
     raw = graph(dtypes, {name: (TensorProto.BFLOAT16, row[1]) for name, row in OUTPUTS.items()}).SerializeToString()
     path = scaled.artifact.path

@@ -1,4 +1,4 @@
-"""What depends on weights and constants alone is computed once for each staging, and never stale."""
+"""The prologue: what depends on weights and constants alone is computed once per staging, and never stale."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Files:
         self.delta = write_delta(self.full[1], self.full[2], folder / "d.safetensors").path
 
     def correct(self, model: Model, index: int) -> bool:
-        """Whether both methods give what eager gives, twice."""
+        """Check that both methods equal eager, twice."""
         eager: Any = self.models[index]
         with torch.no_grad():
             return all(equal((model(X), model.scales()), (eager(X), eager.scales())) for _ in range(2))
@@ -128,7 +128,7 @@ SWAPS |= {"a patch that was tried": tried, "there and back and there": there_and
 
 
 @pytest.mark.parametrize("way", SWAPS)
-def test_it_is_never_stale(way: str, files: Files, residency: str) -> None:
+def test_the_prologue_is_never_stale(way: str, files: Files, residency: str) -> None:
     model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")  # type: ignore[arg-type]
     assert files.correct(model, 1)
     SWAPS[way](model, files)
@@ -137,7 +137,7 @@ def test_it_is_never_stale(way: str, files: Files, residency: str) -> None:
     assert files.correct(model, 1)
 
 
-def test_a_discarded_staging_leaves_it(files: Files, residency: str) -> None:
+def test_a_discarded_staging_leaves_the_prologue(files: Files, residency: str) -> None:
     model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
     model.swap(files.full[1])
     model.stage(files.full[2]).discard()
@@ -146,7 +146,7 @@ def test_a_discarded_staging_leaves_it(files: Files, residency: str) -> None:
     assert files.correct(model, 0)
 
 
-def test_addresses_stay_and_it_runs_once_for_each_staging(
+def test_addresses_stay_and_the_prologue_runs_once_for_each_staging(
     files: Files, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(files.artifact, files.full[0], residency=residency)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_addresses_stay_and_it_runs_once_for_each_staging(
     assert len(runs) == 4  # in single residency, too: a commit copies what was computed to try them
 
 
-def test_a_model_that_joins_has_it(files: Files, residency: str) -> None:
+def test_a_model_that_joins_has_the_prologue(files: Files, residency: str) -> None:
     first = load(files.artifact, files.full[0], residency=residency)  # type: ignore[arg-type]
     first.swap(files.full[1])
     second = load(files.artifact, share=first)
@@ -174,14 +174,14 @@ def test_a_model_that_joins_has_it(files: Files, residency: str) -> None:
     assert files.correct(second, 2)
 
 
-def test_outputs_of_it_are_copies(files: Files) -> None:
+def test_outputs_of_the_prologue_are_copies(files: Files) -> None:
     model = load(files.artifact, files.full[0])
     for output in model.scales():
         output.fill_(7)
     assert files.correct(model, 0)
 
 
-def test_the_thread_s_modes_do_not_change_it(files: Files) -> None:
+def test_the_thread_s_modes_do_not_change_the_prologue(files: Files) -> None:
     with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
         model = load(files.artifact, files.full[0])
         model.swap(files.full[1])
@@ -199,7 +199,7 @@ class Inverse(nn.Module):
 
 
 class Singular:
-    """An artifact, weights that have no inverse, and the way from good ones to them."""
+    """An artifact, good weights, weights without an inverse, and a delta from good to bad."""
 
     def __init__(self, folder: Path) -> None:
         good, bad = Inverse(), Inverse()
@@ -216,7 +216,7 @@ def singular(tmp_path_factory: pytest.TempPathFactory) -> Singular:
     return Singular(tmp_path_factory.mktemp("singular"))
 
 
-def test_weights_of_which_it_cannot_be_computed_are_refused(singular: Singular, residency: str) -> None:
+def test_weights_whose_prologue_fails_are_refused(singular: Singular, residency: str) -> None:
     model = load(singular.artifact, singular.good, residency=residency)  # type: ignore[arg-type]
     with pytest.raises(WeightsMismatch, match=r"from weights alone cannot be computed: .*singular"):
         model.swap(singular.bad)
@@ -232,7 +232,7 @@ def test_weights_of_which_it_cannot_be_computed_are_refused(singular: Singular, 
         plain(X)
 
 
-def test_no_rollback_to_weights_of_which_a_model_that_joined_cannot_compute_it(singular: Singular) -> None:
+def test_no_rollback_to_weights_whose_prologue_fails_in_a_model_that_joined(singular: Singular) -> None:
     first = load(singular.artifact, singular.bad, prologue=False)
     first.swap(singular.good)
     second = load(singular.artifact, share=first)
@@ -248,7 +248,7 @@ def test_no_rollback_to_weights_of_which_a_model_that_joined_cannot_compute_it(s
         load(singular.artifact, share=load(singular.artifact, singular.bad, prologue=False))
 
 
-def test_an_interrupt_while_a_commit_computes_it_leaves_a_model_that_failed(
+def test_an_interrupt_of_the_prologue_in_a_commit_leaves_a_model_that_failed(
     singular: Singular, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(singular.artifact, singular.good, residency="single")
@@ -270,7 +270,7 @@ def test_an_interrupt_while_a_commit_computes_it_leaves_a_model_that_failed(
     assert torch.equal(model(X), X)
 
 
-def test_no_memory_for_it_in_a_commit_of_a_patch_is_a_refused_swap(
+def test_no_memory_for_the_prologue_in_a_commit_of_a_patch_is_a_refused_swap(
     singular: Singular, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(singular.artifact, singular.good, residency="single")
@@ -290,7 +290,7 @@ def test_no_memory_for_it_in_a_commit_of_a_patch_is_a_refused_swap(
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, places: set[int]) -> list[int]:
-    """The computations with these numbers, of those from now on, lack memory. Returns what was begun."""
+    """Let the later computations with these numbers lack memory. Return the numbers of those begun."""
     original: Any = GraphCall.run_prologue
     begun: list[int] = []
 
@@ -304,7 +304,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, places: set[int]) -> list[in
     return begun
 
 
-def there(model: Model, files: Files) -> None:
+def by_a_full_set(model: Model, files: Files) -> None:
     model.swap(files.full[2])
 
 
@@ -313,15 +313,15 @@ def by_a_delta(model: Model, files: Files) -> None:
 
 
 @pytest.mark.parametrize("lacks", [{0}, {1}, {0, 1, 2, 3}, {1, 2, 3}])
-@pytest.mark.parametrize("way", [there, by_a_delta])
-def test_a_rollback_that_lacks_memory_for_it_changes_nothing(
+@pytest.mark.parametrize("way", [by_a_full_set, by_a_delta])
+def test_a_rollback_without_memory_for_the_prologue_changes_nothing(
     lacks: set[int],
     way: Callable[[Model, Files], None],
     files: Files,
     residency: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where taking it back would lack memory, too: nothing is computed for that."""
+    """Even if undoing would lack memory, too: it computes nothing."""
     model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")  # type: ignore[arg-type]
     way(model, files)
     addresses = [value.data_ptr() for value in hoisted(model)]
@@ -345,7 +345,7 @@ def test_a_rollback_that_lacks_memory_for_it_changes_nothing(
 
 
 @pytest.mark.parametrize("way", ["delta", "part"])
-def test_a_commit_of_a_patch_that_lacks_memory_for_it_takes_nothing_more_to_be_taken_back(
+def test_undoing_a_patch_without_memory_for_the_prologue_needs_no_memory(
     way: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(files.artifact, files.full[1], residency="single")
@@ -359,7 +359,7 @@ def test_a_commit_of_a_patch_that_lacks_memory_for_it_takes_nothing_more_to_be_t
     assert files.correct(model, 2)
 
 
-def test_no_memory_to_keep_it_is_a_refused_rollback(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_to_keep_the_prologue_is_a_refused_rollback(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(files.artifact, files.full[1], residency="single", keep_previous="host")
     model.swap(files.full[2])
 
@@ -376,7 +376,7 @@ def test_no_memory_to_keep_it_is_a_refused_rollback(files: Files, monkeypatch: p
 
 
 class Unruly(nn.Module):
-    """Writes to what it computes from weights, and draws random numbers."""
+    """Writes to values computed from weights, and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class Unruly(nn.Module):
 
 
 @torch.no_grad()
-def test_what_is_written_to_or_random_is_computed_in_each_call(tmp_path: Path) -> None:
+def test_random_or_overwritten_values_are_computed_in_each_call(tmp_path: Path) -> None:
     eager = Unruly()
     artifact = export(eager, (X,), out=tmp_path / "a")
     model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
@@ -403,8 +403,8 @@ def test_what_is_written_to_or_random_is_computed_in_each_call(tmp_path: Path) -
     assert not equal(model(X)[1], model(X)[1])
 
 
-class Told(nn.Module):
-    """A weight, and a function of the input and it."""
+class WithFunction(nn.Module):
+    """A module with a weight and a function of the input and the weight."""
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any], seed: int) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class Told(nn.Module):
 
 
 def written(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What a view shows after something was added to it."""
+    """Return a view after an addition to its base."""
     view += x[0, 0]
     return view * 1
 
@@ -438,8 +438,8 @@ HARD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the exported graph behaves as in training:UserWarning")
 @pytest.mark.parametrize("name", HARD)
-def test_what_is_hard_on_it(name: str, residency: str, tmp_path: Path) -> None:
-    models = [Told(HARD[name], seed) for seed in range(2)]
+def test_graphs_that_are_hard_to_hoist(name: str, residency: str, tmp_path: Path) -> None:
+    models = [WithFunction(HARD[name], seed) for seed in range(2)]
     artifact = export(models[0], (X,), out=tmp_path / "a")
     files = [pack(model, artifact, out=tmp_path / f"{number}.safetensors").path for number, model in enumerate(models)]
     for prologue in (True, False):
@@ -463,7 +463,7 @@ class Program(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         choose = random.Random(self.seed)
         values = [x.clone(), self.one * 1, self.two + 0.5, self.one.t(), self.two]
-        owned = {0, 1, 2}  # what may be written to
+        owned = {0, 1, 2}  # values that may be written to
         for _ in range(12):
             index, other = choose.randrange(len(values)), choose.randrange(len(values))
             kind = choose.choice(["new", "view", "write"])
@@ -511,7 +511,7 @@ def test_random_programs_give_what_eager_gives(tmp_path: Path) -> None:
     assert sum(count > 0 for count in counts) > 10
 
 
-def test_the_sets_that_swaps_are_proven_with_have_one(tmp_path: Path) -> None:
+def test_the_artifacts_of_the_swap_tests_have_a_prologue(tmp_path: Path) -> None:
     files = RichFiles(tmp_path, 1)
     model = load(files.artifact, files.full[0])
     assert hoisted(model)

@@ -1,4 +1,4 @@
-"""Calls in the middle of torch.func's transformations and of forward-mode differentiation."""
+"""Calls within torch.func's transformations and forward-mode differentiation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two tensors are the same, with torch as the oracle; and the words that say where they are not."""
+"""Comparison of tensors, with torch as the oracle, and descriptions of differences."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ TOLERANCES = ((0.0, 0.0), (1e-2, 0.0), (0.0, 0.3), (1.0, 1e-5))
 
 @pytest.mark.parametrize("tolerance", TOLERANCES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_what_is_close_is_what_torch_says(dtype: torch.dtype, tolerance: Tolerance) -> None:
+def test_closeness_is_as_in_torch(dtype: torch.dtype, tolerance: Tolerance) -> None:
     parts = [complex(*pair) for pair in itertools.product(PARTS, PARTS)] if dtype.is_complex else PARTS
     values = torch.tensor(parts).to(dtype)
     wide = values.to(torch.complex128 if dtype.is_complex else torch.float64)

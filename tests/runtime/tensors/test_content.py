@@ -58,7 +58,7 @@ def test_bytes_are_a_tensors_memory_and_keep_it() -> None:
     assert all(each.untyped_storage().resizable() for each in (tensor, none))
 
 
-def test_what_has_no_memory_has_no_bytes() -> None:
+def test_tensors_without_memory_have_no_bytes() -> None:
     with FakeTensorMode():
         hollow = torch.zeros(3)
     for each in (hollow, TwoTensor(torch.zeros(3), torch.zeros(3)), torch._efficientzerotensor(3)):

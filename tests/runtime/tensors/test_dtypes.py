@@ -1,4 +1,4 @@
-"""What can be told from a tensor's shape."""
+"""Row-major strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rate of a staging, by a clock that only sleeping moves; and what the end of the interpreter makes of one."""
+"""The rate limit of a staging, on a clock that only sleeping moves, and a staging at the interpreter's end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOTAL = sum(SIZES)
 
 
 class Clock:
-    """In place of the module `time`."""
+    """A replacement of the module `time`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -46,7 +46,7 @@ class Clock:
 
 
 class Moves:
-    """When bytes were moved, by the clock."""
+    """The times at which bytes were moved."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
@@ -64,7 +64,7 @@ class Moves:
         monkeypatch.setattr(where, name, noted)
 
     def check(self) -> None:
-        """No burst ever: not at the beginning, and not from several threads."""
+        """Check that there is no burst, at the beginning or from several threads."""
         assert sum(nbytes for _, nbytes in self.found) == TOTAL
         assert max(nbytes for _, nbytes in self.found) <= RATE * LONGEST_BURST
         before = 0
@@ -122,7 +122,7 @@ def test_laying_a_patch_over_is_even(
     assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())
 
 
-def test_what_was_not_used_is_not_made_up_for(moves: Moves) -> None:
+def test_unused_rate_is_lost(moves: Moves) -> None:
     job = Job(RATE)
     for _ in range(3):
         start = moves.clock.now
@@ -132,8 +132,8 @@ def test_what_was_not_used_is_not_made_up_for(moves: Moves) -> None:
         moves.clock.sleep(1000.0)
 
 
-def test_a_cancel_waits_for_no_turn(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a byte takes: it is noticed after a nap."""
+def test_a_cancellation_is_noticed_at_once(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed after a nap, however long a byte takes."""
     job, sleep, naps = Job(1e-3), moves.clock.sleep, []
 
     def cancelled_in_the_third(seconds: float) -> None:
@@ -202,11 +202,11 @@ threading.Thread(target=swap, daemon=True).start()
 def test_the_end_of_the_interpreter_cancels_a_staging(
     begin: str, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
-    """What was begun is finished, and nothing more is: no thread reads on while the interpreter waits for it."""
+    """Threads finish the piece that they have begun, and read no further while the interpreter waits for them."""
     script = SLOW_SOURCE.format(begin=begin).replace("sys.argv[2])", f"sys.argv[2], residency={residency!r})", 1)
     command = [warm.python(), "-e", "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if begin != DAEMON:  # what Python does to daemon threads of others, in the middle of torch, is not ours
+    if begin != DAEMON:  # other daemon threads may crash in the middle of torch
         assert (done.returncode, done.stderr) == (0, "")
     assert "ends" in done.stdout
     assert done.stdout.count("reads") <= 2  # one for each thread that had begun

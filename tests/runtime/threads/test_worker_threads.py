@@ -1,4 +1,4 @@
-"""Threads that work on one batch, and what an error of theirs leaves behind."""
+"""Threads that work on one batch, and the references that their errors keep."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weightswap_runtime.threads.worker_threads import WorkerThreads, forget_fram
 
 
 class Item:
-    """What a reference can be watched of."""
+    """An object that can be weakly referenced."""
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 1), (12, 12), (16, 16), (96, 16)])
-def test_as_many_threads_as_processors_up_to_what_feeds_a_gpu(
+def test_there_is_a_thread_per_processor_up_to_a_limit(
     processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
@@ -40,5 +40,5 @@ def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) ->
         workers.run_all(function, items)
     error = caught.value
     del items, caught
-    forget_frames(error)  # as who keeps an error does; of threads that had not ended, frames are left
+    forget_frames(error)  # as a caller that keeps an error does; frames of unfinished threads are left
     assert not left

@@ -1,1 +1,1 @@
-"""The engine `aoti`: what AOTInductor compiled for a target."""
+"""The engine `aoti`: graphs that AOTInductor compiled for a target."""

@@ -1,4 +1,4 @@
-"""The engine `aoti` on a GPU: machine code for its kind, which runs in the calling thread's current stream."""
+"""The engine `aoti` on a GPU: machine code for its kind of GPU, run in the calling thread's current stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .targets import BESIDE_GPUS, gpu_target, machine_name, machine_targets
 
 
 class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
-    """The packages of one artifact for this GPU. Weights that wait for their commit are tried with the graphs.
+    """The packages of one artifact for this GPU. Staged weights are tried with the captured graphs.
 
-    Machine code would load its kernels for each staging, and take them away in the commit, for which calls may wait.
+    Machine code would load its kernels for each staging, and unload them in the commit, for which calls may wait.
     """
 
     def __init__(self, artifact: Artifact, device: str, *, prologue: bool = True, on_host: bool = False) -> None:
@@ -30,13 +30,13 @@ class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
         self._artifact = artifact
 
     def bind(self, arena: Arena) -> Bound:
-        """Machine code for the arenas that serve calls."""
+        """Bind machine code to arenas that serve calls, and the captured graphs to others."""
         if isinstance(arena, DeviceArena) and not arena.serves:
-            return self._tried.bind(arena)
+            return self._trial_engine.bind(arena)
         return super().bind(arena)
 
     @cached_property
-    def _tried(self) -> AcceleratedEngine:
+    def _trial_engine(self) -> AcceleratedEngine:
         return AcceleratedEngine(self._artifact, str(self.device), prologue=False)
 
     def _targets(self, artifact: Artifact) -> dict[str, str]:
@@ -44,7 +44,7 @@ class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
 
 
 def target_of(device: torch.device) -> str:
-    """What packages for a device are compiled for. Raises Unsupported."""
+    """Return the target of packages for a device. Raises Unsupported."""
     if device.type != "cuda" or torch.version.cuda is None:
         raise Unsupported(f"the engine 'aoti' runs on the CPU and with CUDA; {str(device)!r} is neither here")
     if BESIDE_GPUS not in machine_targets():

@@ -1,4 +1,4 @@
-"""The engine `aoti`: runs the machine code that AOTInductor has made of the graphs, which the artifact brings along."""
+"""The engine `aoti`: runs the artifact's machine code, which AOTInductor compiled from the graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNIT = torch.empty(1, dtype=torch.uint8)
 
 
 class AotiEngine(TorchEngine):
-    """The packages of one artifact for this machine. Methods that have none run as on the engine `torch`."""
+    """The packages of one artifact for this machine. Methods without one run as on the engine `torch`."""
 
     name = "aoti"
 
@@ -65,11 +65,11 @@ class AotiEngine(TorchEngine):
 
     @staticmethod
     def environment() -> None:
-        """Fused arithmetic is not expected to equal eager bit for bit."""
+        """Return None: fused arithmetic need not equal eager bit for bit."""
 
 
 class AotiGraph:
-    """One method's machine code, held against the manifest."""
+    """One method's machine code, checked against the manifest."""
 
     def __init__(self, package: Package, method: Method, device: torch.device) -> None:
         """Raises ArtifactError."""
@@ -83,42 +83,41 @@ class AotiGraph:
             raise ArtifactError(f"{where}: {listed(problems, between='; ')}")
 
     def _problems(self) -> Iterator[str]:
-        wanted = {bound.fqn: bound for bound in self.note.tensors}
-        found = {constant.fqn: constant for constant in self.library.constants}
-        yield from (f"it takes {name!r}, which is not listed" for name in sorted(found.keys() - wanted.keys()))
-        yield from (f"it does not take {name!r}" for name in sorted(wanted.keys() - found.keys()))
-        for name in wanted.keys() & found.keys():
-            if found[name].dtype != self.library.dtype_code(torch_dtype(wanted[name].dtype)):
-                yield f"it takes {name!r} in another dtype than {wanted[name].dtype}"
-        counts = [len([leaf for leaf in flat if _is_given(leaf)]) for flat in (self.inputs, self.outputs)]
+        noted = {tensor.fqn: tensor for tensor in self.note.tensors}
+        constants = {constant.fqn: constant for constant in self.library.constants}
+        yield from (f"it takes {name!r}, which is not listed" for name in sorted(constants.keys() - noted.keys()))
+        yield from (f"it does not take {name!r}" for name in sorted(noted.keys() - constants.keys()))
+        for name in noted.keys() & constants.keys():
+            if constants[name].dtype != self.library.dtype_code(torch_dtype(noted[name].dtype)):
+                yield f"it takes {name!r} in another dtype than {noted[name].dtype}"
+        counts = [len([leaf for leaf in flat if _is_tensor(leaf)]) for flat in (self.inputs, self.outputs)]
         if counts != [self.library.inputs, self.library.outputs]:
             yield f"it has {self.library.inputs} inputs and {self.library.outputs} outputs, expected {counts}"
 
 
 def _may_be_empty(method: Method) -> bool:
-    """Whether the signature allows an input without elements."""
+    """Return whether the signature allows an input without elements."""
     fixed = (size for leaf in input_leaves(method.signature) for size in sizes_of(leaf))
     return 0 in fixed or any(limits.min == 0 for limits in method.signature.dims.values())
 
 
-def _is_given(leaf: Leaf) -> bool:
-    """Whether the machine code takes or gives it; literals are in the manifest."""
+def _is_tensor(leaf: Leaf) -> bool:
+    """Return whether a leaf is a tensor in the machine code; literals are in the manifest only."""
     return isinstance(leaf, Tensor | Integer)
 
 
 class AotiCall:
-    """One method over one arena. A container runs one call at a time, so each call takes one from a pool, of those
-    that have the variants which it has chosen; a state has containers of its own.
+    """One method over one arena. A container runs one call at a time, so each call takes one from a pool.
 
-    Machine code for sizes from 1 may divide by a size, which ends the process: a call with an empty input runs the
-    graph as it was captured.
+    There is a pool for each choice of variants, and a state has containers of its own. Machine code for sizes from 1
+    may divide by a size, which ends the process: a call with an empty input runs the captured graph instead.
     """
 
     past_autograd = False
     has_prologue = False
 
     def __init__(self, graph: AotiGraph, tensors: Tensors, captured: GraphCall | None) -> None:
-        """captured: the same method without machine code, where an input may be empty."""
+        """captured: the same method without machine code; None if no input can be empty."""
         self._captured = captured
         self._library = graph.library
         bound = graph.note.tensors
@@ -126,77 +125,77 @@ class AotiCall:
         self._states = {item.fqn: item.name for item in bound if item.kind == "state"}
         self.stateful = bool(self._states)
         self._variable = {item.fqn: item.name for item in bound if item.kind == "variant"}
-        self._none = ChosenTensors({})
+        self._no_variants = ChosenTensors({})
         self._pools: WeakKeyDictionary[ChosenTensors, list[Container]] = WeakKeyDictionary()
-        self._of_states: WeakKeyDictionary[TorchState, WeakKeyDictionary[ChosenTensors, Container]]
-        self._of_states = WeakKeyDictionary()
-        self._given = [(index, isinstance(leaf, Tensor)) for index, leaf in enumerate(graph.inputs) if _is_given(leaf)]
+        self._by_state: WeakKeyDictionary[TorchState, WeakKeyDictionary[ChosenTensors, Container]]
+        self._by_state = WeakKeyDictionary()
+        self._flat = [(index, isinstance(leaf, Tensor)) for index, leaf in enumerate(graph.inputs) if _is_tensor(leaf)]
         self._written = frozenset(graph.note.written)
         self._outputs = graph.outputs
         self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
         if not self.stateful:
-            self._pools[self._none] = [Container(self._library, self._tensors)]
+            self._pools[self._no_variants] = [Container(self._library, self._tensors)]
         self.hoisted: list[torch.Tensor] = []
 
     def run_prologue(self) -> None:
-        """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
+        """Do nothing: constants that AOTInductor folded would be stale after a swap."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
-        given = [
-            _row_major(inputs[index]) if is_tensor else _UNIT.expand(inputs[index]) for index, is_tensor in self._given
+        tensors = [
+            _row_major(inputs[index]) if is_tensor else _UNIT.expand(inputs[index]) for index, is_tensor in self._flat
         ]
-        if self._captured is not None and not all(value.numel() for value in given):
+        if self._captured is not None and not all(tensor.numel() for tensor in tensors):
             return list(self._captured(inputs, state, chosen))
-        choice = chosen if chosen is not None and self._variable else self._none
-        values = self._run(given, choice) if state is None else self._container_of(state, choice).run(given)
+        choice = chosen if chosen is not None and self._variable else self._no_variants
+        values = self._run(tensors, choice) if state is None else self._container_of(state, choice).run(tensors)
         if self._written:
-            self._write_back(inputs, given)
+            self._write_back(inputs, tensors)
         if self._plain:
             return values
-        found = iter(values)
-        return [_output(leaf, found) for leaf in self._outputs]
+        remaining = iter(values)
+        return [_output(leaf, remaining) for leaf in self._outputs]
 
-    def _run(self, given: list[torch.Tensor], choice: ChosenTensors) -> list[torch.Tensor]:
+    def _run(self, inputs: list[torch.Tensor], choice: ChosenTensors) -> list[torch.Tensor]:
         if (pool := self._pools.get(choice)) is None:
             pool = self._pools.setdefault(choice, [])
         try:
             container = pool.pop()
         except IndexError:
             container = self._container(choice, {})
-        values = container.run(given)
+        values = container.run(inputs)
         pool.append(container)
         return values
 
     def _container_of(self, state: TorchState, choice: ChosenTensors) -> Container:
-        if (containers := self._of_states.get(state)) is None:  # two calls at once with one state are refused
-            containers = self._of_states[state] = WeakKeyDictionary()
+        if (containers := self._by_state.get(state)) is None:  # two calls at once with one state are refused
+            containers = self._by_state[state] = WeakKeyDictionary()
         container = containers.get(choice)
         if container is None:
-            own = {fqn: state.tensors[name] for fqn, name in self._states.items()}
-            containers[choice] = container = self._container(choice, own)
+            state_tensors = {fqn: state.tensors[name] for fqn, name in self._states.items()}
+            containers[choice] = container = self._container(choice, state_tensors)
         return container
 
-    def _container(self, choice: ChosenTensors, own: Mapping[str, torch.Tensor]) -> Container:
-        """With the variants of a choice, and zeros for those that it has not."""
+    def _container(self, choice: ChosenTensors, state_tensors: Mapping[str, torch.Tensor]) -> Container:
+        """Create a container with the variants of a choice, and zeros for those that it lacks."""
         tensors = choice.tensors
         chosen = {fqn: tensors[name] for fqn, name in self._variable.items() if name in tensors}
-        return Container(self._library, {**self._tensors, **own, **chosen})
+        return Container(self._library, {**self._tensors, **state_tensors, **chosen})
 
-    def _write_back(self, inputs: list[Any], given: list[torch.Tensor]) -> None:
-        """What the graph has written to a row-major copy of an input belongs into the input."""
-        for (index, _), value in zip(self._given, given, strict=True):
-            if index in self._written and value is not inputs[index]:
-                inputs[index].copy_(value)
+    def _write_back(self, inputs: list[Any], tensors: list[torch.Tensor]) -> None:
+        """Copy writes of the graph from row-major copies of inputs to the inputs."""
+        for (index, _), tensor in zip(self._flat, tensors, strict=True):
+            if index in self._written and tensor is not inputs[index]:
+                inputs[index].copy_(tensor)
 
 
 def _row_major(value: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where its memory is not what its elements are in order: machine code reads memory."""
+    """Return the tensor, or a row-major copy without lazy conjugation or negation: machine code reads raw memory."""
     if value.is_contiguous() and not value.is_conj() and not value.is_neg():
         return value
     return value.resolve_conj().resolve_neg().contiguous()
 
 
-def _output(leaf: Leaf, found: Iterator[torch.Tensor]) -> Any:
+def _output(leaf: Leaf, values: Iterator[torch.Tensor]) -> Any:
     if isinstance(leaf, Tensor):
-        return next(found)
-    return int(next(found)) if isinstance(leaf, Integer) else None
+        return next(values)
+    return int(next(values)) if isinstance(leaf, Integer) else None

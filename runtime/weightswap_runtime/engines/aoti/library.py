@@ -1,7 +1,7 @@
-"""AOTInductor's compiled graphs through their C interface.
+"""AOTInductor's compiled graphs, called through their C interface.
 
-torch's own Python binding holds the interpreter's lock for the length of a call; a call through ctypes does not. A
-library is never unloaded (its code forbids it), so that it is opened once, and containers come from it in microseconds.
+torch's own Python binding holds the interpreter's lock during a call; a call through ctypes does not. A library is
+never unloaded (its code forbids it), so it is opened once, and creates containers in microseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Entry(ctypes.Structure):
 
 
 class Constant(NamedTuple):
-    """A tensor that a library is given: its name in the C interface, its FQN, its number in torch's list of dtypes."""
+    """A tensor that a library takes: its name in the C interface, its FQN, and its dtype's number in torch."""
 
     name: str
     fqn: str
@@ -54,13 +54,13 @@ class Constant(NamedTuple):
 
 
 class Library:
-    """A shared library with one compiled graph. `inputs` and `outputs` are how many tensors it takes and gives.
+    """A shared library with one compiled graph. `inputs` and `outputs` are the numbers of its tensors.
 
-    `stream` gives the handle of the stream that a run belongs in: on a GPU the calling thread's current one.
+    `stream` returns the handle of the stream to run in: on a GPU the calling thread's current one, else None.
     """
 
     def __init__(self, raw: bytes, where: str, device: torch.device = CPU) -> None:
-        """Load machine code that runs on `device`. Raises ArtifactError; Unsupported where it cannot be loaded here."""
+        """Load machine code for `device`. Raises ArtifactError, and Unsupported if it cannot be loaded here."""
         self._where = where
         self._device = device
         self.stream: Callable[[], int | None] = (lambda: None) if device.type == "cpu" else _CurrentStream(device)
@@ -80,16 +80,16 @@ class Library:
         handle = self.create()
         constants, self.inputs, self.outputs = (self._count(handle, name) for name in _COUNTS)
         self.constants = tuple(self._constant(handle, index) for index in range(constants))
-        self._forgets = self._deletes_copies(handle)
+        self._frees_handles = self._deletes_handles(handle)
 
     def create(self) -> ctypes.c_void_p:
-        """A new container, without tensors: to run it would end the process."""
+        """Create a container without tensors. To run it before `bind` would end the process."""
         handle = ctypes.c_void_p()
         self._call(_CREATE, ctypes.byref(handle), ctypes.c_size_t(1), str(self._device).encode(), None)
         return handle
 
     def bind(self, handle: ctypes.c_void_p, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Give a container its tensors, in the order of `constants`; once. Returns the handles that it has made."""
+        """Set a container's tensors, once, in the order of `constants`. Return the handles that it created."""
         pointers = _pointers(tensors)
         try:
             rows = zip(self.constants, pointers, strict=True)
@@ -101,36 +101,36 @@ class Library:
         self._call(_BOUND, handle, ctypes.byref(bound), ctypes.byref(count), False)
         return [bound[index].handle for index in range(count.value)]
 
-    def delete(self, handle: ctypes.c_void_p, made: Sequence[int]) -> None:
-        """Delete a container, and what it would leave behind: its handles keep the memory of tensors."""
-        self.stream()  # whatever thread this is
+    def delete(self, handle: ctypes.c_void_p, created: Sequence[int]) -> None:
+        """Delete a container and the handles that it created, which would keep the memory of tensors."""
+        self.stream()  # deleting needs a CUDA context in whatever thread this is
         self._call(_DELETE, handle)
-        if not self._forgets:
-            self.forget(made)
+        if not self._frees_handles:
+            self.forget(created)
 
     def run(self, *arguments: object) -> None:
-        """Run the graph. Raises RuntimeError with what it says."""
+        """Run the graph. Raises RuntimeError with the library's message."""
         if self._run(*arguments):
             self._fail(_RUN)
 
     def dtype_code(self, dtype: torch.dtype) -> int:
-        """The number that the C interface has for a dtype."""
+        """Return the number of a dtype in the C interface."""
         code: int = getattr(self._calls, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()
         return code
 
-    def _deletes_copies(self, handle: ctypes.c_void_p) -> bool:
-        """Whether a container that is deleted deletes its handles of tensors. In torch 2.13 it does not."""
+    def _deletes_handles(self, handle: ctypes.c_void_p) -> bool:
+        """Delete a container. Return whether that deletes its handles of tensors; in torch 2.13 it does not."""
         token = torch.empty(1, device=self._device)
         before = token._use_count()  # type: ignore[attr-defined]
-        made = self.bind(handle, [token] * len(self.constants))
+        created = self.bind(handle, [token] * len(self.constants))
         self._call(_DELETE, handle)
         deletes: bool = token._use_count() == before  # type: ignore[attr-defined]
         if not deletes:
-            self.forget(made)
+            self.forget(created)
         return deletes
 
     def forget(self, pointers: Iterable[int]) -> None:
-        """Delete handles that nobody has taken over."""
+        """Delete handles that nothing has taken over."""
         for pointer in pointers:
             self._calls.aoti_torch_delete_tensor_object(ctypes.c_void_p(pointer))
 
@@ -139,10 +139,10 @@ class Library:
             self._fail(name)
 
     def _fail(self, name: str) -> NoReturn:
-        said = ctypes.c_char_p()
-        getattr(self._calls, _REASON)(ctypes.byref(said))
-        reason = said.value or b""
-        if _WITHIN in reason and (inner := getattr(self._calls, _INNER, None)):  # what torch's own kernel says
+        message = ctypes.c_char_p()
+        getattr(self._calls, _REASON)(ctypes.byref(message))
+        reason = message.value or b""
+        if _WITHIN in reason and (inner := getattr(self._calls, _INNER, None)):  # the message of torch's own kernel
             inner.restype = ctypes.c_char_p
             reason = inner() or reason
         text = reason.decode(errors="replace").strip() or f"{name} failed"
@@ -168,10 +168,10 @@ class Library:
 
 
 class _CurrentStream:
-    """The handle of the calling thread's current stream on a GPU.
+    """A function that returns the handle of the calling thread's current stream on a GPU.
 
-    Machine code calls CUDA's driver, which needs a context in the thread. It gets one from the runtime, in the first
-    call of a thread; torch's own calls may have made none there.
+    Machine code calls CUDA's driver, which needs a context in the thread. The first call in each thread has CUDA's
+    runtime create it; torch's own calls may not have done so.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -179,27 +179,27 @@ class _CurrentStream:
         self._threads = local()
 
     def __call__(self) -> int:
-        if not hasattr(self._threads, "known"):
+        if not hasattr(self._threads, "has_context"):
             torch.cuda.current_stream(self._device).query()
-            self._threads.known = True
+            self._threads.has_context = True
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
         return handle
 
 
 def _load(raw: bytes) -> ctypes.CDLL:
-    """A library from memory, which needs no directory that can be written to; else from a file that goes at once."""
+    """Load a library from memory, which needs no writable directory, or else from a file that is deleted at once."""
     try:
         return _from_memory(raw)
-    except OSError:  # where a system executes no such files
+    except OSError:  # the system may not execute files in memory
         return _from_file(raw)
 
 
 def _from_memory(raw: bytes) -> ctypes.CDLL:
     file = os.memfd_create("weightswap", os.MFD_CLOEXEC)
     try:
-        with open(file, "wb", closefd=False) as written:
-            written.write(raw)
-        # the descriptor stays open: a library of the same name would be taken for the same
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(raw)
+        # the descriptor stays open: the loader takes a library of the same name for the same library
         return ctypes.CDLL(f"/proc/self/fd/{file}", mode=os.RTLD_LOCAL | os.RTLD_NOW)
     except BaseException:
         os.close(file)
@@ -215,28 +215,28 @@ def _from_file(raw: bytes) -> ctypes.CDLL:
 
 
 class Container:
-    """One runner of a graph over tensors by FQN: what is written into their memory is what the next run reads.
+    """A runner of a graph over tensors by FQN. It shares their memory, so each run reads their latest values.
 
-    One thread at a time may run it.
+    Only one thread at a time may run it.
     """
 
     def __init__(self, library: Library, tensors: Mapping[str, torch.Tensor]) -> None:
         self._library = library
         self._tensors = [tensors[constant.fqn] for constant in library.constants]
         self._handle = library.create()
-        made: list[int] = []
-        weakref.finalize(self, library.delete, self._handle, made).atexit = False
-        made += library.bind(self._handle, self._tensors)
+        created: list[int] = []
+        weakref.finalize(self, library.delete, self._handle, created).atexit = False
+        created += library.bind(self._handle, self._tensors)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Raises RuntimeError for what goes wrong in the graph."""
+        """Run the graph and return its outputs. Raises RuntimeError for an error in the graph."""
         count = self._library.outputs
-        given, results = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
+        arguments, results = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
         outputs: list[torch.Tensor] = []
         try:
-            self._library.run(self._handle, given, len(inputs), results, count, self._library.stream(), None)
+            self._library.run(self._handle, arguments, len(inputs), results, count, self._library.stream(), None)
             capsules = [_new_capsule(pointer, None, None) for pointer in results]
-            # in one step, in which no interrupt comes: handles are taken over once
+            # one step that no interrupt can divide: a handle must be taken over only once
             outputs.extend(chain.from_iterable(map(_STEAL, (capsules,))))
         finally:
             if not outputs:
@@ -245,5 +245,5 @@ class Container:
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Handles that whoever is given them must take over."""
+    """Create handles of tensors, which the receiver must take over."""
     return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))]

@@ -1,4 +1,4 @@
-"""Packages of the engine `aoti`: read, and held against the manifest before their machine code is loaded."""
+"""Packages of the engine `aoti`: choice of targets, reading, and checks before their machine code is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .targets import (
 
 
 class Package(NamedTuple):
-    """One method's package: where it lies, what it says of itself, and its machine code."""
+    """One method's package: its path, its note and its machine code."""
 
     where: str
     note: Note
@@ -37,15 +37,15 @@ class Package(NamedTuple):
 
 
 def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
-    """By method, the best of the targets that it has a package for and this machine can run.
+    """Return for each method the best target that it has a package for and this machine can run.
 
-    gpu: the target of the GPU to run on, instead of the processor. Methods without any packages for such a device are
-    left out. Raises Unsupported where there is no other, and for methods that have packages, and none for this one.
+    gpu: the target of the GPU to run on, instead of the processor. Methods without packages for this kind of device
+    are left out. Raises Unsupported if no method has one, or if a method has packages for other targets alone.
     """
-    here = [gpu] if gpu else machine_targets()
+    runnable = [gpu] if gpu else machine_targets()
     offered = {name: _targets_of(artifact, name) for name in artifact.methods}
-    compiled = {name for name, targets in offered.items() if any(is_gpu_target(each) == bool(gpu) for each in targets)}
-    best = {name: next((each for each in here if each in offered[name]), "") for name in artifact.methods}
+    compiled = {name for name, targets in offered.items() if bool(gpu) in map(is_gpu_target, targets)}
+    best = {name: next((target for target in runnable if target in offered[name]), "") for name in artifact.methods}
     lacking = [name for name in artifact.methods if name in compiled and not best[name]]
     if any(best.values()) and not lacking:
         return {name: target for name, target in best.items() if target}
@@ -62,23 +62,23 @@ def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
 
 
 def _targets_of(artifact: Artifact, method: str) -> set[str]:
-    """What a method was compiled for."""
+    """Return the targets that a method was compiled for."""
     offered = {name.split("/")[2] for name in artifact.manifest.files if name.startswith("engines/aoti/")}
     return {target for target in offered if package_file(target, method) in artifact.manifest.files}
 
 
 def _command(artifact: Artifact, target: str, methods: Collection[str]) -> str:
-    """What compiles methods for a target."""
+    """Return the command that compiles methods for a target."""
     device = " --device cuda" if is_gpu_target(target) else ""
     some = "" if len(methods) == len(artifact.methods) else "".join(f" --method {name}" for name in methods)
     return f"weightswap compile {artifact.path} --engine aoti{device}{some}"
 
 
 def read_package(artifact: Artifact, target: str, method: str) -> Package:
-    """Raises ArtifactError for a package that is damaged or of another graph, Unsupported for one of another torch."""
+    """Read a package. Raises ArtifactError if it is damaged or of another graph, Unsupported if of another torch."""
     name = package_file(target, method)
     where = str(artifact.path / name)
-    compiled = [each for each in artifact.methods if target in _targets_of(artifact, each)]
+    compiled = [name for name in artifact.methods if target in _targets_of(artifact, name)]
     advice = f"Compile it again: {_command(artifact, target, compiled)}"
     raw = artifact.read(name)
     try:
@@ -98,7 +98,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
 
 
 def can_run(artifact: Artifact) -> bool:
-    """Whether the packages are for this processor and this torch. Raises ArtifactError for damaged ones."""
+    """Return whether the packages are for this processor and this torch. Raises ArtifactError for damaged ones."""
     try:
         for method, target in find_targets(artifact).items():
             read_package(artifact, target, method)
@@ -130,7 +130,7 @@ def _problems(artifact: Artifact, target: str, method: str, note: Note) -> Itera
 
 
 def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None:
-    """Why a tensor that the package takes is not the manifest's; None if it is."""
+    """Describe why a tensor that the package takes is not the manifest's; return None if it is."""
     known = {(item.kind, item.name) for item in manifest.methods[method].inputs}
     tables = {
         "weight": manifest.weights,

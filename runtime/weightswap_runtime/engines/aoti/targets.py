@@ -1,7 +1,4 @@
-"""Names of packages of the engine `aoti`, the machines that they are for, and what they say of themselves.
-
-Both ends import this; it needs no torch.
-"""
+"""Packages of the engine `aoti`: file names, targets and notes. Exporter and runtime share this; it needs no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
 class Target(msgspec.Struct, frozen=True):
     """A kind of machine. `flags` are the features of its processor, as /proc/cpuinfo calls them.
 
-    `march` is what a compiler calls a processor with these features and no others; `bits` is the width of its vectors.
+    `march` is the compiler's name for a processor with exactly these features; `bits` is the width of its vectors.
     """
 
     name: str
@@ -40,13 +37,13 @@ TARGETS = {
 }
 
 
-BESIDE_GPUS = "cpu-x86_64-avx2"  # what code for a GPU expects of the processor
+BESIDE_GPUS = "cpu-x86_64-avx2"  # target of the processor that code for a GPU needs
 
 _CUDA = "cuda-sm"
 
 
 class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that a package takes once: its name there, and what the manifest calls it."""
+    """A tensor that a package is bound to: its name in the package (fqn), and its kind and name in the manifest."""
 
     fqn: str
     kind: Literal["weight", "state", "constant", "variant"]
@@ -57,7 +54,7 @@ class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a package was made from and for. `written` are the indices of the flat inputs that a call changes."""
+    """Origin and target of a package, stored in it. `written` lists the flat inputs, by index, that a call changes."""
 
     graph_id: str
     method: str
@@ -68,31 +65,31 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def package_file(target: str, method: str) -> str:
-    """Where an artifact keeps the package of a method."""
+    """Return the path of a method's package in an artifact."""
     return f"engines/aoti/{target}/{method}.pt2"
 
 
 def gpu_target(capability: tuple[int, int]) -> str:
-    """The target of a GPU with a compute capability. Its machine code runs on no other."""
+    """Return the target of GPUs with a compute capability. Its machine code runs on no others."""
     return f"{_CUDA}{capability[0]}{capability[1]}"
 
 
 def is_gpu_target(target: str) -> bool:
-    """Whether packages for a target run on a GPU."""
+    """Return whether packages for a target run on a GPU."""
     return target.startswith(_CUDA)
 
 
 @cache
 def machine_targets() -> tuple[str, ...]:
-    """The targets whose packages this machine's processor can run, fastest first."""
+    """Return the targets whose packages this machine's processor can run, fastest first."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return ()
-    found = _processor_flags()
-    return tuple(target.name for target in TARGETS.values() if target.flags <= found)
+    flags = _processor_flags()
+    return tuple(target.name for target in TARGETS.values() if target.flags <= flags)
 
 
 def machine_name() -> str:
-    """What this machine is, for messages."""
+    """Describe this machine, for messages."""
     targets = machine_targets()
     return targets[0] if targets else f"a {platform.machine()} with {platform.system()} that no target describes"
 

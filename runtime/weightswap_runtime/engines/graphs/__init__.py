@@ -1,1 +1,1 @@
-"""Graphs of an artifact, read straight from their archives into Python functions."""
+"""Graphs of an artifact, compiled straight from their archives into Python functions."""

@@ -1,4 +1,4 @@
-"""The records of a graph's archive. torch would unpickle some; an artifact has none of those, whoever wrote it."""
+"""Checks of the records in a graph's archive. torch would unpickle some kinds, which an artifact must not have."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _RECORD = re.compile(r"(weight|tensor)_\d+")
 
 
 def check_records(raw: bytes, where: str) -> None:
-    """Raises ArtifactError for an archive with a record that would be unpickled, or that does not belong in it."""
+    """Raise ArtifactError if an archive has a record that would be unpickled or does not belong in it."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             problems = list(_record_problems(archive, len(raw)))
-    except Exception as error:  # what a zip or JSON reader raises for bytes that somebody made up
+    except Exception as error:  # zip and JSON readers raise many types for crafted bytes
         raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
     if problems:
         raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
 
 
 def calls(raw: bytes) -> Counter[str]:
-    """What an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`, and how often. It was checked before."""
+    """Count the calls in the graphs of a checked archive by target, `torch.ops.NAMESPACE.NAME.OVERLOAD`."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
     return Counter(target for model in models for target in _targets(model))

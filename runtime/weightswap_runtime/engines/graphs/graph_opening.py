@@ -1,4 +1,4 @@
-"""Opening the graph of a method. torch's own reader has no part in it: that makes source of names that a file holds."""
+"""Opening a method's graph without torch's own reader, which turns names from the file into source code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DAMAGED = (
     DamagedGraph,
     msgspec.MsgspecError,
     zipfile.BadZipFile,
-    # what Python says to numbers and nestings that no export writes
+    # raised by Python for numbers and nesting that no export writes
     OverflowError,
     RecursionError,
     SyntaxError,
@@ -31,9 +31,9 @@ DAMAGED = (
 
 
 def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
-    """The graph in the artifact's file `name` as a function; tensors that it creates are made on `device`.
+    """Compile the graph in the artifact's file `name`. Tensors that the function creates are made on `device`.
 
-    fixed: by input, whether it is the same in all calls, as for `compile_graph`.
+    fixed: for each input, whether it is the same in all calls, as for `compile_graph`.
     Raises ArtifactError, also for operators that no package in this process has registered.
     """
     raw = artifact.read(name)
@@ -43,13 +43,13 @@ def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Seque
 
 
 def read_graph(raw: bytes, where: str) -> Graph:
-    """The graph in an archive's bytes. Raises ArtifactError."""
+    """Read the graph from an archive's bytes. Raises ArtifactError."""
     check_records(raw, where)
     return checked(raw, where, lambda: read_program(raw).graph_module.graph)
 
 
 def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
-    """What `read` makes of an archive's bytes. Raises ArtifactError for whatever it finds there."""
+    """Return the result of `read`, which parses an archive's bytes; turn its errors into ArtifactError."""
     try:
         return read()
     except MissingOperator:
@@ -64,7 +64,7 @@ def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
 
 
 def _missing(targets: Iterable[str]) -> str:
-    """What is said of operators that this process lacks."""
+    """Return the message about operators that this process lacks."""
     missing = sorted(filter(_is_missing, targets))
     libraries = sorted({target.split(".")[2] for target in missing} - OF_TORCH)
     if not libraries:

@@ -1,4 +1,4 @@
-"""Lines of a graph's function: which are needed, and which can run once for all calls."""
+"""Lines of a graph's function: dead code removal, and the split into lines that run once and lines of each call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .operators import Operator
 
 
 class Line(NamedTuple):
-    """One call of an operator, and the assignment of its results. `uses` and `defines` are local names."""
+    """One call of an operator with the assignment of its results. `uses` and `defines` are local names."""
 
     text: str
     uses: frozenset[str]
@@ -18,14 +18,14 @@ class Line(NamedTuple):
 
 
 def body(lines: Sequence[Line], returned: frozenset[str]) -> list[str]:
-    """The lines that are needed; each name is deleted after its last use, and the memory behind it goes at once."""
+    """Return the text of the lines that are needed. Each name is deleted after its last use, to free its memory."""
     needed = set(returned)
     texts: list[str] = []
     for text, uses, defines, operator in reversed(lines):
         if operator.pure and needed.isdisjoint(defines):
             continue
-        gone = sorted({*uses, *defines} - needed)
-        texts.append(f"{text}; del {', '.join(gone)}" if gone else text)
+        unneeded = sorted({*uses, *defines} - needed)
+        texts.append(f"{text}; del {', '.join(unneeded)}" if unneeded else text)
         needed |= uses
     return texts[::-1]
 
@@ -33,21 +33,20 @@ def body(lines: Sequence[Line], returned: frozenset[str]) -> list[str]:
 def split(
     lines: Sequence[Line], fixed: frozenset[str], returned: frozenset[str]
 ) -> tuple[list[Line], list[Line], list[str]]:
-    """Lines that depend on `fixed` names alone; the other lines; and what these, or the result, take from the former.
+    """Return the lines that depend on `fixed` names alone, the other lines, and the names that the former pass on.
 
-    A line stays with the others if something that is computed later may be written to its results: such a write
-    would be seen by the next call.
+    A line stays with the others if a later line may write to its results: the next call would see such a write.
     """
     written: set[str] = set()
     while True:
         early, late = _by_names(lines, fixed, written)
         names = {name for line in early for name in line.defines}
-        hit = names & _written(late, lines)
-        if not hit:
+        overwritten = names & _written(late, lines)
+        if not overwritten:
             break
-        written |= hit
-    wanted = returned.union(*(line.uses for line in late))
-    return early, late, [name for line in early for name in line.defines if name in wanted]
+        written |= overwritten
+    used = returned.union(*(line.uses for line in late))
+    return early, late, [name for line in early for name in line.defines if name in used]
 
 
 def _by_names(lines: Sequence[Line], fixed: frozenset[str], written: set[str]) -> tuple[list[Line], list[Line]]:
@@ -64,9 +63,9 @@ def _by_names(lines: Sequence[Line], fixed: frozenset[str], written: set[str]) -
 
 
 def _written(late: Sequence[Line], lines: Sequence[Line]) -> set[str]:
-    """The names whose memory the lines of `late` may write to."""
-    found = {name for line in late if line.operator.mutable for name in line.uses}
-    for line in reversed(lines):  # a result comes after what it may share memory with
-        if not line.operator.fresh and not found.isdisjoint(line.defines):
-            found |= line.uses
-    return found
+    """Return the names whose memory the lines of `late` may write to."""
+    written = {name for line in late if line.operator.mutable for name in line.uses}
+    for line in reversed(lines):  # a result comes after the arguments that it may share memory with
+        if not line.operator.fresh and not written.isdisjoint(line.defines):
+            written |= line.uses
+    return written

@@ -16,12 +16,12 @@ except ImportError as error:
 def import_libraries(names: Iterable[str]) -> None:
     """Import each package, or load each shared library (a path that ends in .so), so that its operators exist.
 
-    Raises Unsupported for one that cannot be.
+    Raises Unsupported if one cannot be loaded.
     """
-    found = [] if isinstance(names, str) else list(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in found):
+    libraries = [] if isinstance(names, str) else list(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in libraries):
         raise Unsupported(f"op_libraries={names!r}: expected names of packages, or paths of shared libraries")
-    for name in found:
+    for name in libraries:
         try:
             if name.endswith(".so"):
                 torch.ops.load_library(name)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Values that a graph states: dtypes, devices, formats, numbers."""
+"""Values in a graph's JSON: dtypes, devices, formats, numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightswap_runtime.tensors.dtypes import DTYPES
 
 from .schema import UnknownPart
 
-# weight files have none of the first two
+# the first two are not dtypes of weight files
 _DTYPES = {9: "complex32", 11: "complex128"} | {row.code: row.torch or "" for row in DTYPES.values() if row.code}
 _MEMORY_FORMATS = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
 _LAYOUTS = {1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc", 7: "strided"}
@@ -20,9 +20,9 @@ _MOST_BITS = 64
 
 
 def constant(kind: str, value: Any, device: torch.device) -> Any:
-    """What torch has for a value of one of the kinds CONSTANTS. Raises UnknownPart.
+    """Return torch's object for a value of one of the kinds CONSTANTS. Raises UnknownPart.
 
-    A graph runs where its weights are, wherever it was captured: each device is `device`.
+    A graph runs where its weights are, wherever it was captured: every device in it becomes `device`.
     """
     if kind == "as_complex":
         return complex(value.real, value.imag)
@@ -30,14 +30,14 @@ def constant(kind: str, value: Any, device: torch.device) -> Any:
         if value.type not in ("cpu", "cuda"):
             raise UnknownPart(f"a tensor on the device {value.type!r:.40}")
         return device
-    found = getattr(torch, _TABLES[kind].get(value, ""), None)
-    if found is None:
+    torch_value = getattr(torch, _TABLES[kind].get(value, ""), None)
+    if torch_value is None:
         raise UnknownPart(f"{kind} {value}")
-    return found
+    return torch_value
 
 
 def literal(value: int) -> str:
-    """An integer or a truth value as Python source. Raises UnknownPart for one that no operator takes."""
+    """Return an integer or boolean as Python source. Raises UnknownPart for one that no operator takes."""
     if value.bit_length() > _MOST_BITS:
         raise UnknownPart(f"an integer of {value.bit_length()} bits")
     return f"({value!r})" if value < 0 else repr(value)

@@ -1,4 +1,4 @@
-"""Operators by the exact names that a graph has for them. Nothing else of torch or Python can be reached."""
+"""Operators by their exact names in a graph. A graph can reach nothing else of torch or Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)},
 }
 _LEVELS = "lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim"
-# `torch.vmap` leaves these calls in a graph: a level of it begins, and ends
+# `torch.vmap` leaves these calls in a graph, where a level of it begins and ends
 _VMAP: dict[str, Callable[..., Any]] = {
     f"{predispatch.__name__}.{name}": getattr(predispatch, name)
     for name in _LEVELS.split()
@@ -33,7 +33,7 @@ _VMAP: dict[str, Callable[..., Any]] = {
 }
 _HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
 OF_TORCH = {"aten", "prims"}
-# torch's own for compilers, processes and packed objects: no export calls them, and some look beyond their tensors
+# internal to torch, for compilers, processes and packed objects: no export calls them, and some read more than tensors
 _INTERNAL = frozenset(
     {
         *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
@@ -42,32 +42,34 @@ _INTERNAL = frozenset(
         *("streams", "symm_mem"),
     }
 )
-# their operators' texts are modes; elsewhere a text may be the path of a file (`image::write_file`)
-_TAKES_TEXTS = {*OF_TORCH, "quantized_decomposed", "torchao"}
-_TEXTS = {"as_string", "as_strings", "as_string_to_argument"}
-_FILES = {"aten::from_file"}  # reaches beyond its tensors
-# what gives a tensor other memory or turns to autograd and streams; `resize_` of state is in graphs of models
+# their operators' strings are modes; elsewhere a string may be the path of a file (`image::write_file`)
+_TAKES_STRINGS = {*OF_TORCH, "quantized_decomposed", "torchao"}
+_STRINGS = {"as_string", "as_strings", "as_string_to_argument"}
+_FILES = {"aten::from_file"}
+# operators that replace a tensor's memory or deal with autograd and streams; `resize_` of state is in graphs of models
 _MEMORY = re.compile(
     r"aten::(set_data|set_?|sparse_resize\w*|resize_as_sparse_?|_resize_output_?|requires_grad_|retain_grad"
     r"|record_stream|_test_\w+)"
 )
 _HANDLES = re.compile(r"\b(Storage|Stream)\b")
-_CHECKS = re.compile(r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+")  # they alone neither give nor write
-# checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
+_CHECKS = re.compile(
+    r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+"
+)  # the only ones that neither return nor write
+# a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
-SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
+SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # arguments: whether, a graph, its arguments
 AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"  # the first argument names a type of device
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 
 
 class Operator(NamedTuple):
-    """Something to call. pure: its call can be left out where nothing needs the result.
+    """An operator or function that a graph calls. pure: a call whose result is unused can be removed.
 
-    keywords: the names that keyword arguments may have, as the operator itself has them. past_autograd: as in
-    `Compiled`. repeatable: the same arguments always give the same tensors, and nothing else happens. mutable: it may
-    write to its arguments. fresh: no result shares memory with an argument. vmap: a part of `torch.vmap`.
+    keywords: the names of its keyword arguments. past_autograd: as in `Compiled`. repeatable: equal arguments always
+    give equal tensors, without side effects. mutable: it may write to its arguments. fresh: no result shares memory
+    with an argument. vmap: it is a part of `torch.vmap`.
     """
 
     call: Callable[..., Any]
@@ -87,12 +89,12 @@ class MissingOperator(Exception):
 
 
 class ForeignFunction(Exception):
-    """Something that no graph has a reason to call."""
+    """A function that no graph has a reason to call."""
 
 
 @functools.cache
 def find_operator(target: str) -> Operator:
-    """The operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
+    """Return the operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
     if target in _NUMBERS:
         return Operator(_NUMBERS[target], target, pure=True)
     if target in _VMAP:
@@ -108,20 +110,20 @@ def find_operator(target: str) -> Operator:
 
 
 def check_texts(operator: Operator, kinds: Iterable[str]) -> None:
-    """Raise ForeignFunction for texts among the kinds of a call's arguments, if they could be more than a mode."""
+    """Raise ForeignFunction if a call has string arguments that could be more than modes. kinds: its arguments'."""
     namespace = operator.name.partition("::")[0]
-    of_torch = namespace in _TAKES_TEXTS or operator.higher_order or operator.vmap
-    if not of_torch and _TEXTS.intersection(kinds):
-        raise ForeignFunction(f"{operator.name!r:.80} with a text, which could be the name of a file")
+    of_torch = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
+    if not of_torch and _STRINGS.intersection(kinds):
+        raise ForeignFunction(f"{operator.name!r:.80} with a string, which could be the name of a file")
 
 
 def _higher_order(parts: list[str], target: str) -> Operator:
-    found = getattr(torch.ops.higher_order, parts[0], None) if len(parts) == 1 else None
-    if not isinstance(found, HigherOrderOperator):
+    torch_operator = getattr(torch.ops.higher_order, parts[0], None) if len(parts) == 1 else None
+    if not isinstance(torch_operator, HigherOrderOperator):
         raise ForeignFunction(f"{target!r:.80}")
     if parts[0] not in _HIGHER_ORDER:
         raise UnknownPart(f"the operator {target!r:.80}")
-    return Operator(found, target, pure=False, higher_order=True, mutable=True)
+    return Operator(torch_operator, target, pure=False, higher_order=True, mutable=True)
 
 
 def _overload(parts: list[str], target: str) -> Operator:
@@ -129,7 +131,7 @@ def _overload(parts: list[str], target: str) -> Operator:
         raise ForeignFunction(f"{target!r:.80}")
     namespace, operator, overload = parts
     if namespace in _INTERNAL:
-        raise ForeignFunction(f"{target!r:.80}, which is torch's own")
+        raise ForeignFunction(f"{target!r:.80}, which is internal to torch")
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
     if not _is_dispatched(full):
         raise MissingOperator(target)
@@ -138,18 +140,18 @@ def _overload(parts: list[str], target: str) -> Operator:
     name = schema.name
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
-    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(each.type)) for each in schema.arguments):
-        raise ForeignFunction(f"{target!r}, which reaches what is behind tensors")
-    own = name.startswith("aten::")
-    if own and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
+    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
+        raise ForeignFunction(f"{target!r}, which reaches behind tensors")
+    is_aten = name.startswith("aten::")
+    if is_aten and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
         raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
-    keywords = frozenset(each.name for each in schema.arguments if not iskeyword(each.name))
+    keywords = frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name))
     return Operator(
         _FASTER.get(torch_operator, torch_operator._op),
         name,
         pure=name in _SIZES,
         keywords=keywords,
-        past_autograd=own,
+        past_autograd=is_aten,
         repeatable=is_repeatable(torch_operator),
         mutable=is_mutable(torch_operator),
         fresh=is_fresh(torch_operator),
@@ -157,15 +159,15 @@ def _overload(parts: list[str], target: str) -> Operator:
 
 
 def _is_dispatched(name: str) -> bool:
-    """Whether torch's dispatcher knows an operator. TorchScript knows more, among them ones that write files."""
+    """Return whether torch's dispatcher has an operator. TorchScript has more, some of which write files."""
     try:
         return torch._C._dispatch_has_kernel(name)
-    except RuntimeError as error:  # no name of an operator at all
+    except RuntimeError as error:  # not the name of an operator
         raise ForeignFunction(f"{name!r:.80}") from error
 
 
 _aten, _tensor, _nn = torch.ops.aten, torch.Tensor, torch._C._nn
-# overloads that torch's own Python functions run with the same arguments in less time per call
+# torch functions that do the same as an overload, with the same arguments, in less time per call
 _FASTER: dict[OpOverload, Callable[..., Any]] = {
     _aten.sym_size.int: _tensor.size,
     _aten.sym_stride.int: _tensor.stride,

@@ -1,4 +1,4 @@
-"""Types of that part of torch.export's JSON that running a graph takes. The source is torch/_export/serde/schema.py."""
+"""Types for the part of torch.export's JSON that is needed to run a graph. Source: torch/_export/serde/schema.py."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
-MAJOR = 8  # of the schema; a minor version adds what older readers may not know
+MAJOR = 8  # version of the schema; a minor version adds parts that older readers may not know
 
-Argument = dict[str, msgspec.Raw]  # one entry, called by its kind
+Argument = dict[str, msgspec.Raw]  # one entry, whose key is the argument's kind
 
 
 class SchemaRecord(msgspec.Struct, frozen=True):
-    """A part of the JSON. Entries that are not named here, such as stack traces, are skipped."""
+    """A part of the JSON. Other entries, such as stack traces, are skipped."""
 
 
 class SchemaVersion(SchemaRecord, frozen=True):
-    """Of the schema."""
+    """Version of the schema."""
 
     major: int
     minor: int
 
 
 class NamedArgument(SchemaRecord, frozen=True):
-    """An argument of a call. kind: 1 positional, 2 keyword."""
+    """An argument of a call. kind: 1 is positional, 2 is keyword."""
 
     name: str
     arg: Argument
@@ -43,7 +43,7 @@ class Node(SchemaRecord, frozen=True):
 
 
 class Graph(SchemaRecord, frozen=True):
-    """Calls, in order. A single tensor is returned by itself, everything else as a tuple."""
+    """Calls, in order. A single tensor is returned as it is, everything else as a tuple."""
 
     inputs: tuple[Argument, ...]
     outputs: tuple[Argument, ...]
@@ -71,7 +71,7 @@ class Name(SchemaRecord, frozen=True):
 
 
 class Symbol(SchemaRecord, frozen=True):
-    """A number: one that was computed, or itself."""
+    """A number: the name of a computed one, or a constant."""
 
     as_name: str | None = None
     as_int: int | None = None
@@ -80,13 +80,13 @@ class Symbol(SchemaRecord, frozen=True):
 
 
 class OptionalTensor(SchemaRecord, frozen=True):
-    """A tensor, or nothing."""
+    """A tensor or None."""
 
     as_tensor: Name | None = None
 
 
 class SchemaDevice(SchemaRecord, frozen=True):
-    """Where a tensor was when the graph was captured."""
+    """The device that a tensor was on when the graph was captured."""
 
     type: str
     index: int | None = None
@@ -106,7 +106,7 @@ class Subgraph(SchemaRecord, frozen=True):
     graph: Graph
 
 
-Float = float | str  # JSON has no infinity: "Infinity", "-Infinity", "NaN"
+Float = float | str  # JSON has no numbers for "Infinity", "-Infinity" and "NaN"
 _TYPES: dict[str, Any] = {
     "as_none": bool,
     "as_tensor": Name,
@@ -138,16 +138,16 @@ _TYPES: dict[str, Any] = {
     "as_float_lists": list[list[Float]],
     "as_string_to_argument": dict[str, Argument],
 }
-_DECODERS = {kind: msgspec.json.Decoder(found) for kind, found in _TYPES.items()}
+_DECODERS = {kind: msgspec.json.Decoder(value_type) for kind, value_type in _TYPES.items()}
 _PROGRAM = msgspec.json.Decoder(Program)
 
 
 class UnknownPart(Exception):
-    """Something in a graph that is not known here. Exports refuse what has one."""
+    """A part of a graph that this version does not know. Exports refuse such graphs."""
 
 
 def model_json(raw: bytes) -> bytes:
-    """The JSON of the one program in an archive's bytes. Raises UnknownPart, and what zipfile raises."""
+    """Return the JSON of the one program in an archive's bytes. Raises UnknownPart, and what zipfile raises."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [name for name in archive.namelist() if name.endswith("/models/model.json")]
         if len(models) != 1:
@@ -156,7 +156,7 @@ def model_json(raw: bytes) -> bytes:
 
 
 def read_program(raw: bytes) -> Program:
-    """The program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
+    """Read the program from an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
     program = _PROGRAM.decode(model_json(raw))
     if program.schema_version.major != MAJOR:
         raise UnknownPart(f"schema version {program.schema_version.major}")
@@ -164,7 +164,7 @@ def read_program(raw: bytes) -> Program:
 
 
 def read_argument(argument: Argument) -> tuple[str, Any]:
-    """An argument's kind and its typed value. Raises UnknownPart and msgspec.MsgspecError."""
+    """Return an argument's kind and its typed value. Raises UnknownPart and msgspec.MsgspecError."""
     if len(argument) != 1:
         raise UnknownPart(f"an argument with the entries {sorted(argument)!r:.80}")
     ((kind, raw),) = argument.items()
@@ -175,7 +175,7 @@ def read_argument(argument: Argument) -> tuple[str, Any]:
 
 
 def argument_names(argument: Argument) -> list[str]:
-    """The values of a graph that an argument refers to, or that an output defines; not those inside a subgraph."""
+    """Return the names of values that an argument uses or an output defines, without those inside a subgraph."""
     if "as_graph" in argument:
         return []
     _, value = read_argument(argument)

@@ -1,7 +1,7 @@
-"""A graph as a straight-line Python function.
+"""Compilation of a graph to a straight-line Python function.
 
-Every identifier in its source is made here, and every text, dtype, device and number with a point is a constant beside
-it: nothing that an archive says becomes source.
+Every identifier in its source is generated here, and every string, dtype, device and float is a constant in its
+globals. No text from an archive ever becomes source code.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _POSITIONAL, _KEYWORD = 1, 2
 
 
 class Compiled(NamedTuple):
-    """A function of so many arguments that returns a tuple of so many values.
+    """A graph's function with its number of inputs and outputs. It returns a tuple.
 
-    `prologue` gives the `hoisted` values that come before the inputs in a call, from those inputs that were said to be
-    fixed. past_autograd: whether it does the same where the dispatcher leaves autograd out: it has torch's own
-    operators alone, and no part that runs with gradients. kinds: of its arguments, as the schema calls them; those of
-    literals are not looked at in a call.
+    `prologue` takes the fixed inputs and returns as many values as `hoisted` says, which precede the inputs in a call.
+    past_autograd: the function computes the same if the dispatcher skips autograd, as it has only torch's own
+    operators and no part that runs with gradients. kinds: the schema's kinds of the inputs; a call ignores the values
+    of literals.
     """
 
     call: Callable[..., Any]
@@ -53,9 +53,9 @@ class DamagedGraph(Exception):
 
 
 def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
-    """A graph as a function; tensors that it creates are made on `device`.
+    """Compile a graph. Tensors that the function creates are made on `device`.
 
-    fixed: by input, whether it is the same in all calls. What depends on those alone is computed by the prologue.
+    fixed: for each input, whether it is the same in all calls. The prologue computes what depends on those alone.
 
     Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
     """
@@ -63,7 +63,7 @@ def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()
 
 
 class _Constants:
-    """What the functions of one graph share: operators, and values that their sources have no literals for."""
+    """Constants that the functions of one graph share: operators, and values that are no literals in the source."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class _Constants:
 
 
 class _Function:
-    """One graph's function, while it is written."""
+    """Writer of one graph's function."""
 
     def __init__(self, constants: _Constants) -> None:
         self._constants = constants
@@ -94,8 +94,8 @@ class _Function:
         lines = [line for node in graph.nodes if (line := self._line(node)) is not None]
         self._used = set()
         values = [self._value(output) for output in graph.outputs]
-        given = [parameter for parameter, same in zip(parameters, fixed, strict=False) if same]
-        early, late, hoisted = split(lines, frozenset(given), frozenset(self._used)) if any(fixed) else ([], lines, [])
+        kept = [parameter for parameter, is_fixed in zip(parameters, fixed, strict=False) if is_fixed]
+        early, late, hoisted = split(lines, frozenset(kept), frozenset(self._used)) if any(fixed) else ([], lines, [])
         if graph.is_single_tensor_return:
             if len(values) != 1:
                 raise DamagedGraph(f"{len(values)} outputs where one is returned")
@@ -104,14 +104,14 @@ class _Function:
             result = _tuple(values)
         call = self._write([*hoisted, *parameters], body(late, frozenset(self._used)), result)
         if self._constants.vmap:
-            call = _leaving_vmap(call)
-        prologue = self._write(given, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
+            call = _leave_vmap(call)
+        prologue = self._write(kept, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
         past_autograd = self._constants.past_autograd
         kinds = tuple(kind for argument in graph.inputs for kind in argument)
         return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted), kinds)
 
     def _write(self, parameters: list[str], lines: list[str], result: str) -> Callable[..., Any]:
-        """A function; every name in its source was made here."""
+        """Compile a function's source, in which every name was generated here."""
         source = "\n".join(
             [f"def graph({', '.join(parameters)}):", *(f" {line}" for line in lines), f" return {result}"]
         )
@@ -127,15 +127,15 @@ class _Function:
         if kind == "as_sym_int" and value.as_name is not None:
             return self._define(value.as_name)
         if kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
-            return self._new()  # captured as a constant; nothing refers to it
+            return self._new_name()  # captured as a constant; nothing refers to it
         raise UnknownPart(f"an input of the kind {kind!r}")
 
-    def _new(self) -> str:
+    def _new_name(self) -> str:
         self._count += 1
         return f"v{self._count}"
 
     def _define(self, name: str) -> str:
-        return self._name(name, self._new())
+        return self._name(name, self._new_name())
 
     def _name(self, name: str, local: str) -> str:
         if name in self._locals:
@@ -159,7 +159,7 @@ class _Function:
         self._used = set()
         call = self._call(node, operator)
         if operator.name == "aten::to":
-            call = self._unless_idle(node, call)
+            call = self._cast_if_needed(node, call)
         before = self._count
         target = self._target(node, operator)
         defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
@@ -168,27 +168,27 @@ class _Function:
     def _call(self, node: Node, operator: Operator) -> str:
         called, inputs = self._constants.add(operator.call), node.inputs
         if operator.name == SET_GRADIENTS and len(inputs) > 1:
-            if read_argument(inputs[0].arg) == ("as_bool", False):  # as everything is run
+            if read_argument(inputs[0].arg) == ("as_bool", False):  # everything runs without gradients
                 called, inputs = self._value(inputs[1].arg), inputs[2:]
             else:
                 self._constants.past_autograd = False
         arguments = []
-        # in place of the device that the graph was captured on; a block for another one is left as it is
+        # replaces the device that the graph was captured on; autocast for another device stays as it is
         if operator.name == AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
             arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
         return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
 
-    def _unless_idle(self, node: Node, call: str) -> str:
-        """A cast that is asked for only where it changes something: else its result is its very argument."""
-        given, *wanted = (read_argument(item.arg) for item in node.inputs)
-        if given[0] != "as_tensor" or not wanted or any(kind not in _COMPARED for kind, _ in wanted):
+    def _cast_if_needed(self, node: Node, call: str) -> str:
+        """Return an expression that calls a cast only if it changes something; else the result is the argument."""
+        argument, *properties = (read_argument(item.arg) for item in node.inputs)
+        if argument[0] != "as_tensor" or not properties or any(kind not in _COMPARED for kind, _ in properties):
             return call
-        tensor = self._expression(*given)
-        same = (f"{tensor}.{_COMPARED[kind]} {self._expression(kind, value)}" for kind, value in wanted)
+        tensor = self._expression(*argument)
+        same = (f"{tensor}.{_COMPARED[kind]} {self._expression(kind, value)}" for kind, value in properties)
         return f"{tensor} if {' and '.join(same)} else {call}"
 
     def _is_identity(self, node: Node) -> bool:
-        """Whether a dropout returns its very input, as it does outside training; its result is then that."""
+        """Return whether a dropout is not in training, and so returns its input. Its result is then named as that."""
         if len(node.inputs) != 3 or len(node.outputs) != 1:
             return False
         (kind, value), _, (_, training) = (read_argument(item.arg) for item in node.inputs)
@@ -200,21 +200,21 @@ class _Function:
         return True
 
     def _arguments(self, inputs: Iterable[NamedArgument], operator: Operator) -> Iterator[str]:
-        named = False
+        had_keyword = False
         for item in inputs:
             text = self._value(item.arg)
             if item.kind == _POSITIONAL or not item.name:
-                if named:
+                if had_keyword:
                     raise DamagedGraph(f"{operator.name}: a positional argument after a named one")
                 yield text
             elif item.kind == _KEYWORD and item.name in operator.keywords:
-                named = True
-                yield f"{item.name}={text}"  # the operator's own name
+                had_keyword = True
+                yield f"{item.name}={text}"  # a name from the operator's schema
             else:
                 raise UnknownPart(f"the argument {item.name!r:.40} of {operator.name}")
 
     def _target(self, node: Node, operator: Operator) -> str:
-        """What the result is assigned to."""
+        """Return the target of the result's assignment."""
         targets = [self._result(output) for output in node.outputs]
         if len(targets) != 1:
             return _tuple(targets) if targets else ""
@@ -227,15 +227,15 @@ class _Function:
             case "as_tensor":
                 return self._define(value.name)
             case "as_sym_int" | "as_sym_float" | "as_sym_bool":
-                return self._new() if value.as_name is None else self._define(value.as_name)
+                return self._new_name() if value.as_name is None else self._define(value.as_name)
             case "as_tensors":
                 return _tuple([self._define(item.name) for item in value])
             case "as_none":
-                return self._new()
+                return self._new_name()
         raise UnknownPart(f"a result of the kind {kind!r}")
 
     def _value(self, argument: Argument) -> str:
-        """An argument as an expression."""
+        """Return an argument as an expression."""
         return self._expression(*read_argument(argument))
 
     def _expression(self, kind: str, value: Any) -> str:
@@ -257,7 +257,7 @@ class _Function:
     def _integer(self, value: int) -> str:
         return literal(value)
 
-    def _text(self, value: str) -> str:
+    def _string(self, value: str) -> str:
         return self._constants.add(value)
 
     def _optional(self, value: OptionalTensor) -> str:
@@ -268,10 +268,10 @@ class _Function:
             return self._use(value.as_name)
         if value.as_float is not None:
             return self._float(value.as_float)
-        found = value.as_int if value.as_int is not None else value.as_bool
-        if found is None:
+        number = value.as_int if value.as_int is not None else value.as_bool
+        if number is None:
             raise UnknownPart("a number without a value")
-        return literal(found)
+        return literal(number)
 
     def _subgraph(self, value: Subgraph) -> str:
         return self._constants.add(_Function(self._constants).compile(value.graph).call)
@@ -290,7 +290,7 @@ _EXPRESSIONS: dict[str, Callable[[_Function, Any], str]] = {
     "as_int": _Function._integer,
     "as_bool": _Function._integer,
     "as_float": _Function._float,
-    "as_string": _Function._text,
+    "as_string": _Function._string,
     "as_sym_int": _Function._symbol,
     "as_sym_float": _Function._symbol,
     "as_sym_bool": _Function._symbol,
@@ -314,8 +314,8 @@ _ITEMS = {
 }
 
 
-def _leaving_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; whatever happens in it, its thread is in no vmap afterwards that it was not in before."""
+def _leave_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it leaves every vmap level that it entered, even after an error."""
     depth_now = torch._C._functorch.get_dynamic_layer_stack_depth
     leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
 

@@ -1,7 +1,7 @@
-"""The engine `onnx` on the CPU for artifacts that have ONNX graphs of some methods alone: `torch` runs the others.
+"""The engine `onnx` on the CPU for artifacts with ONNX graphs of only some methods: `torch` runs the others.
 
-Both read the same arena. State stays ONNX Runtime's: a call on `torch` takes a copy of what its method uses, and leaves
-what became of it.
+Both read the same arena. State is kept for ONNX Runtime: a call on `torch` copies the state that its method uses, and
+copies the changed state back.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .values import content_array, content_of, value_of
 
 
 class OnnxBesideTorch(OnnxEngine):
-    """The ONNX graphs of one artifact, and as they were captured the graphs of methods that have none."""
+    """The ONNX graphs of one artifact, and the captured graphs of methods without one."""
 
     def __init__(self, artifact: Artifact, threads: int | None = None, *, prologue: bool = True) -> None:
-        """threads: of calls on ONNX Runtime. Raises ArtifactError and Unsupported."""
+        """threads: for each call on ONNX Runtime. Raises ArtifactError and Unsupported."""
         super().__init__(artifact, threads)
         self._torch = TorchEngine(_without(artifact, self._graphs), prologue=prologue)
 
     @property
     def runs(self) -> dict[str, str]:
-        found = super().runs | self._torch.runs
-        return {name: found[name] for name in self._manifest.methods}
+        runs = super().runs | self._torch.runs
+        return {name: runs[name] for name in self._manifest.methods}
 
     def bind(self, arena: Arena) -> BoundBoth:  # type: ignore[override]
-        """Both engines, over views on the arena."""
+        """Bind both engines to views of the arena."""
         return BoundBoth(super().bind(arena), self._torch.bind(arena), self._torch)
 
     def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> _Chosen:  # type: ignore[override]
@@ -53,19 +53,19 @@ class OnnxBesideTorch(OnnxEngine):
         return _Chosen(super().variant(rows, arena), self._torch.variant(rows, arena))
 
     def joined(self, chosen: Iterable[_Chosen]) -> _Chosen:  # type: ignore[override]
-        found = list(chosen)
-        return _Chosen(super().joined(each.onnx for each in found), self._torch.joined(each.torch for each in found))
+        pairs = list(chosen)
+        return _Chosen(super().joined(pair.onnx for pair in pairs), self._torch.joined(pair.torch for pair in pairs))
 
 
 class _Chosen(NamedTuple):
-    """The tensors of the variants that a call has chosen, for both engines."""
+    """The tensors of the variants that a call uses, for both engines."""
 
     onnx: OnnxChosen
     torch: ChosenTensors
 
 
 def _without(artifact: Artifact, compiled: Iterable[str]) -> Artifact:
-    """The artifact without some methods, and with the state of the others alone."""
+    """Return the artifact without some methods, and with the state of the others alone."""
     manifest = artifact.manifest
     methods = {name: method for name, method in manifest.methods.items() if name not in set(compiled)}
     used = {item.name for method in methods.values() for item in method.inputs if item.kind == "state"}
@@ -76,21 +76,21 @@ def _without(artifact: Artifact, compiled: Iterable[str]) -> Artifact:
 class BoundBoth:
     """All methods over one arena, each on its engine."""
 
-    def __init__(self, onnx: BoundOnnx, beside: Bound, engine: TorchEngine) -> None:
-        """beside: the engine's, over the same arena."""
+    def __init__(self, onnx: BoundOnnx, torch_bound: Bound, engine: TorchEngine) -> None:
+        """torch_bound: `engine` bound to the same arena."""
         self._onnx = onnx
-        self._beside = beside
+        self._torch_bound = torch_bound
         self._engine = engine
         self._methods = frozenset(engine.runs)
-        self.run_prologue = beside.run_prologue
-        self.keep: Callable[[], Callable[[], None]] = beside.keep
+        self.run_prologue = torch_bound.run_prologue
+        self.keep: Callable[[], Callable[[], None]] = torch_bound.keep
 
     @property
     def has_prologue(self) -> bool:
-        return self._beside.has_prologue
+        return self._torch_bound.has_prologue
 
     def copy_prologue_from(self, other: Bound) -> bool:
-        return isinstance(other, BoundBoth) and self._beside.copy_prologue_from(other._beside)
+        return isinstance(other, BoundBoth) and self._torch_bound.copy_prologue_from(other._torch_bound)
 
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
@@ -105,20 +105,21 @@ class BoundBoth:
     def _run_beside(
         self, method: str, inputs: list[Any], state: OnnxState | None, chosen: ChosenTensors | None
     ) -> list[Any]:
-        given = [self._engine.tensor(content_of(each)) if isinstance(each, np.ndarray) else each for each in inputs]
-        before = [_version(each) for each in given]
-        here = None
+        engine = self._engine
+        tensors = [engine.tensor(content_of(value)) if isinstance(value, np.ndarray) else value for value in inputs]
+        versions = [_version(value) for value in tensors]
+        torch_state = None
         if state is not None:
-            here = self._engine.new_state({name: state.content(name) for name in self._engine.state_names})
-        outputs = self._beside.run(method, given, here, chosen)
+            torch_state = engine.new_state({name: state.content(name) for name in engine.state_names})
+        outputs = self._torch_bound.run(method, tensors, torch_state, chosen)
         results = [
-            content_array(self._engine.content(each)) if isinstance(each, torch.Tensor) else each for each in outputs
+            content_array(engine.content(value)) if isinstance(value, torch.Tensor) else value for value in outputs
         ]
-        for array, tensor, version in zip(inputs, given, before, strict=True):
+        for array, tensor, version in zip(inputs, tensors, versions, strict=True):
             if _version(tensor) != version:  # the graph has written to it
-                array[...] = content_array(self._engine.content(tensor))
-        if state is not None and here is not None:
-            contents = {name: here.content(name) for name in self._engine.state_names}
+                array[...] = content_array(engine.content(tensor))
+        if state is not None and torch_state is not None:
+            contents = {name: torch_state.content(name) for name in engine.state_names}
             state.values |= {name: value_of(bytearray(c.data), c.dtype, c.shape) for name, c in contents.items()}
         return results
 

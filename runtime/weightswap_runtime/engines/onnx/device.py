@@ -1,4 +1,4 @@
-"""The engine `onnx` on an accelerator: ONNX Runtime reads weights where the arena has them. Tensors are torch's."""
+"""The engine `onnx` on an accelerator. ONNX Runtime reads weights from the arena; inputs and outputs are torch's."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .values import as_value, value_of
 
 
 class Counterpart(NamedTuple):
-    """What ONNX Runtime calls the accelerator that torch calls by another name, and what computes there."""
+    """ONNX Runtime's execution provider, device name and options for one of torch's device types."""
 
     provider: str
     device: str
     options: Mapping[str, str]
 
 
-# as torch computes: no TF32, and no search for the fastest convolution in the first call of each shape
+# computes as torch does, without TF32, and does not search for the fastest convolution in the first call of each shape
 COUNTERPARTS = {
     "cuda": Counterpart(
         "CUDAExecutionProvider",
@@ -50,22 +50,22 @@ COUNTERPARTS = {
 
 
 def provider_of(counterpart: Counterpart, index: int) -> Provider:
-    """What computes on one device."""
+    """Return the execution provider for one device."""
     return Provider(counterpart.provider, {**counterpart.options, "device_id": str(index)})
 
 
 class OnnxAcceleratedEngine(AcceleratedEngine):
-    """The ONNX graphs of one artifact on an accelerator. Methods that have none run as on the engine `torch`."""
+    """The ONNX graphs of one artifact on an accelerator. Methods without one run as on the engine `torch`."""
 
     name = "onnx"
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
-        """Raises ArtifactError, and Unsupported where ONNX Runtime has no provider for the device."""
-        found = COUNTERPARTS.get(self.device.type)
-        if found is None:
-            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it serves on {listed(COUNTERPARTS)}")
-        self._counterpart = found
-        provider = provider_of(found, self.device.index)
+        """Raises ArtifactError, and Unsupported if ONNX Runtime has no provider for the device."""
+        counterpart = COUNTERPARTS.get(self.device.type)
+        if counterpart is None:
+            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it runs on {listed(COUNTERPARTS)}")
+        self._counterpart = counterpart
+        provider = provider_of(counterpart, self.device.index)
         compiled = artifact.compiled_methods("onnx")
         beside = [name for name in artifact.methods if name not in compiled]
         graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
@@ -77,27 +77,27 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
         return OnnxCall(graph, tensors, self._accelerator, self._counterpart.device)
 
     def environment(self) -> None:  # type: ignore[override]
-        """Outputs equal those of eager within tolerances alone."""
+        """Return None: outputs equal eager only within tolerances."""
 
 
 class OnnxCall:
-    """One method over one arena. ONNX Runtime works in streams of its own, so that the host waits: before a call for
-    what its inputs and the weights wait for, and in it until the outputs are there.
+    """One method over one arena. Bindings are not safe to share, so each call takes one from a pool.
 
-    Bindings are not safe to share, so each call takes one from a pool.
+    ONNX Runtime works in streams of its own, so the host waits: before a call until its inputs and the weights are
+    ready, and in the call until the outputs are.
     """
 
     past_autograd = False
     has_prologue = False
 
     def __init__(self, graph: OnnxGraph, tensors: Tensors, accelerator: Accelerator, device: str) -> None:
-        """device: what ONNX Runtime calls it. Raises Unsupported for outputs of dtypes that DLPack lacks."""
+        """device: its name in ONNX Runtime. Raises Unsupported for outputs of dtypes that DLPack lacks."""
         self._graph = graph
         self._accelerator = accelerator
         self._device = device
-        known = {name: value for (_, name), value in tensors.items()}
-        self._fixed = [(name, known[name].detach()) for name in graph.tensors if name in known]
-        self._read = [name for name in graph.tensors if name not in known]
+        by_name = {name: value for (_, name), value in tensors.items()}
+        self._fixed = [(name, by_name[name].detach()) for name in graph.tensors if name in by_name]
+        self._read = [name for name in graph.tensors if name not in by_name]
         variable = {name for kind, name in tensors if kind == "variant"}
         self._variable = [(name, value) for name, value in self._fixed if name in variable]
         self._inputs = list(zip(graph.names.inputs, graph.inputs, strict=True))
@@ -107,30 +107,30 @@ class OnnxCall:
         self.stateful = bool(self._read or self._changed)
         self.hoisted: list[torch.Tensor] = []
         self._pool: list[Any] = []
-        if foreign := sorted({dtype for _, leaf in self._outputs if (dtype := dtype_of(leaf)).startswith("F8")}):
-            raise Unsupported(f"engine 'onnx' on a device: it cannot hand over outputs of {', '.join(foreign)}")
+        if dtypes := sorted({dtype for _, leaf in self._outputs if (dtype := dtype_of(leaf)).startswith("F8")}):
+            raise Unsupported(f"engine 'onnx' on a device: it cannot hand over outputs of {', '.join(dtypes)}")
 
     def run_prologue(self) -> None:
-        """Nothing: ONNX Runtime keeps nothing that depends on weights."""
+        """Do nothing: ONNX Runtime keeps nothing that depends on weights."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         self._graph.check_sizes(inputs)
-        given = [_in_order(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        values = [_row_major(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         try:
             binding = self._pool.pop()
         except IndexError:
             binding = self._new_binding()
-        self._bind(binding, given, state, chosen)
+        self._bind(binding, values, state, chosen)
         self._wait()
         self._graph.session.run_with_iobinding(binding)
-        found = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
-        values = [None if name is None else self._output(found[name], leaf) for name, leaf in self._outputs]
+        results = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
+        outputs = [None if name is None else self._output(results[name], leaf) for name, leaf in self._outputs]
         if state is not None:
-            state.put({name: _view(found[after], self._dtypes[name]) for name, after in self._changed.items()})
-        self._wait()  # before ONNX Runtime has its memory again
+            state.put({name: _view(results[after], self._dtypes[name]) for name, after in self._changed.items()})
+        self._wait()  # before ONNX Runtime may reuse its memory
         binding.clear_binding_outputs()
-        self._pool.append(binding)  # not after an error, which leaves it in doubt
-        return values
+        self._pool.append(binding)  # not after an error, which may leave it half bound
+        return outputs
 
     def _new_binding(self) -> Any:
         binding = self._graph.session.io_binding()
@@ -147,9 +147,9 @@ class OnnxCall:
         if state is not None:
             for name in self._read:
                 self._bind_tensor(binding, name, state.tensors[name], self._graph.dtypes[name])
-        given = chosen.tensors if chosen is not None else {}
-        for name, nothing in self._variable:
-            self._bind_tensor(binding, name, given.get(name, nothing).detach(), self._graph.dtypes[name])
+        variants = chosen.tensors if chosen is not None else {}
+        for name, zeros in self._variable:
+            self._bind_tensor(binding, name, variants.get(name, zeros).detach(), self._graph.dtypes[name])
         for name in self._graph.fetched:
             binding.bind_output(name, self._device, self._accelerator.index)
 
@@ -169,11 +169,11 @@ class OnnxCall:
         return int(_view(value, torch.int64)) if isinstance(leaf, Integer) else None
 
 
-def _in_order(value: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where its memory is not what its elements are in order."""
+def _row_major(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a row-major copy without lazy conjugation or negation."""
     return value.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _view(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of one of ONNX Runtime's values as a tensor."""
+    """Return a tensor over the memory of one of ONNX Runtime's values."""
     return from_dlpack(value).view(dtype)

@@ -1,4 +1,4 @@
-"""The element types that ONNX Runtime has."""
+"""The element types of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightswap_runtime.errors import Unsupported
 
 
 class Element(NamedTuple):
-    """An element type: what ONNX Runtime calls it, and its number in ONNX's TensorProto."""
+    """An element type: its name in ONNX Runtime and its number in ONNX's TensorProto."""
 
     text: str
     code: int
@@ -36,7 +36,7 @@ ELEMENTS = {
 
 
 def element_of(name: str, dtype: str) -> Element:
-    """The element type of a tensor. Raises Unsupported."""
+    """Return the element type of a tensor. Raises Unsupported."""
     if dtype not in ELEMENTS:
         raise Unsupported(f"{name}: ONNX Runtime has no {dtype}; it has {', '.join(ELEMENTS)}")
     return ELEMENTS[dtype]

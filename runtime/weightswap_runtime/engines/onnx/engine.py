@@ -1,4 +1,4 @@
-"""The engine `onnx`: runs the ONNX graphs of an artifact with ONNX Runtime. It needs numpy, and no torch."""
+"""The engine `onnx`: runs the ONNX graphs of an artifact with ONNX Runtime. It needs numpy but not torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class OnnxEngine:
     tensor_type = np.ndarray
     tensor = staticmethod(content_array)
     content = staticmethod(content_of)
-    default_torch_modes = staticmethod(nullcontext)  # nothing that a thread switches on changes what is computed
+    default_torch_modes = staticmethod(nullcontext)  # no mode of a thread changes the results
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
-        """Open the graphs. threads: that one call uses; None: one for each core. Raises ArtifactError, Unsupported."""
+        """Open the graphs. threads: for each call; None: one for each core. Raises ArtifactError and Unsupported."""
         self._manifest = artifact.manifest
         self.dtypes = DTYPE_NAMES
         self._graphs = {name: OnnxGraph(artifact, name, threads) for name in artifact.compiled_methods("onnx")}
-        found = artifact.constants()
-        self._initial = {row.name: value_of(found[row.name].data, row.dtype, row.shape) for row in self._manifest.state}
-        self._absent = {row.name: value_of(bytes(row.nbytes), row.dtype, row.shape) for row in self._manifest.variable}
+        contents, state = artifact.constants(), self._manifest.state
+        self._initial = {row.name: value_of(contents[row.name].data, row.dtype, row.shape) for row in state}
+        self._zeros = {row.name: value_of(bytes(row.nbytes), row.dtype, row.shape) for row in self._manifest.variable}
 
     @property
     def runs(self) -> dict[str, str]:
@@ -53,13 +53,13 @@ class OnnxEngine:
 
     @staticmethod
     def environment() -> None:
-        """Outputs equal those of eager within tolerances alone."""
+        """Return None: outputs equal eager only within tolerances."""
 
     def bind(self, arena: Arena) -> BoundOnnx:
-        """Views on the arena for every weight."""
+        """Bind the graphs to views of the arena's weights."""
         values = _views(self._manifest.weights, arena)
-        absent = {name: self._absent[row.name] for row in self._manifest.variable for name in row.names}
-        calls = {name: _CpuCall(graph, values, absent) for name, graph in self._graphs.items()}
+        zeros = {name: self._zeros[row.name] for row in self._manifest.variable for name in row.names}
+        calls = {name: _CpuCall(graph, values, zeros) for name, graph in self._graphs.items()}
         return BoundOnnx(calls, arena, self.new_state)
 
     @staticmethod
@@ -68,9 +68,9 @@ class OnnxEngine:
 
     @staticmethod
     def joined(chosen: Iterable[OnnxChosen]) -> OnnxChosen:
-        found = list(chosen)
-        values = {name: value for each in found for name, value in each.values.items()}
-        return OnnxChosen(values, [arena for each in found for arena in each.arenas])
+        groups = list(chosen)
+        values = {name: value for group in groups for name, value in group.values.items()}
+        return OnnxChosen(values, [arena for group in groups for arena in group.arenas])
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> OnnxState:
         values = {
@@ -89,16 +89,16 @@ def _views(rows: Iterable[NamedTensor], arena: Arena) -> dict[str, Any]:
 
 
 class OnnxChosen(NamedTuple):
-    """The tensors that a call has chosen, by FQN, and the memory that they lie in."""
+    """The tensors of the variants that a call uses, by FQN, and the arenas that hold them."""
 
     values: Mapping[str, Any]
     arenas: Sequence[Arena]
 
 
 class OnnxState:
-    """One copy of an artifact's state: a call takes its values, and leaves new ones.
+    """One copy of an artifact's state. A call reads its values and replaces them by new ones.
 
-    ONNX Runtime never writes to inputs, so that all copies share the initial values.
+    ONNX Runtime never writes to inputs, so all copies share the initial values.
     """
 
     def __init__(self, rows: Sequence[NamedTensor], initial: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -116,23 +116,23 @@ class OnnxState:
 class _CpuCall:
     """One method over one arena. Bindings are not safe to share, so each call takes one from a pool."""
 
-    def __init__(self, graph: OnnxGraph, values: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
-        """absent: what stands for tensors that a call may choose, and has not."""
+    def __init__(self, graph: OnnxGraph, values: Mapping[str, Any], zeros: Mapping[str, Any]) -> None:
+        """zeros: values for variants that a call does not use."""
         self._graph = graph
-        self._variable = {name: absent[name] for name in graph.tensors if name in absent}
+        self._variable = {name: zeros[name] for name in graph.tensors if name in zeros}
         fixed = {**values, **self._variable}
         self._fixed = [(name, fixed[name]) for name in graph.tensors if name in fixed]
         self._read = [name for name in graph.tensors if name not in fixed]
         self._inputs = [(name, dtype_of(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
-        self._nothing = [(name, value_of(b"", dtype, (0,))) for name, dtype in self._inputs if name is not None]
-        self._nothing += [(name, value_of(b"", graph.dtypes[name], (0,))) for name in self._read]
+        self._empty = [(name, value_of(b"", dtype, (0,))) for name, dtype in self._inputs if name is not None]
+        self._empty += [(name, value_of(b"", graph.dtypes[name], (0,))) for name in self._read]
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
         self.stateful = bool(self._read or self._changed)
         self._pool: list[Any] = []
 
     def warm_up(self) -> None:
-        """Make what the first call needs."""
+        """Create the binding that the first call needs."""
         self._pool.append(self._new_binding())
 
     def _new_binding(self) -> Any:
@@ -142,28 +142,28 @@ class _CpuCall:
         return binding
 
     def __call__(self, inputs: list[Any], state: OnnxState | None, chosen: OnnxChosen | None) -> list[Any]:
-        """Flat inputs to flat outputs; the state is changed at the end, so that an error leaves it as it was."""
+        """Run on flat inputs. Return flat outputs. The state is changed last, so an error leaves it unchanged."""
         self._graph.check_sizes(inputs)
         try:
             binding = self._pool.pop()
         except IndexError:
             binding = self._new_binding()
         self._bind(binding, inputs, state)
-        given = chosen.values if chosen is not None else {}
-        variants = [(name, given[name], nothing) for name, nothing in self._variable.items() if name in given]
+        values = chosen.values if chosen is not None else {}
+        variants = [(name, values[name], zeros) for name, zeros in self._variable.items() if name in values]
         for name, value, _ in variants:
             binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
-        values = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
+        results = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
-        for name, nothing in self._nothing:  # or the binding would keep what it was given until its next call
-            binding.bind_ortvalue_input(name, nothing)
-        for name, _, nothing in variants:
-            binding.bind_ortvalue_input(name, nothing)
-        self._pool.append(binding)  # not after an error, which leaves it in doubt
+        for name, empty in self._empty:  # or the binding would keep the inputs alive until its next call
+            binding.bind_ortvalue_input(name, empty)
+        for name, _, zeros in variants:
+            binding.bind_ortvalue_input(name, zeros)
+        self._pool.append(binding)  # not after an error, which may leave it half bound
         if state is not None:
-            state.values.update({name: values[after] for name, after in self._changed.items()})
-        return [None if name is None else _output(values[name], leaf) for name, leaf in self._outputs]
+            state.values.update({name: results[after] for name, after in self._changed.items()})
+        return [None if name is None else _output(results[name], leaf) for name, leaf in self._outputs]
 
     def _bind(self, binding: Any, inputs: list[Any], state: OnnxState | None) -> None:
         for (name, dtype), value in zip(self._inputs, inputs, strict=True):
@@ -176,7 +176,7 @@ class _CpuCall:
             binding.bind_output(name)
 
     def _renew(self) -> None:
-        """After a fork: bindings belong to sessions whose threads are gone."""
+        """Drop the bindings after a fork: they belong to sessions whose threads are gone."""
         _LOST.append(self._pool)
         self._pool = []
 
@@ -191,7 +191,7 @@ def _output(value: Any, leaf: Leaf) -> Any:
 
 
 class BoundOnnx:
-    """All methods over one arena. Safe to call from any number of threads, with a state of its own for each call."""
+    """All methods over one arena. Safe to call from any number of threads, if each call has a state of its own."""
 
     def __init__(self, calls: Mapping[str, _CpuCall], arena: Arena, new_state: Callable[[], OnnxState]) -> None:
         self._calls = calls
@@ -215,17 +215,16 @@ class BoundOnnx:
     has_prologue = False
 
     def run_prologue(self) -> None:
-        """Nothing: ONNX Runtime keeps nothing that depends on weights."""
+        """Do nothing: ONNX Runtime keeps nothing that depends on weights."""
 
     def copy_prologue_from(self, other: Bound) -> bool:
-        """There is nothing to copy."""
+        """Do nothing: there is no prologue."""
         return True
 
     def keep(self) -> Callable[[], None]:
-        """There is nothing to keep."""
+        """Do nothing: there is no prologue."""
         return lambda: None
 
     def _renew(self) -> None:
-        """After a fork: bindings are made again."""
         for call in self._calls.values():
             call._renew()

@@ -1,4 +1,4 @@
-"""One method's ONNX graph, opened by ONNX Runtime and held against the manifest."""
+"""One method's ONNX graph, opened by ONNX Runtime and checked against the manifest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ except ImportError as error:
 _CPU = "CPUExecutionProvider"
 _SILENT = 4
 _FILES = "session.model_external_initializers_file_folder_path"
-_LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
+_LOST: list[Any] = []  # sessions of a parent process, kept alive: ending one would wait for its threads
 
 
 class Provider(NamedTuple):
-    """What ONNX Runtime computes with, and its options."""
+    """An execution provider of ONNX Runtime and its options."""
 
     name: str = _CPU
     options: Mapping[str, str] = {}
@@ -37,14 +37,14 @@ _ON_CPU = Provider()
 
 
 class OnnxGraph:
-    """A method's graph. `tensors` are the FQNs of weights, state and variants that it takes.
+    """A method's graph. `tensors` are the FQNs of the weights, state and variants that it takes, with their `dtypes`.
 
-    `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called, and
-    `fetched` what outputs and new values are, in order. `dtypes` are those of `tensors`.
+    `inputs` and `outputs` are the leaves of the signature. `after` maps a state's FQN to the output with its new
+    value; `fetched` are the names of all outputs and new values, in order.
     """
 
     def __init__(self, artifact: Artifact, method: str, threads: int | None, provider: Provider = _ON_CPU) -> None:
-        """threads: that one call uses; None: one for each core. Raises ArtifactError and Unsupported."""
+        """threads: for each call; None: one for each core. Raises ArtifactError and Unsupported."""
         manifest = artifact.manifest
         self._where = str(artifact.path / graph_file(method))
         self._raw = artifact.read(graph_file(method))
@@ -61,25 +61,25 @@ class OnnxGraph:
             for index, leaf in enumerate(self.inputs)
             if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
         ]
-        taken = {item.name: item for item in self.session.get_inputs()}
-        self.tensors = tuple(name for name in self.names.tensors if name in taken)
-        given = self.session.get_outputs()
-        fetched = [item.name for item in given]
-        self.after = {name: after for name, after in self.names.after.items() if after in fetched}
+        inputs = {item.name: item for item in self.session.get_inputs()}
+        self.tensors = tuple(name for name in self.names.tensors if name in inputs)
+        outputs = self.session.get_outputs()
+        output_names = [item.name for item in outputs]
+        self.after = {name: after for name, after in self.names.after.items() if after in output_names}
         self.fetched = [*(name for name in self.names.outputs if name is not None), *self.after.values()]
         tables = (*manifest.weights, *manifest.state, *manifest.variable)
         rows = {name: row for row in tables for name in row.names}
         self.dtypes = {name: rows[name].dtype for name in self.tensors}
         dtypes = output_dtypes(manifest, manifest.methods[method])
-        problems = [*self._input_problems(taken, rows), *self._output_problems(given, dtypes)]
+        problems = [*self._input_problems(inputs, rows), *self._output_problems(outputs, dtypes)]
         if problems:
             raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {listed(problems, between='; ')}")
         renew_in_children(self)
 
     def check_sizes(self, inputs: Sequence[Any]) -> None:
-        """Raise InputMismatch for flat inputs of which one is empty along a dynamic dimension.
+        """Raise InputMismatch if a flat input is empty along a dynamic dimension.
 
-        Some of ONNX Runtime's operators (LSTM, rotary embeddings) end the process there.
+        Some of ONNX Runtime's operators (LSTM, rotary embeddings) would end the process.
         """
         empty = [name for index, name in self._dynamic if 0 in inputs[index].shape]
         if empty:
@@ -90,25 +90,25 @@ class OnnxGraph:
 
     @property
     def session(self) -> Any:
-        """The ONNX Runtime session. Calls on it may run at the same time."""
+        """The ONNX Runtime session. Calls on it may run concurrently."""
         if self._session is None:
             self._session = self._open()
         return self._session
 
     def _renew(self) -> None:
-        """After a fork: a session's threads are gone, so that the next call opens another."""
+        """Drop the session after a fork: its threads are gone, so the next call opens another."""
         _LOST.append(self._session)
         self._session = None
 
     def _open(self) -> Any:
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = _SILENT  # what it says, its errors say too
+        options.log_severity_level = _SILENT  # its errors say the same
         options.intra_op_num_threads = self._threads or 0
-        options.add_session_config_entry(_FILES, self._where)  # nothing lies below a file, so that it can read none
-        wanted, here = self._provider.name, onnxruntime.__version__
+        options.add_session_config_entry(_FILES, self._where)  # the path of a file, so it can read no other files
+        provider, here = self._provider.name, onnxruntime.__version__
         try:
             session = onnxruntime.InferenceSession(
-                self._raw, options, providers=[(wanted, dict(self._provider.options))]
+                self._raw, options, providers=[(provider, dict(self._provider.options))]
             )
         except Exception as error:
             if type(error).__name__ == "NotImplemented":
@@ -116,30 +116,30 @@ class OnnxGraph:
             raise ArtifactError(
                 f"{self._where}: ONNX Runtime {here} cannot open it: {error}. Compile it again."
             ) from error
-        if wanted not in (found := session.get_providers()):
+        if provider not in (available := session.get_providers()):
             raise Unsupported(
-                f"{self._where}: asked for {wanted}, ONNX Runtime {here} gives {', '.join(found)}. Install "
+                f"{self._where}: asked for {provider}, ONNX Runtime {here} gives {', '.join(available)}. Install "
                 "onnxruntime-gpu for the CUDA of this machine, and cuDNN"
             )
         return session
 
     def _input_problems(self, found: Mapping[str, Any], rows: Mapping[str, NamedTensor]) -> Iterator[str]:
         flat = [(name, leaf) for name, leaf in zip(self.names.inputs, self.inputs, strict=True) if name is not None]
-        wanted = {name: dtype_of(leaf) for name, leaf in flat}
-        yield from (f"it lacks the input {name!r}" for name in wanted if name not in found)
+        dtypes = {name: dtype_of(leaf) for name, leaf in flat}
+        yield from (f"it lacks the input {name!r}" for name in dtypes if name not in found)
         for name, item in found.items():
             row = rows.get(name) if name in self.tensors else None
-            dtype = row.dtype if row else wanted.get(name)
+            dtype = row.dtype if row else dtypes.get(name)
             if dtype is None:
                 yield f"it takes {name!r}, which the manifest does not list"
             elif item.type != element_of(name, dtype).text or (row and tuple(item.shape) != row.shape):
                 yield f"it takes {name!r} as {item.type}{list(item.shape)}, expected {dtype}"
 
-    def _output_problems(self, given: Sequence[Any], dtypes: Mapping[str, str]) -> Iterator[str]:
-        found = [item.name for item in given]
-        if found != self.fetched:
-            yield f"its outputs are {found}, expected {self.fetched}"
+    def _output_problems(self, found: Sequence[Any], dtypes: Mapping[str, str]) -> Iterator[str]:
+        names = [item.name for item in found]
+        if names != self.fetched:
+            yield f"its outputs are {names}, expected {self.fetched}"
             return
-        for item in given:
+        for item in found:
             if item.type != element_of(item.name, dtypes[item.name]).text:
                 yield f"it gives {item.name!r} as {item.type}, expected {dtypes[item.name]}"

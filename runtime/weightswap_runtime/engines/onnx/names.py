@@ -1,4 +1,4 @@
-"""How the inputs and outputs of a method's ONNX graph are called."""
+"""Names and dtypes of the inputs and outputs of a method's ONNX graph."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weightswap_runtime.format.signature import Leaf, Literal, Tensor, input_lea
 
 
 class Names(NamedTuple):
-    """Names in the ONNX graph: by the index of a flat input or output (None for a literal, which it lacks); by FQN.
+    """Names in the ONNX graph. `inputs` and `outputs` follow the flat signature, with None for literals.
 
-    `tensors` are the FQNs that the method's graph takes as inputs, of weights, state and variants; `after` is what the
-    value of a state tensor after the call is called.
+    `tensors` are the FQNs of weights, state and variants, which are inputs, too. `after` maps the FQN of a state
+    tensor to the name of the output with its value after the call.
     """
 
     inputs: tuple[str | None, ...]
@@ -23,12 +23,12 @@ class Names(NamedTuple):
 
 
 def graph_file(method: str) -> str:
-    """Where an artifact keeps the ONNX graph of a method."""
+    """Return the path of a method's ONNX graph in an artifact."""
     return f"engines/onnx/{method}.onnx"
 
 
 def onnx_names(manifest: Manifest, method: Method) -> Names:
-    """All tensors of the manifest have their FQNs, inputs and outputs the signature's names where those are free."""
+    """Return the names: FQNs for the manifest's tensors, the signature's names for inputs and outputs if unused."""
     tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
     taken = {name for tensor in tables for name in tensor.names}
     signature = method.signature
@@ -43,16 +43,16 @@ def onnx_names(manifest: Manifest, method: Method) -> Names:
 
 
 def output_dtypes(manifest: Manifest, method: Method) -> dict[str, str]:
-    """The dtypes of what an ONNX graph gives, by name: outputs, and state after the call."""
+    """Return the dtypes of an ONNX graph's outputs by name, including those of the state after the call."""
     names = onnx_names(manifest, method)
     outputs = zip(names.outputs, leaves(method.signature.output), strict=True)
-    found = {name: dtype_of(leaf) for name, leaf in outputs if name is not None}
+    dtypes = {name: dtype_of(leaf) for name, leaf in outputs if name is not None}
     states = {name: row.dtype for row in manifest.state for name in row.names}
-    return found | {after: states[name] for name, after in names.after.items()}
+    return dtypes | {after: states[name] for name, after in names.after.items()}
 
 
 def dtype_of(leaf: Leaf) -> str:
-    """The dtype that a flat input or output has in an ONNX graph; an integer is a tensor there."""
+    """Return the dtype of a flat input or output in an ONNX graph, where an integer is a tensor."""
     return leaf.dtype if isinstance(leaf, Tensor) else "I64"
 
 
@@ -61,7 +61,7 @@ def _names(flat: Iterable[Leaf], role: str, taken: set[str]) -> list[str | None]
 
 
 def _free(name: str, role: str, taken: set[str]) -> str:
-    """`name`, or one like it that is not taken. It is taken then."""
+    """Return `name`, or one like it that is not in `taken`, and add it there."""
     while name in taken:
         name = f"{name}.{role}"
     taken.add(name)

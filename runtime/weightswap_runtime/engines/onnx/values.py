@@ -1,4 +1,4 @@
-"""Tensors as ONNX Runtime has them, over memory of ours and as numpy arrays."""
+"""ONNX Runtime's tensors, over memory of ours and as numpy arrays."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DTYPE_NAMES: Mapping[np.dtype[Any], str] = {numpy_dtype(name): name for name in 
 
 
 def _carrier(dtype: str) -> np.dtype[Any]:
-    """What numpy, and ONNX Runtime from it, takes the elements for."""
+    """Return the numpy dtype in which elements are passed to ONNX Runtime."""
     return numpy_dtype(dtype) if is_numpys(dtype) else np.dtype(f"uint{DTYPES[dtype].bits}")
 
 
 def value_of(memory: Any, dtype: str, shape: Sequence[int]) -> OrtValue:
-    """A value over row-major bytes: a buffer or an array of uint8, which it keeps alive. Nothing is copied."""
+    """Return a value over row-major bytes, a buffer or an array of uint8, which it keeps alive. Nothing is copied."""
     flat = np.frombuffer(memory, _carrier(dtype)) if len(memory) else np.empty(0, _carrier(dtype))
     return as_value(flat.reshape(shape), dtype)
 
 
 def as_value(array: np.ndarray[Any, Any], dtype: str) -> OrtValue:
-    """A value over the memory of an array, or over that of a copy where its elements are scattered or misaligned."""
+    """Return a value over the memory of an array, or of a copy if the array is not contiguous or not aligned."""
     rows = np.require(array, requirements=("C_CONTIGUOUS", "ALIGNED")).view(_carrier(dtype))
     if is_numpys(dtype):
         return OrtValue.ortvalue_from_numpy(rows)
@@ -43,7 +43,7 @@ def as_value(array: np.ndarray[Any, Any], dtype: str) -> OrtValue:
 
 
 def as_array(value: OrtValue, dtype: str) -> np.ndarray[Any, Any]:
-    """A value as an array of its own memory, which lives as long as the array; a copy of what numpy lacks."""
+    """Return a value as an array that shares and keeps its memory; for dtypes that numpy lacks, as a copy."""
     if is_numpys(dtype):
         array: np.ndarray[Any, Any] = value.numpy()
         return array
@@ -53,7 +53,7 @@ def as_array(value: OrtValue, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def content_array(content: TensorBytes) -> np.ndarray[Any, Any]:
-    """An array in memory that numpy has allocated. Raises Unsupported for what ONNX Runtime lacks."""
+    """Copy content to an array that numpy allocates. Raises Unsupported for dtypes that ONNX Runtime lacks."""
     if content.dtype not in ELEMENTS:
         raise Unsupported(f"dtype {content.dtype}: ONNX Runtime has no such type")
     array = np.empty(content.shape, numpy_dtype(content.dtype))
@@ -62,7 +62,7 @@ def content_array(content: TensorBytes) -> np.ndarray[Any, Any]:
 
 
 def content_of(array: np.ndarray[Any, Any]) -> TensorBytes:
-    """What is in an array, whose memory it shares where that is in order. Raises Unsupported for another dtype."""
+    """Return the content of an array; it shares row-major memory. Raises Unsupported for dtypes that ONNX lacks."""
     if array.dtype not in DTYPE_NAMES:
         raise Unsupported(f"numpy's {array.dtype} is none of {', '.join(DTYPE_NAMES.values())}")
     return array_content(array)

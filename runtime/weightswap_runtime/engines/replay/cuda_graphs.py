@@ -1,4 +1,4 @@
-"""Recording with CUDA graphs, which run in torch's streams of priority -2: before calls that are not captured."""
+"""Recording of CUDA graphs in torch's streams of priority -2: their kernels run before calls that are not captured."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from weightswap_runtime.threads.garbage import without_garbage_collection
 
 from .replays import Passing
 
-_APART = -2  # a priority that torch's own code and most applications do not ask for
-MOST_STREAMS = 32  # torch has no more of one priority
-WARM_UPS = 2  # libraries allocate and choose in first calls, which a capture does not allow
+_PRIORITY = -2  # torch's own code and most applications use no streams of this priority
+MOST_STREAMS = 32  # of one priority in torch
+WARM_UPS = 2  # in their first calls libraries allocate and choose kernels, which a capture does not allow
 _capturing = RLock()  # torch's generator of a device knows of one capture at a time; a signal handler may call a model
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator for the host never stops asking them about streams
+_failed: list[torch.cuda.CUDAGraph] = []  # kept alive, as torch's host allocator never stops querying them
 
 
 class NoStream(Passing):
-    """As many sessions capture on the device as there are streams."""
+    """Every stream of the device is used by a session that captures."""
 
     def __init__(self) -> None:
-        super().__init__(
-            f"all of torch's {MOST_STREAMS} streams of priority {_APART} are taken by sessions that capture; close some"
-        )
+        streams = f"all of torch's {MOST_STREAMS} streams of priority {_PRIORITY}"
+        super().__init__(f"{streams} are taken by sessions that capture; close some")
 
 
-class _Taken:
-    """A stream that nobody else captures in."""
+class _StreamLease:
+    """A stream that nobody else captures in, as long as this object lives."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
 
 class _Replay:
-    """A graph. At its end torch drops what cuBLAS has in the stream, so that nobody else may have that sooner."""
+    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is leased again."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, taken: _Taken) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, lease: _StreamLease) -> None:
         self._graph = graph
-        self._taken = taken
+        self._lease = lease
         self._replay = graph.replay
 
     def __call__(self) -> None:
@@ -57,73 +56,73 @@ class _Replay:
 
 
 class CaptureStreams:
-    """Streams of one device that each belong to one session at a time, and one that all warm up in.
+    """Streams of one device, each leased to one session at a time, and one shared stream for warm-ups.
 
-    A graph keeps the scratch memory that cuBLAS has for the recording thread and stream. Were the stream another
-    session's, too, then replays that do not follow one another would share that memory.
+    A graph keeps the scratch memory of cuBLAS for the recording thread and stream. If two sessions shared a stream,
+    their replays, which are not in order with each other, would share that memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._lock = Lock()
         self._free: list[Stream] = []
-        self._handed: set[int] = set()
+        self._used_ids: set[int] = set()
         self._torch = accelerator.torch
         self.warm_up = self._new()
         self.repairs = self._new()
 
-    def take(self) -> _Taken:
-        """A stream for as long as what is returned lives. Raises NoStream."""
+    def take(self) -> _StreamLease:
+        """Lease a stream. Raises NoStream."""
         with self._lock:
-            taken = _Taken(self._free.pop() if self._free else self._new())
-        weakref.finalize(taken, self._free.append, taken.stream).atexit = False
-        return taken
+            lease = _StreamLease(self._free.pop() if self._free else self._new())
+        weakref.finalize(lease, self._free.append, lease.stream).atexit = False
+        return lease
 
     def _new(self) -> Stream:
         for _ in range(MOST_STREAMS):
-            stream = torch.cuda.Stream(self._torch, priority=_APART)  # type: ignore[no-untyped-call]
-            if stream.stream_id not in self._handed:  # torch hands them out in turn, and begins again
-                self._handed.add(stream.stream_id)
+            stream = torch.cuda.Stream(self._torch, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+            if stream.stream_id not in self._used_ids:  # torch hands them out round-robin
+                self._used_ids.add(stream.stream_id)
                 return stream
         raise NoStream
 
 
 _streams: dict[int, CaptureStreams] = {}
-_making = Lock()
+_creating = Lock()
 
 
 def streams_of(accelerator: Accelerator) -> CaptureStreams:
-    """Those of a device, for all models."""
-    with _making:
+    """Return the streams of a device, which all models share."""
+    with _creating:
         if accelerator.index not in _streams:
             _streams[accelerator.index] = CaptureStreams(accelerator)
         return _streams[accelerator.index]
 
 
 class CudaRecorder:
-    """Records in a stream of its own. All its graphs share scratch memory, and must be replayed one after the other."""
+    """Records in a stream of its own. Its graphs share scratch memory, and must be replayed one after another."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Raises Unsupported on another device than CUDA."""
+        """Raises Unsupported on a device other than CUDA."""
         if accelerator.torch.type != "cuda":
-            raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: they are CUDA's")
+            raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: CUDA graphs need a CUDA device")
         self._accelerator = accelerator
         self._streams = streams_of(accelerator)
         self._pool = torch.cuda.graph_pool_handle()
 
     @cached_property
-    def _taken(self) -> _Taken:
+    def _lease(self) -> _StreamLease:
         return self._streams.take()
 
     def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
-        """Run the function, then record it. Other threads and streams go on meanwhile, unlike with `torch.cuda.graph`.
+        """Warm the function up, then record it. Unlike with `torch.cuda.graph`, other threads and streams keep running.
 
-        Returns what replays it in the current stream, and the tensors in which its results are then.
+        Returns a function that replays it in the current stream, and the tensors that then hold its results.
         """
         outer = self._accelerator.current()
         with _capturing:
-            stream = self._taken.stream
+            stream = self._lease.stream
             self._warm_up(function, outer)
-            with self._accelerator.on(stream), without_garbage_collection():  # it may ask CUDA to unload what it drops
+            with self._accelerator.on(stream), without_garbage_collection():  # one may unload kernels
                 try:
                     return self._capture(function)
                 finally:
@@ -135,7 +134,7 @@ class CudaRecorder:
             tensor.record_stream(stream)
 
     def _warm_up(self, function: Callable[[], list[Any]], outer: Stream) -> None:
-        """In a stream that all recorders share, as what torch's allocator keeps for one it gives to no other."""
+        """Run in a stream that all recorders share: torch's allocator caches memory per stream."""
         stream = self._streams.warm_up
         with self._accelerator.on(stream):
             self._accelerator.wait(stream, self._accelerator.mark(outer))
@@ -155,13 +154,13 @@ class CudaRecorder:
         except BaseException:
             self._recover(graph)
             raise
-        return _Replay(graph, self._taken), outputs
+        return _Replay(graph, self._lease), outputs
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that has failed: `capture_end` raises before it has told the allocator and the generator.
+        """End a capture that has failed: `capture_end` raises before it has reset the allocator and the generator.
 
-        That would keep all memory that was lent to a stream from ever being freed, refuse every other capture with this
-        pool, and, in torch 2.11, every random number.
+        Otherwise no memory that was lent to a stream would ever be freed, every other capture with this pool would
+        fail, and, in torch 2.11, so would every random number.
         """
         try:
             graph.capture_end()
@@ -171,16 +170,16 @@ class CudaRecorder:
                 torch._C._cuda_endAllocateToPool(self._accelerator.index, self._pool)
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._accelerator.index, self._pool)
-        else:  # in order, as where `function` raised an error of its own
+        else:  # the capture was valid, and `function` raised an error of its own
             graph.reset()
         self._pool = torch.cuda.graph_pool_handle()
         with suppress(RuntimeError):
             self._capture_nothing()
 
     def _capture_nothing(self) -> None:
-        """A capture that succeeds, after which the generator knows of none.
+        """Capture successfully, which resets the generator.
 
-        In a stream in which nothing else is captured: with the graph, torch drops what cuBLAS has there.
+        The stream is one in which nothing else is captured: with the graph, torch drops cuBLAS's memory of the stream.
         """
         with self._accelerator.on(self._streams.repairs):
             graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Calls that were captured once for their inputs' shapes, and are replayed over the same addresses ever after."""
+"""Calls that are captured once for their inputs' shapes, and then replayed over the same addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightswap_runtime.memory.device import Device
 from weightswap_runtime.memory.device.capturing import check_not_capturing
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 
-MOST = 64  # shapes that are captured without having been named
+MOST = 64  # shapes that are captured at most, unless they are named
 _log = logging.getLogger("weightswap.captures")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 Function = Callable[[], list[Any]]
@@ -24,67 +24,67 @@ Run = Callable[[str, Inputs], list[Any]]
 
 
 class Passing(Exception):
-    """Why a call cannot be captured now, and may be able to after the next swap."""
+    """A call cannot be captured now, but perhaps after the next swap."""
 
 
 class GraphRecorder(Protocol):
-    """Records what a function asks a device for."""
+    """Records the work that a function enqueues on a device."""
 
     def record(self, function: Function) -> tuple[Callable[[], object], list[Any]]:
-        """Run the function, several times, and return what replays its work, and the tensors that its results are in.
+        """Run the function several times. Return a function that replays its work, and the tensors with its results.
 
-        The replay is in the current stream, and one follows the other.
+        A replay runs in the current stream, and must follow the previous one.
         """
         ...
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Once they are dropped, keep their memory until what the current stream was asked for until then is done."""
+        """Keep the memory of tensors, once they are dropped, until the current stream has done its work until then."""
         ...
 
 
 class Shapes:
-    """Which shapes of which methods are captured; shared by all sessions of an engine."""
+    """Shapes of methods' inputs that are captured; shared by all sessions of an engine."""
 
     def __init__(self, named: Iterable[tuple[str, Inputs]], auto: bool) -> None:
-        """named: methods with flat inputs. auto: whatever comes in calls, up to MOST shapes, is captured, too."""
+        """named: methods with flat inputs. auto: shapes of calls are captured, too, up to MOST shapes in all."""
         self._auto = auto
         self.samples: dict[Hashable, tuple[str, Inputs]] = {key_of(*sample): sample for sample in named}
         self.failures: dict[Hashable, str] = {}
         self._passing: set[Hashable] = set()
 
-    def wanted(self, key: Hashable) -> bool:
-        """Whether a call of these shapes is to be captured."""
+    def should_capture(self, key: Hashable) -> bool:
+        """Return whether to capture calls of these shapes."""
         if key in self.failures:
             return False
         return key in self.samples or (self._auto and len(self.samples) < MOST)
 
     def note(self, key: Hashable, method: str, inputs: Inputs) -> None:
-        """Remember a shape for sessions that have not seen it. Values do not matter."""
+        """Remember a shape, so that other sessions capture it, too. Values do not matter."""
         if key not in self.samples:
             self.samples[key] = method, [_like(value) for value in inputs]
 
     def failed(self, key: Hashable, method: str, reason: str, passing: bool) -> None:
-        """Remember that a shape cannot be captured; passing: until `try_again`."""
+        """Remember that a shape cannot be captured; if passing, only until `try_again`."""
         self.failures[key] = reason
         if passing:
             self._passing.add(key)
         _log.warning("%s: calls run without a CUDA graph: %s", method, reason)
 
     def try_again(self) -> None:
-        """Forget failures for want of memory, or of streams."""
+        """Forget failures that were due to a lack of memory or streams."""
         while self._passing:
             self.failures.pop(self._passing.pop(), None)
 
 
 def key_of(method: str, inputs: Inputs) -> Hashable:
-    """What two calls have in common that can be replayed as one."""
+    """Return a key that is equal for calls that one capture can replay."""
     return method, *[(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs]
 
 
 class _CapturedCall(NamedTuple):
-    """A recorded call, the memory from which it reads its inputs, and the indices of those that it writes to.
+    """A recorded call. `inputs` is the memory that it reads; `written` are the indices of inputs that it writes to.
 
-    streams: the keys of those that this memory was lent to.
+    streams: the keys of the streams that this memory was lent to.
     """
 
     inputs: Inputs
@@ -95,34 +95,34 @@ class _CapturedCall(NamedTuple):
 
 
 class Captures:
-    """The captured calls of one session. They share scratch memory, so that one replay follows the other."""
+    """The captured calls of one session. They share scratch memory, so each replay waits for the previous one."""
 
     def __init__(self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Run) -> None:
-        """run: runs a method on flat inputs."""
+        """run: function that runs a method on flat inputs."""
         self._device = device
         self._recorder = recorder
         self._shapes = shapes
         self._run = run
         self._lock = RLock()
         self._captured: dict[Hashable, _CapturedCall] = {}
-        self._last = device.current()  # the stream of the last replay: one of torch's, which never ends
+        self._last = device.current()  # the stream of the last replay: one of torch's, which are never destroyed
 
     def try_again(self) -> None:
-        """Let the next calls capture what could not be for want of memory, or of streams."""
+        """Let the next calls try the captures again that failed for lack of memory or streams."""
         self._shapes.try_again()
 
     def capture_named(self) -> None:
-        """Capture what other sessions have, and this one has not."""
+        """Capture the shapes that are named or that other sessions have captured."""
         self.try_again()
         for key, (method, inputs) in list(self._shapes.samples.items()):
             if key not in self._captured and key not in self._shapes.failures:
                 self._capture(key, method, inputs)
 
     def replay(self, method: str, inputs: Inputs) -> list[Any] | None:
-        """The outputs of a call in the current stream, in memory of their own; None if such calls are not captured."""
+        """Replay a call in the current stream and return copies of its outputs; None if such calls are not captured."""
         key = key_of(method, inputs)
         captured = self._captured.get(key)
-        if captured is None and self._shapes.wanted(key):
+        if captured is None and self._shapes.should_capture(key):
             captured = self._capture(key, method, inputs)
         if captured is None:
             return None
@@ -136,7 +136,7 @@ class Captures:
             return [_copied(value) for value in captured.outputs]
 
     def _follow(self) -> None:
-        """Let the current stream wait for the last replay. In one stream replays are in order by themselves."""
+        """Let the current stream wait for the last replay, if that was in another stream."""
         stream, last = self._device.current(), self._last
         if stream != last:
             check_not_capturing(self._device, last)
@@ -164,16 +164,16 @@ class Captures:
     def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
         self._follow()
         static = [_like(value) for value in inputs]
-        _fill(static, inputs)  # which is refused where elements lie on top of each other
-        before = [_version(value) for value in static]
+        _fill(static, inputs)  # raises if elements of an input overlap
+        versions = [_version(value) for value in static]
         with last:
             replay, outputs = self._recorder.record(lambda: self._run(method, static))
-        written = [index for index, value in enumerate(static) if _version(value) != before[index]]
+        written = [index for index, value in enumerate(static) if _version(value) != versions[index]]
         return _CapturedCall(static, outputs, replay, written, set())
 
 
 def _like(value: Any) -> Any:
-    """Zeros in the tensor's strides, as kernels look at those; a value that is no tensor as it is."""
+    """Return zeros in the tensor's strides, on which kernels depend. Other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
@@ -186,7 +186,7 @@ def _fill(static: Inputs, inputs: Inputs) -> None:
 
 
 def _version(value: Any) -> int:
-    """How often a tensor was written to."""
+    """Return a counter of writes to a tensor."""
     return int(value._version) if isinstance(value, torch.Tensor) else 0
 
 
@@ -195,7 +195,7 @@ def _copied(value: Any) -> Any:
 
 
 class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows which operator was called last."""
+    """Remembers the operator that was called last."""
 
     name = "before the first operator"
 

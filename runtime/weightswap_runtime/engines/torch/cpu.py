@@ -35,7 +35,7 @@ _NOTHING = nullcontext()
 
 
 def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
-    """What torch.no_grad() does, in a fifth of its time; and an interrupt cannot leave the thread in that mode."""
+    """Do the same as torch.no_grad() in a fifth of its time. An interrupt cannot leave the thread in that mode."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,16 +50,16 @@ def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _past_autograd() -> AbstractContextManager[object]:
-    """Without the dispatcher's detour through autograd, which does nothing without gradients but takes its time.
+    """Skip the dispatcher's autograd kernels, which do nothing without gradients but take time.
 
-    Views are still tracked, unlike in inference mode: matmul chooses its way by whether a view's base needs gradients.
+    Views are still tracked, unlike in inference mode: matmul picks a kernel by whether a view's base needs gradients.
     """
     guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
     return guard
 
 
 def environment_here() -> Environment:
-    """What decides the last bits of an output in this process, in this thread."""
+    """Return what decides the last bits of an output in this process and thread."""
     return Environment(
         torch=str(torch.__version__),
         device="cpu",
@@ -77,27 +77,27 @@ class TorchEngine:
 
     @default_torch_modes()
     def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
-        """prologue: compute what depends on weights and constants alone once for each staging, not in each call."""
+        """prologue: compute what depends on weights and constants alone once per staging, not in each call."""
         self._manifest = artifact.manifest
         self.dtypes = DTYPE_NAMES
-        found = artifact.constants()
+        contents = artifact.constants()
         self._constants, self._initial = (
-            {item.name: self._placed_row(item, found[item.name]) for item in rows}
+            {item.name: self._row_tensor(item, contents[item.name]) for item in rows}
             for rows in (self._manifest.constants, self._manifest.state)
         )
-        self._absent = {
+        self._zero_variants = {
             row.name: _strided(row, torch.zeros(row.shape, dtype=torch_dtype(row.dtype), device=self.device))
             for row in self._manifest.variable
         }
         self._graphs = self._open(artifact, prologue)
 
-    def _placed_row(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
+    def _row_tensor(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
         if item.zero:
             return torch.zeros((), dtype=torch_dtype(item.dtype), device=self.device).expand(item.shape)
-        return self._placed(_strided(item, copied_tensor(content)))
+        return self._to_device(_strided(item, copied_tensor(content)))
 
-    def _placed(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor on the CPU, taken to where the graphs run."""
+    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor from the CPU to the device of the graphs, if that is another."""
         return value
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ class TorchEngine:
     def misplaced(value: torch.Tensor) -> str | None:
         if value.device.type != "cpu":
             return f"expected a tensor on the CPU, got one on {value.device}"
-        return sparse(value)
+        return layout_problem(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
@@ -127,7 +127,7 @@ class TorchEngine:
 
     @default_torch_modes()
     def bind(self, arena: Arena) -> Bound:
-        """Views on the arena for every weight, shared constants."""
+        """Bind the graphs to views of the arena's weights; constants are shared by all arenas."""
         tensors = {
             ("constant", name): self._constants[item.name] for item in self._manifest.constants for name in item.names
         }
@@ -135,7 +135,7 @@ class TorchEngine:
             view = self._view(arena, weight)
             tensors |= {("weight", name): view for name in weight.names}
         for row in self._manifest.variable:
-            tensors |= {("variant", name): self._absent[row.name] for name in row.names}
+            tensors |= {("variant", name): self._zero_variants[row.name] for name in row.names}
         calls = {name: self._call(name, method, tensors) for name, method in self._manifest.methods.items()}
         return self._bound(calls, arena)
 
@@ -145,9 +145,9 @@ class TorchEngine:
 
     @staticmethod
     def joined(chosen: Iterable[ChosenTensors]) -> ChosenTensors:
-        found = list(chosen)
-        tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
-        return ChosenTensors(tensors, [storage for each in found for storage in each.storages])
+        groups = list(chosen)
+        tensors = {name: tensor for group in groups for name, tensor in group.tensors.items()}
+        return ChosenTensors(tensors, [storage for group in groups for storage in group.storages])
 
     @default_torch_modes()
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> TorchState:
@@ -165,12 +165,12 @@ class TorchEngine:
         if not size:
             return torch.empty(weight.shape, dtype=dtype, device=self.device)
         flat = self._flat(arena, dtype, size // dtype.itemsize, offset)
-        # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
+        # set on the base, which matmul looks at; the result stays a view, because autocast caches no casts of views
         flat.requires_grad_(weight.requires_grad)
         return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
 
     def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-        """Elements of an arena from a byte on, as a tensor that is no view."""
+        """Return `count` elements of an arena from a byte offset on, as a tensor that is no view."""
         assert isinstance(arena, HostArena)
         return torch.frombuffer(arena.memory, dtype=dtype, count=count, offset=offset)
 
@@ -178,18 +178,11 @@ class TorchEngine:
         return BoundTorch(calls, arena, self._shared(), self.new_state)
 
     def _shared(self) -> list[torch.Tensor]:
-        """What all arenas' calls read."""
-        return [*self._constants.values(), *self._absent.values()]
+        """Return the tensors that calls on all arenas read."""
+        return [*self._constants.values(), *self._zero_variants.values()]
 
-    @staticmethod
-    def tensor(content: TensorBytes) -> torch.Tensor:
-        """A tensor on the CPU, in memory of its own."""
-        return copied_tensor(content)
-
-    @staticmethod
-    def content(value: torch.Tensor) -> TensorBytes:
-        """What is in a tensor, whose memory it shares where that is on the CPU and contiguous."""
-        return tensor_content(value)
+    tensor = staticmethod(copied_tensor)
+    content = staticmethod(tensor_content)
 
     @staticmethod
     def environment() -> Environment | None:
@@ -197,12 +190,12 @@ class TorchEngine:
 
     @staticmethod
     def default_torch_modes() -> AbstractContextManager[None]:
-        """A block without the calling thread's gradients, autocast, inference mode and default device."""
+        """Return a context without the calling thread's gradients, autocast, inference mode and default device."""
         return default_torch_modes()
 
 
 class BoundTorch:
-    """All methods over one arena. Safe to call from any number of threads, with a state of its own for each call."""
+    """All methods over one arena. Safe to call from any number of threads, if each call has a state of its own."""
 
     def __init__(
         self,
@@ -213,9 +206,9 @@ class BoundTorch:
     ) -> None:
         self._calls = calls
         self._new_state = new_state
-        self._spare: list[TorchState] = []  # initial ones, for calls without a state
-        self._first = arena.address
-        self._last = arena.address + max(1, arena.layout.nbytes)
+        self._spare: list[TorchState] = []  # with initial values, for calls without a state
+        self._begin = arena.address
+        self._end = arena.address + max(1, arena.layout.nbytes)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
 
     @_without_gradients
@@ -223,20 +216,20 @@ class BoundTorch:
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
+        """Run a method on flat inputs. Return flat outputs; one that views a weight, state or constant is copied."""
         check_plain(method, inputs)
         call = self._calls[method]
         assert chosen is None or isinstance(chosen, ChosenTensors)
         with _past_autograd() if call.past_autograd else _NOTHING:
             if not call.stateful:
-                lent = () if chosen is None else chosen.storages
-                return [self._detach(value, lent) for value in call(inputs, None, chosen)]
+                storages = () if chosen is None else chosen.storages
+                return [self._detach(value, storages) for value in call(inputs, None, chosen)]
             if state is not None:
                 return self._run_with(call, inputs, state, chosen)
             spare = self._take_spare()
             outputs = self._run_with(call, inputs, spare, chosen)
             spare.reset()
-            self._spare.append(spare)  # not after an error, which leaves it in doubt
+            self._spare.append(spare)  # not after an error, which may leave it half changed
             return outputs
 
     def _take_spare(self) -> TorchState:
@@ -248,9 +241,9 @@ class BoundTorch:
     def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, TorchState)
         outputs = call(inputs, state, chosen)
-        moved = state.storages()  # after the call, which may have resized them
-        moved += () if chosen is None else chosen.storages
-        return [self._detach(value, moved) for value in outputs]
+        storages = state.storages()  # after the call, which may have resized them
+        storages += () if chosen is None else chosen.storages
+        return [self._detach(value, storages) for value in outputs]
 
     @property
     def has_prologue(self) -> bool:
@@ -275,47 +268,48 @@ class BoundTorch:
         if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
             return False
         if any(call.has_prologue and not call.hoisted for call in self._calls.values()):
-            return False  # the other one computes all of it in its calls
+            return False  # the other one has not run its prologue
         for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
-            if not self._first <= old.untyped_storage().data_ptr() < self._last:  # else it views the weights
+            if not self._in_arena(old):
                 overwrite(old, new)
         return True
 
     @default_torch_modes()
     def keep(self) -> Callable[[], None]:
-        kept = [(value, value.untyped_storage().clone()) for value in self._computed()]  # type: ignore[no-untyped-call]
+        copies = [(value, value.untyped_storage().clone()) for value in self._computed()]  # type: ignore[no-untyped-call]
 
-        def put_back() -> None:
-            for value, storage in kept:
+        def restore() -> None:
+            for value, storage in copies:
                 value.untyped_storage().copy_(storage)
 
-        return put_back
+        return restore
 
     def _computed(self) -> Iterator[torch.Tensor]:
-        """What was computed from weights, but for views of them."""
+        """Yield the results of the prologue that are not views of weights."""
         for call in self._calls.values():
-            for value in call.hoisted:
-                if not self._first <= value.untyped_storage().data_ptr() < self._last:
-                    yield value
+            yield from (value for value in call.hoisted if not self._in_arena(value))
 
-    def _detach(self, value: Any, states: Collection[int]) -> Any:
+    def _in_arena(self, value: torch.Tensor) -> bool:
+        return self._begin <= value.untyped_storage().data_ptr() < self._end
+
+    def _detach(self, value: Any, storages: Collection[int]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         pointer = value.untyped_storage().data_ptr()
-        if self._first <= pointer < self._last or pointer in self._owned or pointer in states:
+        if self._begin <= pointer < self._end or pointer in self._owned or pointer in storages:
             return value.clone()
         return value if value.grad_fn is None else value.detach()
 
 
-def sparse(value: torch.Tensor) -> str | None:
-    """What is wrong with an input's layout."""
+def layout_problem(value: torch.Tensor) -> str | None:
+    """Describe what is wrong with an input's layout. Return None if nothing is."""
     if value.is_nested:
         return "expected a dense tensor, got a nested one"
     return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
 
 
 def _strided(item: NamedTensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor in the row's strides."""
+    """Return the tensor, or a copy of it in the row's strides."""
     if item.stride is None:
         return value
     return torch.empty_strided(item.shape, item.stride, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,4 +1,4 @@
-"""The engine `torch` on an accelerator. What it is asked for is done later, in order by streams."""
+"""The engine `torch` on an accelerator. Its work is asynchronous and ordered by streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightswap_runtime.memory.device.torch_device import Accelerator, TorchBuff
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 
-from .cpu import BoundTorch, TorchEngine, sparse
+from .cpu import BoundTorch, TorchEngine, layout_problem
 from .graph_call import MethodCall
 from .state import TorchState
 from .variants import ChosenTensors
@@ -43,7 +43,7 @@ class AcceleratedEngine(TorchEngine):
         on_host: bool = False,
         cuda_graphs: CudaGraphs | None = None,
     ) -> None:
-        """on_host: weights that wait for their commit in host memory can be tried there.
+        """on_host: weights staged in host memory can be tried there.
 
         Raises ArtifactError, and Unsupported for shapes that no method has.
         """
@@ -57,7 +57,7 @@ class AcceleratedEngine(TorchEngine):
             with self._accelerator.on(self._accelerator.staging):
                 named = list(samples(cuda_graphs, artifact.manifest, self.device))
             self._shapes = Shapes(named, auto=cuda_graphs == AUTO)
-            self._new_recorder()  # so that a device without them is refused now
+            self._new_recorder()  # raises Unsupported now, not at the first capture
         self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
@@ -65,15 +65,16 @@ class AcceleratedEngine(TorchEngine):
             return (
                 f"expected a tensor on {self.device}, got one on {value.device}: move it with .to({str(self.device)!r})"
             )
-        return sparse(value)
+        return layout_problem(value)
 
     def bind(self, arena: Arena) -> Bound:
-        """As on the CPU; weights in host memory are for trials, and run there."""
+        """Bind the graphs to an arena. One in host memory is for trials, and its graphs run on the CPU."""
         if isinstance(arena, DeviceArena):
-            self._accelerator.wait(self._accelerator.current(), self._ready)  # which calls wait for, with the arena's
+            # calls wait for the arena's event, and so for the constants, too
+            self._accelerator.wait(self._accelerator.current(), self._ready)
             return super().bind(arena)
         assert self._host is not None
-        return OnHost(self._host.bind(arena), self._host, self._placed, self._fetched)
+        return OnHost(self._host.bind(arena), self._host, self._to_device, self._to_host)
 
     def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
         assert isinstance(arena, DeviceArena)
@@ -90,7 +91,7 @@ class AcceleratedEngine(TorchEngine):
         return bound
 
     def _new_state(self) -> AcceleratedState:
-        """Raises Unsupported within a capture of the application's own."""
+        """Raises Unsupported while the application captures a CUDA graph."""
         check_call(self._accelerator, "a new state")
         stream = self._accelerator.current()
         self._accelerator.wait(stream, self._ready)
@@ -104,24 +105,24 @@ class AcceleratedEngine(TorchEngine):
 
         return CudaRecorder(self._accelerator)
 
-    def tensor(self, content: TensorBytes) -> torch.Tensor:  # type: ignore[override]
-        """A tensor on the device."""
-        return self._placed(super().tensor(content))
+    def tensor(self, content: TensorBytes) -> torch.Tensor:
+        """Create a tensor on the device."""
+        return self._to_device(super().tensor(content))
 
-    def _placed(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, through page-locked memory: from other memory, the whole device would wait."""
+    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device, through page-locked memory: a copy from other memory stalls the whole device."""
         try:
             value = value.pin_memory()
-        except RuntimeError:  # none can be locked
+        except RuntimeError:  # no memory can be locked
             return value.to(self.device)
         return value.to(self.device, non_blocking=True)
 
-    def content(self, value: torch.Tensor) -> TensorBytes:  # type: ignore[override]
-        """What is in a tensor of the device, copied."""
-        return super().content(self._fetched(value))
+    def content(self, value: torch.Tensor) -> TensorBytes:
+        """Return a copy of the content of a tensor on the device."""
+        return super().content(self._to_host(value))
 
-    def _fetched(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy in page-locked memory, once the device is done; any memory where none can be locked."""
+    def _to_host(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to page-locked memory, or other memory if none can be locked. Wait until the copy is done."""
         plain = value.detach().resolve_conj().resolve_neg()
         try:
             copy = torch.empty_like(plain, device=_CPU, pin_memory=True)
@@ -141,13 +142,13 @@ class AcceleratedEngine(TorchEngine):
 
     @contextmanager
     def default_torch_modes(self) -> Iterator[None]:  # type: ignore[override]
-        """As on the CPU, and in a stream that no call is in."""
+        """As on the CPU, and in a stream that no call uses."""
         with default_torch_modes(), self._accelerator.on(self._accelerator.staging):
             yield
 
 
 class AcceleratedState(TorchState):
-    """A state on a device: what is done to it in one stream waits for what was done before in another."""
+    """A state on a device. Work on it in one stream waits for earlier work on it in another."""
 
     def __init__(
         self, rows: Sequence[NamedTensor], initial: Mapping[str, torch.Tensor], accelerator: Accelerator
@@ -159,7 +160,7 @@ class AcceleratedState(TorchState):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """A block that reads or writes the state in the thread's current stream."""
+        """Let the block read or write the state in the thread's current stream, after earlier work on it."""
         stream = self._accelerator.current()
         self._accelerator.wait(stream, self._changed)
         key = self._accelerator.current_key()
@@ -173,13 +174,13 @@ class AcceleratedState(TorchState):
             self._changed = self._accelerator.mark(stream)
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take values by the names of the rows. Raises Unsupported within a capture of the application's own."""
+        """Set values by the names of the rows. Raises Unsupported while the application captures a CUDA graph."""
         check_call(self._accelerator, "a state that is put back")
         with self.in_turn():
             super().put(values)
 
     def content(self, name: str) -> TensorBytes:
-        """What is in a tensor, by the name of its row, copied when the device is done with it. Refused as `put`."""
+        """Copy the content of a row's tensor once the device is done with it. Raises Unsupported as `put` does."""
         check_call(self._accelerator, "a state that is read")
         with self.in_turn():
             return super().content(name)
@@ -204,18 +205,18 @@ class BoundAccelerated(BoundTorch):
         self._captures: Captures | None = None
 
     def capture(self, recorder: GraphRecorder, shapes: Shapes) -> None:
-        """Let calls without a state be captured, those of named shapes as soon as there are weights."""
+        """Capture calls without a state from now on, those of named shapes as soon as there are weights."""
         self._captures = Captures(self._accelerator, recorder, shapes, super().run)
 
     @uncompiled
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, in the thread's current stream.
+        """Run a method on flat inputs in the thread's current stream. Return flat outputs.
 
-        Raises Unsupported within a capture of the application's own.
+        Raises Unsupported while the application captures a CUDA graph.
         """
-        check_plain(method, inputs)  # before anything is replayed, or given to another stream
+        check_plain(method, inputs)  # before a replay or work in another stream
         check_call(self._accelerator)
         if self._arena.use():
             return self._run_in_foreign(method, inputs, state, chosen)
@@ -224,15 +225,15 @@ class BoundAccelerated(BoundTorch):
             chosen.lend(self._accelerator.current())
         elif self._is_captured(method):
             assert self._captures is not None
-            found = self._captures.replay(method, inputs)
-            if found is not None:
-                return found
+            outputs = self._captures.replay(method, inputs)
+            if outputs is not None:
+                return outputs
         return super().run(method, inputs, state, chosen)
 
     def _run_in_foreign(self, method: str, inputs: list[Any], state: State | None, chosen: Chosen | None) -> list[Any]:
-        """In a stream that is not torch's own. Nothing is lent to it: what has our memory later waits for the call.
+        """Run in a stream that is neither torch's nor ours. No memory is lent to it; its next user waits for the call.
 
-        That is the host, where a state or variants are used, which have no stream of ours.
+        For a state or variants, whose memory belongs to no stream of ours, the host waits.
         """
         try:
             return super().run(method, inputs, state, chosen)
@@ -244,7 +245,7 @@ class BoundAccelerated(BoundTorch):
                 self._accelerator.finish(mark)
 
     def _is_captured(self, method: str) -> bool:
-        """Whether calls may be replayed: a state lies elsewhere in each, and a caller's autocast was not captured."""
+        """Return whether calls may be replayed: not with a state, whose address varies, nor in a caller's autocast."""
         if self._captures is None or self._calls[method].stateful:
             return False
         return not torch.is_autocast_enabled(self._accelerator.torch.type)
@@ -255,7 +256,7 @@ class BoundAccelerated(BoundTorch):
             return super()._run_with(call, inputs, state, chosen)
 
     def _lend(self) -> None:
-        """Let this stream use what is not in the arena: constants, and what was computed from weights."""
+        """Let this stream use what is not in the arena: constants and results of the prologue."""
         key = self._accelerator.current_key()
         if key not in self._lent:
             stream = self._accelerator.current()
@@ -264,12 +265,12 @@ class BoundAccelerated(BoundTorch):
             self._lent.add(key)
 
     def run_prologue(self) -> None:
-        """After new weights came to the arena: compute what depends on them alone, and capture what was named."""
+        """Compute what depends on weights and constants alone, and capture calls of the named shapes."""
         super().run_prologue()
         self._capture_named()
 
     def copy_prologue_from(self, other: Bound) -> bool:
-        """As on the CPU; the other's memory is kept until the copies are done."""
+        """As on the CPU. The other's memory is kept until the copies are done."""
         if isinstance(other, BoundAccelerated):
             other._lend()
         copied = super().copy_prologue_from(other)
@@ -280,7 +281,7 @@ class BoundAccelerated(BoundTorch):
     def _capture_named(self) -> None:
         if self._captures is None:
             return
-        if self._arena.holds_calls:  # which are not to wait for captures, too: one of them will do it
+        if self._arena.holds_calls:  # they must not wait for captures, too: a later call captures its shape
             self._captures.try_again()
         else:
             self._captures.capture_named()
@@ -291,13 +292,13 @@ class BoundAccelerated(BoundTorch):
 
 
 class OnHost:
-    """Weights that wait in host memory, tried there: inputs come from the device, and outputs go to it."""
+    """Trial of weights staged in host memory, on the CPU: inputs come from the device, and outputs go to it."""
 
-    def __init__(self, bound: Bound, engine: TorchEngine, placed: Move, fetched: Move) -> None:
+    def __init__(self, bound: Bound, engine: TorchEngine, to_device: Move, to_host: Move) -> None:
         self._bound = bound
         self._engine = engine
-        self._placed = placed
-        self._fetched = fetched
+        self._to_device = to_device
+        self._to_host = to_host
         self.run_prologue = bound.run_prologue
         self.copy_prologue_from = bound.copy_prologue_from
         self.keep = bound.keep
@@ -306,14 +307,14 @@ class OnHost:
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, both on the device, as are the state and the variants."""
+        """Run a method on flat inputs. Return flat outputs; both are on the device, as are the state and variants."""
         if isinstance(chosen, ChosenTensors):
-            chosen = ChosenTensors({name: self._fetched(value) for name, value in chosen.tensors.items()})
+            chosen = ChosenTensors({name: self._to_host(value) for name, value in chosen.tensors.items()})
         if not isinstance(state, TorchState):
-            return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), None, chosen))
+            return _moved(self._to_device, self._bound.run(method, _moved(self._to_host, inputs), None, chosen))
         here = self._engine.new_state({name: state.content(name) for name, _ in state.values()})
-        outputs = _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), here, chosen))
-        state.put({name: self._placed(value) for name, value in here.values()})
+        outputs = _moved(self._to_device, self._bound.run(method, _moved(self._to_host, inputs), here, chosen))
+        state.put({name: self._to_device(value) for name, value in here.values()})
         return outputs
 
     @property

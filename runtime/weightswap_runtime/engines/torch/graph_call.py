@@ -1,4 +1,4 @@
-"""One method over the tensors of one arena: how its graph is called."""
+"""One method's graph, called over the tensors of one arena."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
 
 
 class MethodCall(Protocol):
-    """One method with its tensors in place. stateful: whether it takes a state. hoisted: what `run_prologue` made."""
+    """One method with its tensors in place. stateful: it takes a state. hoisted: the results of `run_prologue`."""
 
     past_autograd: bool
     stateful: bool
@@ -43,12 +43,12 @@ class MethodCall(Protocol):
         ...
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None) -> Any:
-        """Flat inputs to flat outputs. state: that of a stateful call. chosen: variants; None: zeros."""
+        """Run on flat inputs. Return flat outputs. state: None unless stateful. chosen: variants; None: zeros."""
         ...
 
 
 def load_graph(artifact: Artifact, name: str, prologue: bool, device: torch.device) -> Compiled:
-    """A method's graph as it was captured. Raises ArtifactError."""
+    """Open a method's graph as it was captured. Raises ArtifactError."""
     method = artifact.manifest.methods[name]
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
     graph = open_graph(artifact, method.graph, device, fixed)
@@ -61,10 +61,10 @@ def load_graph(artifact: Artifact, name: str, prologue: bool, device: torch.devi
 
 
 def _fits(graph: Compiled, method: Method) -> bool:
-    """Whether a graph has the inputs and outputs of a method: tensors where it has tensors, literals where literals."""
-    given = iter(input_leaves(method.signature))
-    wanted = [_KINDS[type(next(given))] if item.kind == "input" else _KINDS[Tensor] for item in method.inputs]
-    if len(graph.kinds) != len(wanted) or not all(map(contains, wanted, graph.kinds)):
+    """Return whether a graph has as many inputs and outputs as a method, and inputs of the same kinds."""
+    flat = iter(input_leaves(method.signature))
+    kinds = [_KINDS[type(next(flat))] if item.kind == "input" else _KINDS[Tensor] for item in method.inputs]
+    if len(graph.kinds) != len(kinds) or not all(map(contains, kinds, graph.kinds)):
         return False
     return graph.outputs == len(leaves(method.signature.output))
 
@@ -76,41 +76,40 @@ class GraphCall:
         self._graph = graph.call
         self.past_autograd = graph.past_autograd
         self._prologue = graph.prologue
-        self._count = graph.hoisted
+        self._hoisted_count = graph.hoisted
         self.hoisted: list[torch.Tensor] = []
-        given = [tensors.get((item.kind, item.name)) for item in inputs]
-        self._fixed = [tensor for item, tensor in zip(inputs, given, strict=True) if item.kind in _FIXED]
-        self._slots: list[Any] = [None] * self._count + given
-        self._inputs = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
-        self._states = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "state"]
-        self._variable = [
-            (index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"
-        ]
+        bound = [tensors.get((item.kind, item.name)) for item in inputs]
+        self._prologue_inputs = [tensor for item, tensor in zip(inputs, bound, strict=True) if item.kind in _FIXED]
+        self._slots: list[Any] = [None] * self._hoisted_count + bound
+        slots = list(enumerate(inputs, graph.hoisted))
+        self._inputs = [index for index, item in slots if item.kind == "input"]
+        self._states = [(index, item.name) for index, item in slots if item.kind == "state"]
+        self._variable = [(index, item.name) for index, item in slots if item.kind == "variant"]
         self._with_variants: WeakKeyDictionary[ChosenTensors, list[Any]] = WeakKeyDictionary()
         self.stateful = bool(self._states)
         varies = self.stateful or bool(self._variable)
-        self._bound = self._slots[: self._inputs[0]] if self._inputs_last() and not varies else None
+        self._bound = self._slots[: self._inputs[0]] if self._has_inputs_last() and not varies else None
 
     @property
     def has_prologue(self) -> bool:
         return self._prologue is not None
 
     def run_prologue(self) -> None:
-        """Compute what depends on weights and constants alone. Its addresses stay."""
+        """Compute what depends on weights and constants alone. The addresses of the results stay."""
         if self._prologue is None:
             return
-        values = self._prologue(*self._fixed)
+        values = self._prologue(*self._prologue_inputs)
         if self.hoisted:
             for old, new in zip(self.hoisted, values, strict=True):
                 overwrite(old, new)
             return
-        self._slots[: self._count] = values
+        self._slots[: self._hoisted_count] = values
         self._with_variants.clear()
         if self._bound is not None:
-            self._bound[: self._count] = values
+            self._bound[: self._hoisted_count] = values
         self.hoisted = list(values)
 
-    def _inputs_last(self) -> bool:
+    def _has_inputs_last(self) -> bool:
         count = len(self._inputs)
         return bool(count) and self._inputs == list(range(len(self._slots) - count, len(self._slots)))
 
@@ -119,14 +118,14 @@ class GraphCall:
             return self._graph(*self._bound, *inputs)
         slots = (self._slots if chosen is None else self._chosen(chosen)).copy()
         if state is not None:
-            for index, tensor in state.placed(self._graph, self._states):
+            for index, tensor in state.for_inputs(self._graph, self._states):
                 slots[index] = tensor
         for index, value in zip(self._inputs, inputs, strict=True):
             slots[index] = value
         return self._graph(*slots)
 
     def _chosen(self, chosen: ChosenTensors) -> list[Any]:
-        """The slots with the tensors of variants in theirs."""
+        """Return the slots, filled with the tensors of the chosen variants."""
         if (slots := self._with_variants.get(chosen)) is None:
             slots = self._slots.copy()
             for index, name in self._variable:
@@ -136,9 +135,9 @@ class GraphCall:
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a tensor the values of another. Its addresses stay, also where elements lie on top of each other."""
+    """Copy the values of `new` into the memory of `old`, also if elements overlap. Raises ValueError."""
     if layout_of(old) != layout_of(new):
-        raise ValueError("what is computed from weights has another shape for each set of them")
+        raise ValueError("a value computed from weights alone has another shape or layout than before")
     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory
         old.untyped_storage().copy_(new.untyped_storage())
 

@@ -1,4 +1,4 @@
-"""The tensors that calls choose."""
+"""The tensors of variants that calls use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ChosenTensors:
-    """Tensors by FQN, tied ones under each of their names. `storages` are where they lie."""
+    """Tensors by FQN, with tied ones under each of their names. `storages` are the addresses of their storages."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], storages: list[int] | None = None) -> None:
         self.tensors = tensors
@@ -17,6 +17,6 @@ class ChosenTensors:
         self.storages = storages
 
     def lend(self, stream: torch.Stream) -> None:
-        """Keep the memory until what the stream was asked for is done. All of a variant's tensors have one storage."""
+        """Keep the memory until the stream has done its work so far. All of a variant's tensors share one storage."""
         for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in self.tensors.values()}.values():
             tensor.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Accelerators: what the runtime asks of one, so that the order of its work can be tested without any."""
+"""The interface of accelerators. With it the order of the runtime's work can be tested without one."""
 
 from __future__ import annotations
 
@@ -8,104 +8,104 @@ from typing import Any, Protocol
 
 from weightswap_runtime.memory.arena import ByteRange
 
-Event = Any  # a mark in a stream; only the device looks into it
-Stream = Any  # work of a device that is done in order, some time after it was asked for; only the device looks into it
+Event = Any  # a mark in a stream; opaque except to the device
+Stream = Any  # a queue of asynchronous work that a device does in order; opaque except to the device
 
 
 class Buffer(Protocol):
-    """Memory that the device reads and writes: its own, or page-locked memory of the host."""
+    """Memory that the device reads and writes: its own or page-locked host memory."""
 
     nbytes: int
     address: int
 
 
 class LockedBuffer(Buffer, Protocol):
-    """Page-locked memory of the host. What the device does to it shows once that is done."""
+    """Page-locked host memory. Writes of the device are visible in it once they are done."""
 
     @property
     def view(self) -> memoryview: ...
 
 
 class Hasher(Protocol):
-    """Computes BLAKE3 digests where the bytes are."""
+    """Computes BLAKE3 digests on the device."""
 
     def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
-        """Those of parts of at most a block each, in the current stream. The host waits."""
+        """Return the digests of parts of at most a block each, computed in the current stream. The host waits."""
         ...
 
 
 class Device(Protocol):
-    """One accelerator. Copies are asked for in the calling thread's current stream."""
+    """One accelerator. Copies are enqueued in the calling thread's current stream."""
 
     name: str  # such as "cuda:0"
 
-    staging: Stream  # for work that serves nobody yet
+    staging: Stream  # for work that no call waits for
     commits: Stream  # for work that calls wait for
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory of the device, for the stream `staging`; others wait for a mark there first. Raises MemoryError."""
+        """Allocate memory for the stream `staging`; other streams wait for a mark in it first. Raises MemoryError."""
         ...
 
     def lock(self, nbytes: int) -> LockedBuffer:
-        """Page-locked memory of the host. Raises MemoryError."""
+        """Allocate page-locked host memory. Raises MemoryError."""
         ...
 
     def free_bytes(self) -> int:
-        """About how much can still be allocated."""
+        """Estimate how many bytes can still be allocated."""
         ...
 
     def needed_by_calls(self) -> int:
-        """About how many bytes calls may need beyond what they have now."""
+        """Estimate how many bytes calls may need beyond what they have now."""
         ...
 
     def is_foreign(self, stream: Stream) -> bool:
-        """Whether a stream may end at any time, and another have its key. Raises Unsupported for what is no stream."""
+        """Return whether a stream may be destroyed at any time and its key reused. Raises Unsupported."""
         ...
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Whether what a stream is asked for is recorded instead of done."""
+        """Return whether a stream's work is being captured instead of done."""
         ...
 
     def is_capturing_here(self) -> bool:
-        """As `is_capturing`, of the current stream, and quick."""
+        """As `is_capturing`, for the current stream, and fast."""
         ...
 
     def copy(self, target: Buffer, at: int, source: Buffer, begin: int, nbytes: int) -> None:
-        """Ask for a copy of bytes, in the current stream. The host does not wait."""
+        """Enqueue a copy of bytes in the current stream. The host does not wait."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """A block in which `stream` is the thread's current one."""
+        """Return a context in which `stream` is the thread's current one."""
         ...
 
     def current(self) -> Stream:
-        """The thread's current stream."""
+        """Return the thread's current stream."""
         ...
 
     def current_key(self) -> int:
-        """A number that stands for the current stream, and for no other."""
+        """Return a number that identifies the current stream."""
         ...
 
     def mark(self, stream: Stream) -> Event:
-        """A mark after all that `stream` was asked for."""
+        """Record a mark after all work that is enqueued in `stream`."""
         ...
 
     def finish(self, mark: Event) -> None:
-        """Keep the host waiting until everything before a mark is done. Raises what the device reports."""
+        """Let the host wait until everything before a mark is done. Raises what the device reports."""
         ...
 
     def wait(self, stream: Stream, mark: Event) -> None:
-        """Let all that `stream` is asked for from now on wait for a mark. The host does not wait."""
+        """Let all later work of `stream` wait for a mark. The host does not wait."""
         ...
 
     def lend(self, buffer: Buffer, stream: Stream) -> None:
-        """Once `buffer` is dropped, its memory is kept until what `stream` was asked for until then is done."""
+        """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
         ...
 
     def hasher(self, buffer: Buffer) -> Hasher | None:
-        """What computes digests on the device, if that is quicker than on the host. buffer: of many blocks."""
+        """Return the device's hasher if it is faster than the host. buffer: many blocks, to measure it with."""
         ...
 
     def distrust_hasher(self, reason: str) -> None:
-        """Let there be none from now on."""
+        """Make `hasher` return None from now on."""
         ...

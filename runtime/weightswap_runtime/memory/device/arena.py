@@ -1,4 +1,4 @@
-"""Memory of a device at addresses that never change, holding one full set of weights."""
+"""Device memory at addresses that never change, holding one full set of weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weightswap_runtime.threads.worker_threads import WorkerThreads
 from .capturing import check_not_capturing
 from .ring import BUFFER_BYTES, Ring
 
-LEAST = 64 << 20  # bytes of a set whose digests the device computes
+LEAST = 64 << 20  # bytes of the smallest set whose digests the device computes
 
 
 class Copy(NamedTuple):
-    """Bytes of a buffer, from `begin` on, that belong at an offset of an arena."""
+    """A copy of bytes from an offset `begin` of a buffer to an offset of an arena."""
 
     offset: int
     begin: int
@@ -29,7 +29,7 @@ class Copy(NamedTuple):
 
 
 def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
-    """Where each slot lies in a buffer, so that neighbours in the arena move in one copy, with the gaps between them.
+    """Return each slot's offset in a buffer, and the copies to the arena. Neighbours move in one copy with their gap.
 
     A gap that is smaller than ALIGNMENT belongs to no weight.
     """
@@ -48,11 +48,11 @@ def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
 
 
 class Region:
-    """One allocation on a device. Who uses it and who writes to it is in order by streams; the host waits for nobody.
+    """One allocation on a device. Streams keep calls and writes in order; the host never waits.
 
-    A call says `use()` first: its stream then waits for the last `writing()`. That waits for all streams in which calls
-    were, from the moment it begins on; that no call begins meanwhile is the gate's affair. A stream that is not torch's
-    own may be gone by then: what writes waits for the end of each call in it, which says `leave()`.
+    A call begins with `use()`: its stream then waits for the last `writing()`. That waits for all streams that calls
+    have used; the gate sees to it that no call begins meanwhile. A stream that is neither torch's nor ours may be
+    destroyed by then, so each call in such a stream ends with `leave()`, and writes wait for the call instead.
     """
 
     most = BUFFER_BYTES - (1 << 20)  # room for the gaps between slots
@@ -63,15 +63,15 @@ class Region:
         self.buffer: Buffer = device.allocate(max(1, nbytes))
         self.address = self.buffer.address
         self._ring = ring
-        self._written: Event = device.mark(device.staging)  # what had the memory before may not be done yet
+        self._written: Event = device.mark(device.staging)  # the memory's previous user may not be done yet
         self._users: dict[int, tuple[Stream, Event]] = {}
         self._writer: Stream | None = None
 
     def use(self) -> bool:
-        """Let the thread's current stream read the memory, from now on until something is written.
+        """Let the thread's current stream read the memory until the next write.
 
-        Returns whether `leave` must follow the call: the stream is none of torch's, and is not remembered. Raises
-        Unsupported for one that cannot be in order.
+        Returns whether `leave` must follow the call, because the stream is foreign and not remembered. Raises
+        Unsupported for a stream that cannot be kept in order.
         """
         key, written = self.device.current_key(), self._written
         known = self._users.get(key)
@@ -88,21 +88,21 @@ class Region:
         return False
 
     def leave(self) -> None:
-        """Let what writes here, and what has the memory later, wait for what the current stream was asked for."""
+        """Let writes, and the next user of the memory, wait for the current stream's work so far."""
         mark = self.device.mark(self.device.current())
         for stream in (self.device.staging, self.device.commits):
             self.device.wait(stream, mark)
 
     def check_streams(self) -> None:
-        """Raise DeviceError where a writing would become a part of what an application captures."""
+        """Raise DeviceError if a write would become a part of a CUDA graph that the application captures."""
         for stream, _ in list(self._users.values()):
             check_not_capturing(self.device, stream)
 
     @contextmanager
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
-        """A block that writes in a stream of its own, in order with all calls. It is not the thread's current stream.
+        """Let the block write, in a stream in order with all calls, which does not become the thread's current stream.
 
-        join: within another such block it does nothing; elsewhere calls may begin and go on meanwhile. Raises what
+        join: within another such block do nothing; elsewhere calls may begin and run meanwhile. Raises what
         `check_streams` raises, with nothing done.
         """
         if join and self._writer is not None:
@@ -114,7 +114,7 @@ class Region:
             self._writer = stream
             for key, known in list(self._users.items()):
                 self.device.wait(stream, self.device.mark(known[0]))
-                if not join and self._users.get(key) is known:  # it comes again with its next call
+                if not join and self._users.get(key) is known:  # its next call adds it again
                     del self._users[key]
             with self.device.on(stream):
                 self.use()
@@ -125,11 +125,11 @@ class Region:
 
     @property
     def holds_calls(self) -> bool:
-        """Whether something urgent is being written."""
+        """True during an urgent `writing` block."""
         return self._writer is self.device.commits
 
     def stream(self) -> AbstractContextManager[object]:
-        """A block whose work is done where that of `writing` is."""
+        """Return a context whose current stream is that of `writing`."""
         return self.device.on(self._stream)
 
     def _take(self) -> AbstractContextManager[LockedBuffer]:
@@ -142,7 +142,7 @@ class Region:
 
     @contextmanager
     def room(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
-        """Page-locked memory, from which the slots' content goes to the device. For more than `most`, any memory."""
+        """Yield page-locked memory, whose content is copied to the slots at the end. Beyond `most`: ordinary memory."""
         begins, runs = plan_runs(slots)
         if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
             large = [memoryview(allocate(slot.nbytes)) for slot in slots]
@@ -185,28 +185,28 @@ class Region:
             self.device.finish(self.device.mark(self._stream))
 
     def take_from(self, source: Region, runs: Iterable[Copy]) -> None:
-        """Copy runs of bytes; the host waits for nothing."""
+        """Copy runs of bytes. The host does not wait."""
         with self.stream():
             source.use()
             for offset, begin, nbytes in runs:
                 self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
 
     def beside(self, nbytes: int) -> Region:
-        """Other memory of the same device. Raises MemoryError."""
+        """Allocate other memory on the same device. Raises MemoryError."""
         return Region(self.device, nbytes, self._ring)
 
     def synchronize(self) -> None:
-        """Keep the host waiting until all that was written is there. Raises what the device reports."""
+        """Let the host wait until all writes are done. Raises what the device reports."""
         self.device.finish(self._written)
 
 
 class DeviceArena(Region):
-    """Memory of a device that holds one full set of weights."""
+    """Device memory of one full set of weights."""
 
     piece = 1 << 30
 
     def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
-        """serves: whether it stays as long as its model, and not just for one staging. Raises MemoryError."""
+        """serves: the arena lives as long as its model, not just for one staging. Raises MemoryError."""
         super().__init__(device, layout.nbytes, ring)
         self.layout = layout
         self.serves = serves
@@ -217,7 +217,7 @@ class DeviceArena(Region):
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
-        """Copy bytes `begin` to `end` of an arena of the same layout; the host waits only for pageable memory."""
+        """Copy bytes `begin` to `end` of an arena of the same layout. The host waits only for pageable memory."""
         if isinstance(other, DeviceArena):
             self.take_from(other, [Copy(begin, begin, end - begin)])
         else:
@@ -225,17 +225,17 @@ class DeviceArena(Region):
 
     @property
     def computes_digests(self) -> bool:
-        """Whether the device computes digests of large sets sooner than the host."""
+        """True if the device computes digests of this set faster than the host would."""
         if self.layout.nbytes < LEAST:
             return False
-        with self.stream():  # it may be measured, which must not wait for calls
+        with self.stream():  # the hasher may be measured, which must not wait for calls
             self.use()
             return self.device.hasher(self.buffer) is not None
 
     def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
-        """Those of parts of at most a block each; None where the host has another for one of the largest.
+        """Return the digests of parts of at most a block each.
 
-        None, too, where they cannot be computed.
+        None if they cannot be computed, or if the host computes another digest for one of the largest parts.
         """
         hasher = self.device.hasher(self.buffer)
         if hasher is None:
@@ -245,10 +245,10 @@ class DeviceArena(Region):
             try:
                 digests = hasher.digests(self.buffer, parts)
             except Exception as error:
-                if not lacks_memory(error):  # there may be some the next time
+                if not lacks_memory(error):  # the next attempt may have more memory
                     self.device.distrust_hasher(f"{type(error).__name__}: {error}")
                 return None
-        index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
+        index, part = max(enumerate(parts), key=lambda item: item[1].nbytes)
         if digests[index] == blake3(self.fetch(*part)).digest():
             return digests
         self.device.distrust_hasher("the device has computed another for a block of weights")

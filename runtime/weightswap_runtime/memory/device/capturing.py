@@ -1,4 +1,4 @@
-"""A guard of work that must not become part of an application's CUDA graph: its replays would come at any time."""
+"""Guards that keep our work out of an application's CUDA graph, whose replays may come at any time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import Device, Stream
 
 
 def check_not_capturing(device: Device, stream: Stream) -> None:
-    """Raise DeviceError where a mark in a stream that calls were in would be recorded, and what waits for it, too."""
+    """Raise DeviceError if a stream is being captured: a mark in it, and work that waits for the mark, would be too."""
     if device.is_capturing(stream):
         raise DeviceError(
             f"{device.name}: a stream in which calls were made is being captured in a CUDA graph of the application; "
@@ -17,7 +17,7 @@ def check_not_capturing(device: Device, stream: Stream) -> None:
 
 
 def check_call(device: Device, what: str = "a call") -> None:
-    """Raise Unsupported for a call, or what a context is for, that would be recorded in a graph of the application."""
+    """Raise Unsupported if `what` would be captured in a CUDA graph of the application."""
     if device.is_capturing_here():
         raise Unsupported(
             f"{what} within a capture of the application: replays of its graph would not be in order with swaps. Load "

@@ -1,4 +1,4 @@
-"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host need not."""
+"""BLAKE3 digests of bytes in a GPU's memory, computed by the GPU instead of the host."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from . import Buffer
 SOURCE = Path(__file__).with_name("blake3.cu")
 KERNEL = "digest_blocks"
 THREADS = 256  # of the kernel
-AT_ONCE = 512  # blocks of one launch: calls' kernels wait for its end, and any GPU has enough to do with so many
-TRIED = 1024  # blocks by which it is measured, at most: a few would leave most of a GPU idle
+AT_ONCE = 512  # blocks of one launch: kernels of calls wait for its end, and so many keep any GPU busy
+MOST_MEASURED = 1024  # blocks with which the speed is measured: a few would leave most of a GPU idle
 _log = logging.getLogger("weightswap.device")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
 
 class DeviceHasher:
-    """A kernel that was compiled for a device."""
+    """A kernel compiled for a device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises whatever torch, NVRTC and the driver raise where one of them will not."""
+        """Raises whatever torch, NVRTC and the driver raise if compiling or loading fails."""
         from torch.cuda._utils import _cuda_load_module
 
         self._device = device
@@ -43,7 +43,7 @@ class DeviceHasher:
 
     @default_torch_modes()
     def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
-        """Those of parts of at most a block each, in the current stream. The host waits."""
+        """Return the digests of parts of at most a block each, computed in the current stream. The host waits."""
         table = torch.tensor(parts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
         digests = torch.empty(len(parts), 32, dtype=torch.uint8, device=self._device)
         with torch.cuda.device(self._device):
@@ -57,66 +57,66 @@ class DeviceHasher:
         return [row.tobytes() for row in on_host.numpy()]
 
 
-_found: dict[torch.device, DeviceHasher | None] = {}
-_finding = threading.Lock()
+_hashers: dict[torch.device, DeviceHasher | None] = {}
+_lock = threading.Lock()
 
 
 def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    """That of a device, compiled and measured by the first staging; None where it cannot be had, or is slower.
+    """Return the hasher of a device, compiled and measured on first use; None if it fails or is slower than the host.
 
-    buffer: memory by which it is measured, of at least a block; more of them are more like a staging.
+    buffer: memory to measure it with, of at least a block; many blocks are more like a staging.
     """
-    with _finding:
-        if device not in _found:
+    with _lock:
+        if device not in _hashers:
             try:
-                _found[device] = _find(device, buffer)
+                _hashers[device] = _measured_hasher(device, buffer)
             except Exception as error:
                 _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
-                if lacks_memory(error):  # there may be some the next time
+                if lacks_memory(error):  # the next attempt may have more memory
                     return None
-                _found[device] = None
-        return _found[device]
+                _hashers[device] = None
+        return _hashers[device]
 
 
 def distrust(device: torch.device, reason: str) -> None:
     """Let the host compute all digests from now on."""
-    _found[device] = None
+    _hashers[device] = None
     _log.warning("%s: the host computes digests: %s", device, reason)
 
 
-def _find(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
+def _measured_hasher(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
     hasher = DeviceHasher(device)
-    count = min(buffer.nbytes // BLOCK, TRIED)
+    count = min(buffer.nbytes // BLOCK, MOST_MEASURED)
     on_device, on_host = _seconds(hasher, buffer, count)
     _log.info("%s: digests of %d MiB: %.2g s on the device, %.2g s on the host", device, count, on_device, on_host)
     return hasher if on_device < on_host else None
 
 
 def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, float]:
-    """How long the device takes for some blocks, and the threads of the host together."""
+    """Measure the seconds that the device, and all threads of the host together, take for `count` blocks."""
     parts = [ByteRange(index * BLOCK, BLOCK) for index in range(count)]
-    hasher.digests(buffer, parts)  # loads it, and locks the pages that these numbers need
+    hasher.digests(buffer, parts)  # loads the kernel and locks the pages that it needs
     block = bytes(BLOCK)
-    on_host = _least(lambda: blake3(block).digest())
-    return _least(lambda: hasher.digests(buffer, parts)), on_host * count / WorkerThreads().threads
+    on_host = _least_seconds(lambda: blake3(block).digest())
+    return _least_seconds(lambda: hasher.digests(buffer, parts)), on_host * count / WorkerThreads().threads
 
 
-def _least(work: Callable[[], object]) -> float:
-    """The seconds of the quickest of three."""
-    taken = []
+def _least_seconds(work: Callable[[], object]) -> float:
+    """Return the shortest of three runs."""
+    seconds = []
     for _ in range(3):
         began = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def compile_source(source: str, capability: tuple[int, int]) -> bytes:
-    """Machine code of a source that includes nothing, for GPUs of a compute capability, by torch's NVRTC.
+    """Compile a source without includes for GPUs of a compute capability, with torch's NVRTC.
 
-    torch's own way to it needs the CUDA toolkit's folder and setuptools.
+    torch's own function for this needs the CUDA toolkit's folder and setuptools.
 
-    Raises OSError where there is no NVRTC, and RuntimeError with what it says of the source.
+    Raises OSError if there is no NVRTC, and RuntimeError with its log if it refuses the source.
     """
     nvrtc = _library()
     program = ctypes.c_void_p()
@@ -132,21 +132,21 @@ def compile_source(source: str, capability: tuple[int, int]) -> bytes:
 
 
 def _library() -> ctypes.CDLL:
-    """That of torch's version of CUDA. In wheels it is where only a library of torch's that needs it finds it."""
+    """Load NVRTC of torch's version of CUDA. In wheels only a library of torch that links to it finds it."""
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
     try:
         return ctypes.CDLL(name)
     except OSError:
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
-        return ctypes.CDLL(name)  # which is loaded now
+        return ctypes.CDLL(name)  # loaded by that library
 
 
 def _read(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
-    found = ctypes.create_string_buffer(size.value)
-    _check(get(program, found))
-    return found.raw
+    content = ctypes.create_string_buffer(size.value)
+    _check(get(program, content))
+    return content.raw
 
 
 def _check(code: int) -> None:

@@ -1,4 +1,4 @@
-"""Where sets of weights are kept that serve on a device."""
+"""Memory for sets of weights that serve on a device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .arena import Copy, DeviceArena, Region
 from .ring import BUFFER_BYTES, Ring
 
 T = TypeVar("T")
-RESERVE = 256 << 20  # bytes that a staging leaves for calls at least
+RESERVE = 256 << 20  # bytes that a staging at least leaves for calls
 
 
 class DeviceMemory:
-    """A device's memory, and that of the host beside it.
+    """A device's memory, with that of the host.
 
-    mode: where a commit in place finds its weights. "device": there; "host": in ordinary memory of the host; "auto": on
-    the device if there is room, else on the host. Sets are never page-locked: the driver takes seconds for that, in
-    which calls wait. They go through the ring's buffers.
+    mode: where single residency stages weights. "device": on the device; "host": in ordinary host memory; "auto": on
+    the device if there is room, else on the host. Whole sets are never page-locked, as the driver takes seconds for
+    that, in which calls wait; they are copied through the ring's buffers.
     """
 
     def __init__(self, device: Device, ring: Ring, mode: str) -> None:
-        """Raises OutOfMemory where nothing can be page-locked."""
+        """Raises OutOfMemory if no memory can be page-locked."""
         self._device = device
         self._ring = ring
         self._mode = mode
@@ -48,21 +48,21 @@ class DeviceMemory:
             raise self._no_memory(layout.nbytes, "") from error
 
     def staging(self, layout: ArenaLayout) -> tuple[Arena, StagedIn]:
-        """On the device if that is wanted and has room, else on the host. Raises OutOfMemory."""
-        found, staged_in = self._on_device(
+        """Allocate on the device if the mode allows it and there is room, else on the host. Raises OutOfMemory."""
+        arena, staged_in = self._on_device(
             layout.nbytes, lambda: DeviceArena(self._device, layout, self._ring, serves=False)
         )
-        return found or HostArena(layout), staged_in
+        return arena or HostArena(layout), staged_in
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
-        """On the device if that is wanted and has room, else where it is. Raises OutOfMemory."""
-        found, staged_in = self._on_device(
+        """Copy the patch to the device if the mode allows it and there is room. Raises OutOfMemory."""
+        on_device, staged_in = self._on_device(
             patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
         )
-        return found or patch, staged_in
+        return on_device or patch, staged_in
 
     def _on_device(self, nbytes: int, make: Callable[[], T]) -> tuple[T | None, StagedIn]:
-        """What was made on the device, or None and why not."""
+        """Return the result of `make` on the device, or None, and the reason."""
         if self._mode == "host":
             return None, StagedIn("host", 'staging="host" was asked for')
         free = self._device.free_bytes()
@@ -70,7 +70,7 @@ class DeviceMemory:
         reserve = max(RESERVE, self._device.needed_by_calls())
         if self._mode == "auto" and free < nbytes + reserve:
             return None, StagedIn("host", f"{numbers}, and {reserve} are left for calls")
-        if free < nbytes:  # torch would give back all that it keeps, and the device wait for that, before it refused
+        if free < nbytes:  # before it fails, torch would free its cache, for which the whole device waits
             raise self._no_memory(nbytes, 'Load with staging="host", which stages in host memory.')
         try:
             return make(), StagedIn("device", numbers)
@@ -88,7 +88,7 @@ class DeviceMemory:
 
 
 class DevicePatch(Patch):
-    """Spans whose bytes are on the device of the arena that they belong to."""
+    """Spans whose bytes are on the arena's device."""
 
     def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
         self._region = region
@@ -97,9 +97,9 @@ class DevicePatch(Patch):
 
     @classmethod
     def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
-        """Copy a patch to a region of its size, through the ring. What lies side by side is one run."""
+        """Copy a patch to a region of its size, through the ring. Adjacent spans become one run."""
         runs: list[Copy] = []
-        parts: list[Span] = []  # by their offsets in the region
+        parts: list[Span] = []  # with offsets in the region
         begin = 0
         for offset, data in sorted(patch.spans, key=lambda span: span.offset):
             parts.append(Span(begin, data))
@@ -114,7 +114,7 @@ class DevicePatch(Patch):
         return cls(region, runs)
 
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        """Copy every span to its offset; on the device the host waits for nothing."""
+        """Copy every span to its offset. The host does not wait if the arena is on the device."""
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, self._runs)
             return
@@ -128,7 +128,7 @@ class DevicePatch(Patch):
                 DevicePatch(self._region, [Copy(offset + start, begin + start, stop - start)]).write_to(arena, workers)
 
     def undo(self, arena: Arena) -> DevicePatch:
-        """What lies in the arena where this would be written, on the device. Raises MemoryError."""
+        """Copy what this patch would overwrite in the arena, on the device. Raises MemoryError."""
         assert isinstance(arena, DeviceArena)
         region = arena.beside(self.nbytes)
         with region.writing():

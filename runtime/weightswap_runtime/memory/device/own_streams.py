@@ -1,6 +1,6 @@
-"""Streams of CUDA that torch hands to nobody else: an application that captured in one of ours would record our copies.
+"""CUDA streams that torch hands to nobody else: an application that captured in one would record our copies.
 
-They are lent, and never destroyed, as torch's allocator knows the memory of a stream by its handle.
+They are lent and never destroyed, because torch's allocator identifies the memory of a stream by its handle.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import weakref
 
 import torch
 
-_BESIDE_OTHERS = 1  # cudaStreamNonBlocking: in no order with the default stream
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the default stream
 _spare: dict[tuple[int, int], list[torch.Stream]] = {}
-_made: set[int] = set()
+_created: set[int] = set()
 
 
 def lend_stream(owner: object, device: torch.device, priority: int) -> torch.Stream:
-    """A stream for as long as `owner` lives. Where torch's CUDA is a part of torch itself, it is one of torch's."""
+    """Lend a stream for as long as `owner` lives. If CUDA is linked into torch itself, it is one of torch's streams."""
     spare = _spare.setdefault((device.index, priority), [])
     try:
         stream = spare.pop()
@@ -27,8 +27,8 @@ def lend_stream(owner: object, device: torch.device, priority: int) -> torch.Str
 
 
 def is_ours(handle: int) -> bool:
-    """Whether a handle is that of a stream that was made here."""
-    return handle in _made
+    """Return whether a handle is that of a stream that was created here."""
+    return handle in _created
 
 
 def _new(device: torch.device, priority: int) -> torch.Stream:
@@ -36,7 +36,7 @@ def _new(device: torch.device, priority: int) -> torch.Stream:
     create = getattr(ctypes.CDLL(None), "cudaStreamCreateWithPriority", None)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        if create is None or create(ctypes.byref(handle), _BESIDE_OTHERS, priority) or not handle.value:
+        if create is None or create(ctypes.byref(handle), _NON_BLOCKING, priority) or not handle.value:
             return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-    _made.add(handle.value)
+    _created.add(handle.value)
     return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]

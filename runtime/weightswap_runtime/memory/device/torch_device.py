@@ -1,4 +1,4 @@
-"""Accelerators as torch has them."""
+"""Accelerators through torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ except ImportError as error:
 from .own_streams import is_ours, lend_stream
 
 _LOW, _HIGH = 0, -1  # priorities
-_OF_THREADS = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # handles that mean another stream in another thread
-SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
-URGENT = 8  # buffers for what calls wait for
+_PER_THREAD = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # handles that mean another stream in each thread
+SPARE = 4  # buffers that are being copied, beside those that threads fill
+URGENT = 8  # buffers for copies that calls wait for
 
 
 class TorchBuffer:
@@ -39,20 +39,20 @@ class TorchBuffer:
 
     @property
     def view(self) -> memoryview:
-        """Of page-locked memory."""
+        """The bytes of page-locked memory."""
         return self.tensor.numpy().data
 
 
 class _Account:
-    """Bytes of arenas on one device, of all models: those of now, the most that there were, and the most of calls.
+    """Bytes on one device, of all models: of arenas now (held) and at most (most), and of calls at most (calls).
 
-    growing: held while an arena is allocated and counted, so that none is taken for something of calls.
+    growing: lock held while an arena is allocated and counted, so that its memory is not counted as that of calls.
     """
 
     def __init__(self) -> None:
         self.held = self.most = self.calls = 0
         self.growing = Lock()
-        self.lock = RLock()  # an arena may be collected while one is counted
+        self.lock = RLock()  # an arena may be garbage-collected while one is counted
 
     def add(self, nbytes: int) -> None:
         with self.lock:
@@ -60,24 +60,24 @@ class _Account:
             self.most = max(self.most, self.held)
 
     def note(self, peak: int) -> None:
-        """Keep what calls have had at least, by the most that all had: this and the arenas' most part in time."""
+        """Update the lower bound of the most that calls had: the allocator's peak less the peak of arenas."""
         with self.lock:
             self.calls = max(self.calls, peak - self.most)
 
 
 class Accelerator:
-    """One device of torch's current accelerator, for one model: its streams are nobody else's."""
+    """One device of torch's current accelerator, with streams for one model alone."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.name = str(device)
         self.index = device.index
         self._on_cuda = device.type == "cuda"
-        sleeping = functools.partial(torch.cuda.Event, blocking=True)  # who waits for it needs no processor
+        sleeping = functools.partial(torch.cuda.Event, blocking=True)  # a wait for it uses no processor
         self._new_event: Callable[[], torch.Event] = sleeping if self._on_cuda else torch.Event
         self.staging, self.commits = (self._new_stream(priority) for priority in (_LOW, _HIGH))
         self._account = _accounts.setdefault(device.index, _Account())
-        self._dropped = 0  # bytes that torch's allocator has again, of which it may have given some to the driver
+        self._dropped = 0  # bytes of freed arenas; torch's allocator may have returned some to the driver
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         self._raw = raw if self._on_cuda else None
 
@@ -86,19 +86,19 @@ class Accelerator:
 
     @property
     def capability(self) -> str:
-        """What decides the last bits of what it computes."""
+        """The hardware properties that decide the last bits of results."""
         if self.torch.type != "cuda":
             return self.torch.type
         return f"{torch.cuda.get_device_name(self.torch)} {torch.cuda.get_device_capability(self.torch)}"
 
     @default_torch_modes()
     def allocate(self, nbytes: int) -> TorchBuffer:
-        """Memory of torch's allocator, which may have been freed a moment ago, and be still in use, in `staging`.
+        """Allocate memory for `staging` with torch's allocator; work enqueued there may still use it.
 
         Raises MemoryError.
         """
         with self._account.growing:
-            self._account.note(self._peak(self._statistics()))  # it says less once there is one arena more
+            self._account.note(self._peak(self._statistics()))  # the peak says less once there is another arena
             try:
                 with self.on(self.staging):
                     buffer = TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
@@ -109,14 +109,14 @@ class Accelerator:
         return buffer
 
     def _count(self, nbytes: int) -> None:
-        """Bytes of arenas more, or less: that may be said anywhere, as the collector runs in any thread."""
+        """Add to the bytes of arenas, in any thread, as the garbage collector may run anywhere."""
         with self._account.lock:
             self._account.add(nbytes)
             self._dropped = max(0, self._dropped - nbytes)
 
     @default_torch_modes()
     def lock(self, nbytes: int) -> TorchBuffer:
-        """Page-locked memory. While the driver locks it, it answers no other request of this process.
+        """Allocate page-locked memory. Meanwhile the driver answers no other request of this process.
 
         Raises MemoryError.
         """
@@ -126,9 +126,9 @@ class Accelerator:
             raise MemoryError(str(error).split("\n")[0]) from error
 
     def free_bytes(self) -> int:
-        """What the driver has, and what torch's allocator keeps of arenas that were dropped.
+        """Return the driver's free bytes, plus the bytes of freed arenas that torch's allocator keeps.
 
-        Only their successors get that without the whole device being waited for.
+        Only new arenas can reuse the latter without a wait for the whole device.
         """
         free, _ = torch.accelerator.get_memory_info(self.torch)
         statistics = self._statistics()
@@ -136,7 +136,7 @@ class Accelerator:
         return int(free) + max(0, min(self._dropped, kept))
 
     def needed_by_calls(self) -> int:
-        """What calls had more than now where they had most, as far as torch's allocator knows, arenas aside."""
+        """Return the peak of calls' memory less what they have now, as far as torch's allocator knows."""
         with self._account.growing:
             statistics = self._statistics()
             self._account.note(self._peak(statistics))
@@ -150,7 +150,7 @@ class Accelerator:
     def _statistics(self) -> Mapping[str, int]:
         try:
             return torch.cuda.memory_stats(self.torch) if self._on_cuda else {}
-        except RuntimeError:  # of an allocator that replaces torch's
+        except RuntimeError:  # raised by an allocator that replaces torch's
             return {}
 
     def hasher(self, buffer: Any) -> Hasher | None:
@@ -169,34 +169,34 @@ class Accelerator:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """A block in which `stream` is the thread's current one.
+        """Return a context in which `stream` is the thread's current one.
 
-        The object is a new one, as torch keeps in it what was current before; and an interrupt cannot leave the thread
-        in the stream, as it could with `set_stream`.
+        It is a new Stream object, as torch keeps the previous stream in it. Unlike with `set_stream`, an interrupt
+        cannot leave the thread in the stream.
         """
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
     def current(self) -> torch.Stream:
-        """The thread's current stream on this device."""
+        """Return the thread's current stream on this device."""
         if self._on_cuda:
             return torch.cuda.current_stream(self.torch)
         return torch.accelerator.current_stream(self.torch)
 
     def current_key(self) -> int:
-        """The stream's handle."""
+        """Return the current stream's handle."""
         return int(self._raw(self.index)) if self._raw else self.current().stream_id
 
     def is_foreign(self, stream: Any) -> bool:
-        """Whether a stream is neither torch's nor ours, so that it may end at any time, and another have its handle.
+        """Return whether a stream is neither torch's nor ours: it may be destroyed at any time, and its handle reused.
 
         Raises Unsupported for a handle that means another stream in each thread.
         """
         if not self._on_cuda or not stream.stream_id or stream.stream_id & 1 or is_ours(stream.stream_id):
-            return False  # torch's own are odd
-        if name := _OF_THREADS.get(stream.cuda_stream):
-            raise Unsupported(f"the current stream is {name}, another one in each thread: call in one of torch's")
+            return False  # ids of torch's own streams are odd
+        if name := _PER_THREAD.get(stream.cuda_stream):
+            raise Unsupported(f"the current stream is {name}, another stream in each thread: call in one of torch's")
         return True
 
     def is_capturing(self, stream: Any) -> bool:
@@ -204,7 +204,7 @@ class Accelerator:
             return self.is_capturing_here()
 
     def is_capturing_here(self) -> bool:
-        """As `is_capturing`, of the thread's current stream on this device, which may not be the thread's device."""
+        """As `is_capturing`, for the current stream on this device, which need not be the thread's current device."""
         if not self._on_cuda or torch.cuda.current_device() == self.index:
             return self._on_cuda and torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch):
@@ -216,19 +216,19 @@ class Accelerator:
         return event
 
     def finish(self, mark: Any) -> None:
-        """Keep the host waiting for a mark, without the interpreter's lock, on CUDA without a processor, too."""
+        """Let the host wait for a mark, without the interpreter's lock, and on CUDA without busy waiting."""
         mark.synchronize()
 
     def wait(self, stream: Any, mark: Any) -> None:
         stream.wait_event(mark)
 
     def lend(self, buffer: Any, stream: Any) -> None:
-        """Let torch's allocator know that a stream uses memory."""
+        """Tell torch's allocator that a stream uses memory."""
         buffer.tensor.record_stream(stream)
 
 
 def ring_of(accelerator: Accelerator) -> Ring:
-    """The page-locked buffers that all models on a device share."""
+    """Return the page-locked buffers that all models on a device share."""
     with _opening:
         ring = _rings.get(accelerator.index)
         if ring is None:
@@ -238,9 +238,9 @@ def ring_of(accelerator: Accelerator) -> Ring:
 
 
 def open_accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, such as "cuda" or "cuda:1", with streams of its own.
+    """Open the accelerator called `name`, such as "cuda" or "cuda:1", with streams of its own.
 
-    Raises Unsupported where there is none.
+    Raises Unsupported if there is none.
     """
     try:
         device = torch.device(name)
@@ -251,8 +251,8 @@ def open_accelerator(name: str) -> Accelerator:
         here = "none" if current is None else repr(current.type)
         raise Unsupported(f"device {name!r}: this torch ({torch.__version__}) has no such device here; it has {here}")
     count = torch.accelerator.device_count()
-    said = name.partition(":")[2]
-    if said and int(said) != device.index:  # torch keeps eight bits of it
+    number = name.partition(":")[2]
+    if number and int(number) != device.index:  # torch keeps only eight bits of it
         raise Unsupported(f"device {name!r}: there are {count}, counted from 0")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
