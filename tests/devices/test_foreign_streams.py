@@ -122,7 +122,7 @@ def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
     assert cuda.is_foreign(a_stream(0x7F0000001000, 0x7F0000001000))
     assert not accelerator("xpu").is_foreign(a_stream(0x1000))
     for handle, name in ((1, "cudaStreamLegacy"), (2, "cudaStreamPerThread")):
-        with pytest.raises(Unsupported, match=f"{name}, another stream in each thread: call in one of torch's"):
+        with pytest.raises(Unsupported, match=f"{name}, a special handle of CUDA: call in one of torch's streams"):
             cuda.is_foreign(a_stream(handle * 2, handle))
 
 

@@ -24,7 +24,7 @@ except ImportError as error:
 from .own_streams import is_ours, lend_stream
 
 _LOW, _HIGH = 0, -1  # priorities
-_PER_THREAD = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # handles that mean another stream in each thread
+_SPECIAL_HANDLES = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # which stand for other streams
 SPARE = 4  # buffers that are being copied, beside those that threads fill
 URGENT = 8  # buffers for copies that calls wait for
 
@@ -191,12 +191,12 @@ class Accelerator:
     def is_foreign(self, stream: Any) -> bool:
         """Return whether a stream is neither torch's nor ours: it may be destroyed at any time, and its handle reused.
 
-        Raises Unsupported for a handle that means another stream in each thread.
+        Raises Unsupported for a special handle of CUDA, which stands for another stream.
         """
         if not self._on_cuda or not stream.stream_id or stream.stream_id & 1 or is_ours(stream.stream_id):
             return False  # ids of torch's own streams are odd
-        if name := _PER_THREAD.get(stream.cuda_stream):
-            raise Unsupported(f"the current stream is {name}, another stream in each thread: call in one of torch's")
+        if name := _SPECIAL_HANDLES.get(stream.cuda_stream):
+            raise Unsupported(f"the current stream is {name}, a special handle of CUDA: call in one of torch's streams")
         return True
 
     def is_capturing(self, stream: Any) -> bool:
