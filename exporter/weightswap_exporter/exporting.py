@@ -314,7 +314,7 @@ def _adapter(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Ch
         if huggingface.is_pretrained(model) and not kinds_of(model):
             load = load or huggingface.load
             checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
-        recorded = record_adapter(model, tables.without(prefixes), load=load, checkpoint=checkpoint)
+        recorded = record_adapter(model, tables.with_prefixes(prefixes), load=load, checkpoint=checkpoint)
     recorded = recorded.renamed({renamed(row.name, prefixes): row.name for row in tables.weights})
     for text in recorded.warnings:
         warnings.warn(text, stacklevel=_STACKLEVEL)
