@@ -32,7 +32,7 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
     another type, and if it changes which buffers share memory.
     """
     names: set[str] = set()
-    stack: list[_Tensors] = []  # a stack, as a method may call its own module
+    stack: list[_Tensors] = []  # a method may call its own module
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root):
@@ -75,7 +75,7 @@ def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) 
     deep = {id(before[name][0]): name for name in assigned if "." in name}.values()
     # torch copies into the root's buffers in turn: a copy may read a buffer that an earlier one has overwritten
     own = [name for name in assigned if "." not in name and now[name][1] & old]
-    for name, value in [(name, _apart(*now[name], old)) for name in (*deep, *own)]:
+    for name, value in [(name, _independent(*now[name], old)) for name in (*deep, *own)]:
         if "." in name:
             before[name][0].copy_(value)
         else:
@@ -83,7 +83,7 @@ def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) 
     return output
 
 
-def _apart(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
+def _independent(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
     return tensor.detach().clone() if storages & old else tensor.detach()
 
 
