@@ -186,7 +186,7 @@ def _export(
         previous = _compiled_for(path)
         _write(path, manifest, files, method_engines, tell)
     if lost := sorted(previous - _compiled_for(path)):
-        text = f"{path}: what was there had been compiled for {', '.join(lost)}, and this has not"
+        text = f"{path}: the replaced artifact had been compiled for {', '.join(lost)}, and this has not"
         warnings.warn(f"{text}; weightswap compile does it", stacklevel=_STACKLEVEL - 2)
     return Artifact.open(path)
 
@@ -215,7 +215,7 @@ def _artifact(
     _warn_of_leftovers(captured)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
-        text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
+        text = "these weights share memory without being one tensor; after a swap they do not: "
         warnings.warn(text + "; ".join(pairs), stacklevel=_STACKLEVEL - 1)
     adapter = _adapter(model, tables, load, checkpoint)
     described = {
@@ -256,7 +256,7 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
 
 def _warn_of_leftovers(captured: Mapping[str, Captured]) -> None:
     tensors, numbers = (
-        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.left, kind)))
+        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.leftovers, kind)))
         for kind in ("tensors", "numbers")
     )
     if tensors:

@@ -272,7 +272,7 @@ class _Writer:
         if (thread := threading.get_ident()) in self._threads:
             raise CheckpointError(
                 "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
-                "Note that it is wanted, and publish when the first call has returned."
+                "Set a flag there, and publish when the first call has returned."
             )
         self._threads.add(thread)  # first: a signal handler may run after any step
         try:

@@ -52,14 +52,14 @@ class MethodSpec:
 class Captured:
     """Program of a method. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
 
-    `left` names attributes that a call changes and that no later call reads.
+    `leftovers` names attributes that a call changes and that no later call reads.
     """
 
     program: ExportedProgram
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-    left: Leftovers
+    leftovers: Leftovers
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -73,7 +73,7 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
 def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        with leftovers_of_calls(root) as left, _none_buffers_last(root), _no_new_tensors(root):
+        with leftovers_of_calls(root) as leftovers, _none_buffers_last(root), _no_new_tensors(root):
             with no_seeding(), replaced_tensors(root) as replaced:
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
             check_no_generator(program)
@@ -82,26 +82,26 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
                 inline_operators(program)
             mutated = mutated_buffers(program)
             check_seen(replaced, mutated)
-        if any(left) and is_read_later(root, (args, kwargs), program, mutated, left):
-            raise CaptureError(_problem_of(left))
+        if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
+            raise CaptureError(_problem_of(*leftovers))
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, left)
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers)
 
 
-def _problem_of(left: Leftovers) -> str:
-    if left.tensors:
+def _problem_of(tensors: list[str], numbers: list[str]) -> str:
+    if tensors:
         return (
-            f"a call stores tensors in {listed(left.tensors)} that a later call reads or that grow in number, and a "
+            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, and a "
             "server keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that "
             "cache, or remove the hook that stores it"
         )
     return (
-        f"a call changes {listed(left.numbers)}, and a later call computes something else then, while a server keeps "
+        f"a call changes {listed(numbers)}, and a later call computes something else then, while a server keeps "
         "no numbers of modules. Make it a tensor, and register it as a buffer"
     )
 

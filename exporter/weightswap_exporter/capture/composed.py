@@ -17,7 +17,7 @@ _MARK = "*"  # no attribute's name has it
 
 @contextmanager
 def in_parts(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Make the parts, in the block, parameters of the model; reading the composed parameter's attribute composes them.
+    """Replace composed parameters by their parts in the block; reading a composed parameter's attribute composes it.
 
     Gives the FQN of each part by its name in the block. Nothing is copied; the block's end restores the model.
     """

@@ -48,7 +48,7 @@ class Leftovers(NamedTuple):
 
 
 def is_read_later(
-    root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str], left: Leftovers
+    root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str], leftovers: Leftovers
 ) -> bool:
     """Return whether a second call of `root` may depend on values that the first has left in attributes.
 
@@ -70,9 +70,9 @@ def is_read_later(
             )
             both = both.run_decompositions({})
         except Exception:  # calls that differ, such as in a size, cannot be captured in one program
-            return bool(left.tensors)
+            return bool(leftovers.tensors)
     halves = _halves(both, shapes, mutated)
-    if not left.tensors:
+    if not leftovers.tensors:
         return halves is not None and not _are_alike(both, *halves)
     return False in twice.settled or halves is None or not _are_alike(both, *halves)
 
@@ -89,9 +89,9 @@ class _Twice(nn.Module):
     def forward(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
         buffers = [owner._buffers[name] for owner, name in self.state()]
         one = self._call(first, buffers)
-        left = _kinds(self.root)
+        kinds = _kinds(self.root)
         two = self._call(second, buffers)
-        self.settled.add(_kinds(self.root) == left)
+        self.settled.add(_kinds(self.root) == kinds)
         return one, two
 
     def _call(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> Any:
@@ -103,8 +103,8 @@ class _Twice(nn.Module):
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
         # if outputs and leftovers depend on a call's own inputs alone, they do so in every later call
-        left = [tensor.clone() for tensor in _tensors(self.root).values()]
-        return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], left
+        leftovers = [tensor.clone() for tensor in _tensors(self.root).values()]
+        return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], leftovers
 
     def state(self) -> list[tuple[Any, str]]:
         split = (name.rpartition(".") for name in self._mutated)
@@ -167,14 +167,14 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
             names.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
             numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
 
-    left = Leftovers([], [])
+    leftovers = Leftovers([], [])
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-        yield left
+        yield leftovers
     reassigned = _reassigned(root)
-    left.tensors.extend(name for name in names if not reassigned.match(name))
-    left.numbers.extend(numbers)
+    leftovers.tensors.extend(name for name in names if not reassigned.match(name))
+    leftovers.numbers.extend(numbers)
 
 
 def _reassigned(model: nn.Module) -> re.Pattern[str]:

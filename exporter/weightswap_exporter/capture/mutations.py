@@ -104,10 +104,10 @@ def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node,
     return {node: str(spec.target) for node, spec in graph_inputs(program) if spec.kind in kinds}
 
 
-def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
-    """Yield the written nodes that are of the memory of `kept`; for an undeclared write, the node that writes."""
-    shared = set(kept)  # nodes that may share this memory; `origins` are exact, but slow
-    origins = _Origins(kept)
+def _writes(module: GraphModule, owned: set[Node]) -> Iterator[Node]:
+    """Yield the written nodes that are of the memory of `owned`; for an undeclared write, the node that writes."""
+    shared = set(owned)  # nodes that may share this memory; `origins` are exact, but slow
+    origins = _Origins(owned)
     for node in module.graph.nodes:
         if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
             continue
@@ -125,17 +125,17 @@ def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
 class _Origins:
     """Set of the nodes that are views of others."""
 
-    def __init__(self, kept: set[Node]) -> None:
-        self._kept = kept
+    def __init__(self, owned: set[Node]) -> None:
+        self._owned = owned
         self._viewed = functools.cache(viewed)
 
     def __contains__(self, node: Node) -> bool:
-        """Return whether a node is of `kept` or a view of it. Raises CaptureError for views that torch cannot see."""
+        """Return whether a node is of `owned` or a view of it. Raises CaptureError for views that torch cannot see."""
         path = reached([node], self._viewed)
         secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
-        if path & self._kept and secret:
+        if path & self._owned and secret:
             raise CaptureError(f"a call writes to what {secret[0]} gives, which may be a view: use the safe operator")
-        return bool(path & self._kept)
+        return bool(path & self._owned)
 
 
 def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
@@ -146,8 +146,8 @@ def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
     region = getattr(module, str(graphs[0].target))
     inputs = node.args[node.args.index(graphs[0]) + 1 :]
     pairs = zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    kept = {placeholder for placeholder, item in pairs if isinstance(item, Node) and item in origins}
-    return any(True for _ in _writes(region, kept))
+    owned = {placeholder for placeholder, item in pairs if isinstance(item, Node) and item in origins}
+    return any(True for _ in _writes(region, owned))
 
 
 def _written(node: Node) -> Iterator[Node]:

@@ -96,7 +96,7 @@ def _check(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
     names = [name for name in before if name in now]
     if changed := [name for name in assigned if _sharing(name, names, before) != _sharing(name, names, now)]:
         raise CaptureError(
-            f"a call changes with which others {listed(changed)} share memory, and a graph keeps that; assign a "
+            f"a call changes which tensors share memory with {listed(changed)}, and a graph cannot; assign a "
             ".clone(), or change the tensor in place"
         )
 

@@ -29,10 +29,12 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
     if name not in FLOATING:
         known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
         raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
-    wanted = {weight.dtype for weight in manifest.weights}
-    wanted |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
-    if name not in wanted:
-        wants = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
+    graph_dtypes = {weight.dtype for weight in manifest.weights}
+    graph_dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    if name not in graph_dtypes:
+        wants = (
+            ", ".join(DTYPES[other].torch or other for other in sorted(graph_dtypes & FLOATING)) or "none that floats"
+        )
         raise CheckpointError(
             f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {wants}. "
             "Leave the dtype out or give one of these, or export the model in the other."
@@ -50,10 +52,10 @@ def casting(readings: Readings, dtype: str | None, manifest: Manifest) -> Readin
 def _casting(reading: Callable[[Manifest], Reading], dtype: str) -> Callable[[Manifest], Reading]:
     class Casting(Reading):
         def match(self, tensors: Mapping[str, Typed]) -> Match:
-            wanted = [(key, typed) for demand in self.demands for key, typed in demand.keys.items()]
+            expected = [(key, typed) for demand in self.demands for key, typed in demand.keys.items()]
             cast = {
                 key: TensorType(dtype, tuple(tensors[key].shape))
-                for key, typed in wanted
+                for key, typed in expected
                 if typed.dtype == dtype and key in tensors and tensors[key].dtype in FLOATING
             }
             return super().match({**tensors, **cast})
@@ -83,10 +85,10 @@ def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
 
     Raises CheckpointError if a finite value is beyond the dtype's range.
     """
-    wanted = torch_dtype(dtype)
-    if tensor.dtype == wanted:
+    target = torch_dtype(dtype)
+    if tensor.dtype == target:
         return tensor
-    result = tensor.to(wanted)
+    result = tensor.to(target)
     lost = ~torch.isfinite(result.float())
     if lost.any() and (lost & torch.isfinite(tensor.double())).any():
         raise CheckpointError(f"{where}: has values beyond the range of {dtype}, to which it would be cast")

@@ -189,9 +189,9 @@ def _check_kind(path: Path, names: Sequence[str]) -> None:
             "torch.save(model.state_dict(), ...)"
         )
     if PICKLE_NAME not in names:
-        found = listed(names) or "nothing"
+        content = listed(names) or "nothing"
         raise CheckpointError(
-            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {found}). Give the file of a "
+            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {content}). Give the file of a "
             "checkpoint."
         )
 

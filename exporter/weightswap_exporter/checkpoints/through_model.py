@@ -142,5 +142,5 @@ def _state_of(name: str, tensor: Any) -> Hashable:
 
 def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:
     """Return the levels that have about as many tensors as the model, or all if there are none."""
-    wanted = len(list(model.parameters()))
-    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= wanted) or levels
+    count = len(list(model.parameters()))
+    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= count) or levels

@@ -1,4 +1,4 @@
-"""Tensors that are made of others: what they are taken apart into, and which are refused by name."""
+"""Composed tensors: their parts, and tensors that are refused by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 class Opaque(nn.Module):
-    """A call that the class of its weight has no function for."""
+    """Module with a call that the class of its weight does not implement."""
 
     def __init__(self) -> None:
         super().__init__()
