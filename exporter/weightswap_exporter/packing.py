@@ -92,7 +92,7 @@ def pack(
       - a folder that `torch.distributed.checkpoint.save` wrote, with any number of ranks
     Keys may be those of `model.state_dict()` or runtime FQNs, also with what wrappers add to them (`module.`,
     `_orig_mod.`, `_checkpoint_wrapped_module.`, `_fsdp_wrapped_module.`). A state dict below `state_dict`, `model`,
-    `model_state_dict` or `module` (two levels at most) is taken if it is the only one that fits the artifact.
+    `model_state_dict` or `module` (two levels at most) is found if it has what the artifact wants.
 
     labels: short texts to store in the file.
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
@@ -256,10 +256,7 @@ class _Weights:
 
     def _is_broken_tie(self, row: NamedTensor) -> bool:
         distinct = {self._tensors[name].tie_key: name for name in self._match.found.get(row.name, ())}
-        return (
-            len(distinct) > 1
-            and len({digest_of(self._stored_bytes(name, row.dtype)) for name in distinct.values()}) > 1
-        )
+        return len(distinct) > 1 and len({digest_of(self._stored(name, row.dtype)) for name in distinct.values()}) > 1
 
     def data(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
         """Yield the name and bytes of each weight, in the file's order. Raises the errors of reading and computing."""
@@ -268,10 +265,10 @@ class _Weights:
             if transforms is not None and row.name in self._match.computed:
                 yield row.name, pieces(self._compute(row.name, transforms))
             else:
-                yield row.name, self._stored_bytes(self._match.found[row.name][0], row.dtype)
+                yield row.name, self._stored(self._match.found[row.name][0], row.dtype)
         self._checkpoint.check_unchanged()
 
-    def _stored_bytes(self, name: str, dtype: str) -> Iterator[memoryview]:
+    def _stored(self, name: str, dtype: str) -> Iterator[memoryview]:
         return pieces(self._tensors[name].load(), partial(cast, dtype=dtype, where=f"{self._checkpoint.where}: {name}"))
 
     def _compute(self, weight: str, transforms: Transforms) -> torch.Tensor:

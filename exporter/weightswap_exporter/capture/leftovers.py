@@ -215,7 +215,7 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
         return None
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
         return None
-    if not _vary_apart(first, second, shapes) or _drawn(one) & _drawn(two):
+    if not _vary_apart(first, second, shapes) or _random_operators(one) & _random_operators(two):
         return None
     return (first, one), (second, two)
 
@@ -240,8 +240,7 @@ def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]
     return [set() if isinstance(size, int) else size.node.expr.free_symbols for size in sizes]
 
 
-def _drawn(outputs: list[Any]) -> set[Node]:
-    """Return the random operators that outputs depend on."""
+def _random_operators(outputs: list[Any]) -> set[Node]:
     return set(filter(is_random, all_inputs(item for item in outputs if isinstance(item, Node))))
 
 

@@ -33,7 +33,6 @@ def tree_of(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
 
 
 def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """Return the children of a node."""
     # torch 2.11 has the attribute only, later versions deprecate it
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 

@@ -29,12 +29,10 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
     if name not in FLOATING:
         known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
         raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
-    graph_dtypes = {weight.dtype for weight in manifest.weights}
-    graph_dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
-    if name not in graph_dtypes:
-        wants = (
-            ", ".join(DTYPES[other].torch or other for other in sorted(graph_dtypes & FLOATING)) or "none that floats"
-        )
+    dtypes = {weight.dtype for weight in manifest.weights}
+    dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    if name not in dtypes:
+        wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "none that floats"
         raise CheckpointError(
             f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {wants}. "
             "Leave the dtype out or give one of these, or export the model in the other."

@@ -30,7 +30,7 @@ _patching = threading.Lock()
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Give the modules that this thread builds in the block parameters without memory.
+    """Context manager: modules that this thread builds in its block get parameters without memory.
 
     Shapes, dtypes, ties (one Parameter registered twice), buffers and everything that `__init__` computes from them
     stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; its
