@@ -217,7 +217,7 @@ def _artifact(
     if pairs := overlapping(named_tensors(model), tables.weights):
         text = "these weights share memory without being one tensor; after a swap they do not: "
         warnings.warn(text + "; ".join(pairs), stacklevel=_STACKLEVEL - 1)
-    adapter = _adapter(model, tables, load, checkpoint)
+    recording = _adapter(model, tables, load, checkpoint)
     described = {
         name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
         for name, method in captured.items()
@@ -227,7 +227,7 @@ def _artifact(
         for name, method in captured.items()
     }
     files[CONSTANTS_NAME] = _constants(tables)
-    files |= adapter.files | kinds_file(model)
+    files |= recording.files | kinds_file(model)
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
         format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
@@ -238,7 +238,7 @@ def _artifact(
         weights=tables.weights,
         state=tables.state,
         constants=tables.constants,
-        adapter=adapter.adapter,
+        adapter=recording.adapter,
         files=digests,
         variants=tables.variants,
     )

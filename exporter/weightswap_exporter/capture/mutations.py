@@ -105,7 +105,7 @@ def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node,
 
 
 def _writes(module: GraphModule, owned: set[Node]) -> Iterator[Node]:
-    """Yield the written nodes that are of the memory of `owned`; for an undeclared write, the node that writes."""
+    """Yield written nodes that share memory with `owned`; for an undeclared write, the node that writes."""
     shared = set(owned)  # nodes that may share this memory; `origins` are exact, but slow
     origins = _Origins(owned)
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Examples of checkpoints, example by the caller of `export()`."""
+"""Examples of checkpoints, given by the caller of `export()`."""
 
 from __future__ import annotations
 
