@@ -83,7 +83,7 @@ class Opaque(nn.Module):
 
 
 def test_a_call_that_a_class_does_not_take_apart_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"has to take what is called apart in __torch_function__"):
+    with pytest.raises(CaptureError, match=r"must decompose this call in __torch_function__"):
         export(Opaque().eval(), (X,), out=tmp_path / "a.artifact")
 
 
