@@ -131,7 +131,7 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
     if bad := [n for n in names if not is_path(n)]:
         raise CaptureError(
             f"{bad[0]!r}: a tensor cannot have this name in a graph, where no part of a name is empty, has quotes, or "
-            "begins and ends with two underscores, as what is Python's own; rename it in the model"
+            "begins and ends with two underscores, as Python's own names do; rename it in the model"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureError(f"{name}: {tensor.layout} tensors cannot be captured, only dense ones")
