@@ -1,6 +1,6 @@
 """weightswap, the build side: capture a model's graph without its weights, and pack checkpoints for it.
 
-The names are loaded on first use, so that the command line can list its commands without importing torch.
+Names are imported on first use, so that the command line can list its commands without importing torch.
 """
 
 from __future__ import annotations

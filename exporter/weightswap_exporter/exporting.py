@@ -58,7 +58,7 @@ from .models.parts import kinds_of
 from .models.peft_layers import peft_base, unwrapped_layers
 from .models.tensors import check_separable, named_tensors, unwrapped
 
-_CALLER = 5  # warnings are attributed to the code that calls export()
+_STACKLEVEL = 5  # of warnings, which shall show the line that calls export()
 
 
 def export(
@@ -79,32 +79,31 @@ def export(
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
-    model: real, or built under `skeleton()`; on the CPU, in the mode (`.eval()`) that it is to be served in.
+    model: real, or built under `skeleton()`; on the CPU, in the mode (`.eval()`) in which it is to be served.
     args, kwargs, dynamic_shapes: sample inputs and dynamic dimensions of `forward`, as `torch.export.export` takes
-    them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights. Two
-    artifacts can share one in a server (`load(share=...)`) where every weight has the same name, type, shape, ties and
-    order in memory in both: export the same module for both, also with the parts that one of them does not call.
-    load: how a checkpoint gets into the model where that is not `model.load_state_dict`: a function
-    `load(model, checkpoint)`. checkpoint: what a checkpoint looks like where that is not `model.state_dict()`: tensors
-    by key, or the path of one; its values are not used.
-    goldens: calls to record with the eager model, whose outputs a server's must equal: a list of `(args, kwargs)` or of
-    tuples of args for `forward` or the only method, or a dict of such lists by method (a tuple of a tuple and a dict
+    them. methods: a MethodSpec for each method to capture, instead of these three. All methods share one set of
+    weights. Two artifacts can share one in a server (`load(share=...)`) if each weight has the same name, dtype, shape,
+    ties and strides in both: export the same module for both, including parts that one of them does not call.
+    load: a function `load(model, checkpoint)` that loads a checkpoint into the model; default
+    `model.load_state_dict`. checkpoint: an example of a checkpoint, as tensors by key or as a path; default
+    `model.state_dict()`. Its values are not used.
+    goldens: calls to record with the eager model, whose outputs a server must reproduce: a list of `(args, kwargs)` or
+    of tuples of args for `forward` or the only method, or a dict of such lists by method (a tuple of a tuple and a dict
     is `(args, kwargs)`). The model is called in its mode, under `torch.no_grad()`, with row-major copies of the inputs
-    and from the initial state, and is left as it was. Of a skeleton, which cannot be called, the inputs alone are
-    recorded: a server tries whether every set of weights gives finite outputs to them.
-    tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
-    variants: parameters that each call chooses among sets that a server keeps side by side, as patterns by group, such
-    as {"lora": "*lora_*"}; see docs/variants.md. Goldens are of the base alone: these parameters are zeros.
-    engines: what the graphs are also compiled for, as `compile_engines` does it later; a MethodSpec may have engines of
-    its own instead. What an engine has no file for runs on `torch` beside it. tell: called with what is being done, in
-    words.
+    and from the initial state, and is left as it was. A skeleton cannot be called, so its inputs alone are recorded: a
+    server checks that every set of weights gives finite outputs for them.
+    tolerance: `(rtol, atol)` for comparing with the goldens; default: exact on the same kind of machine.
+    variants: parameters that each call chooses among sets that a server keeps side by side, as name patterns by group,
+    such as {"lora": "*lora_*"}; see docs/variants.md. Goldens are those of the base: these parameters are zeros.
+    engines: engines that the graphs are also compiled for, as `compile_engines` can do later; a MethodSpec may name its
+    own instead. A method that an engine has no file for runs on `torch`. tell: callback for progress messages.
 
-    What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
-    library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
-    Parameters that are made of other tensors, as those that torchao has quantised, become one weight for each of these.
+    Wrappers by torch.compile, DataParallel and DistributedDataParallel are removed. A model of the library transformers
+    is captured without its key-value cache, and has its own defaults for `load` and `checkpoint`. A parameter that is
+    composed of other tensors, as torchao's quantised ones are, becomes one weight for each of them.
 
-    The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, Unsupported for sharded tensors and others that cannot be taken apart,
+    The folder appears whole or not at all; an existing artifact is replaced. The same model gives the same bytes.
+    Raises CaptureError, ExportError, Unsupported for tensors that cannot be taken apart (sharded ones, for example),
     and RecordingError for goldens that cannot be recorded.
     """
     specs = _specs(args, kwargs, dynamic_shapes, methods)
@@ -135,10 +134,10 @@ def export_decoder(
 ) -> Artifact:
     """Capture a language model of transformers so that a server generates with it: `model.generate(...)`.
 
-    model: with key-value caches, real or built under `skeleton()`. length: how many tokens, of a prompt and its answer
-    together, a context holds. batch: how many sequences are generated side by side. Both are fixed. out, checkpoint,
-    engines, variants, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers
-    something else.
+    model: one with key-value caches, real or built under `skeleton()`. length: capacity of a context in tokens, prompt
+    and answer together. batch: number of sequences that are generated side by side. Both are fixed. out, checkpoint,
+    engines, variants, tell: as in `export`. Raises the errors of `export`, and Unsupported for a model whose memory is
+    not a key-value cache.
     """
     prepared = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
@@ -160,12 +159,12 @@ def _export(
     engines: Sequence[str],
     load: Load | None = None,
     checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
-    wanted: GoldensRequest | None = None,
+    goldens: GoldensRequest | None = None,
     generation: TextGeneration | None = None,
     variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
-    wanted_engines = _engines_of(specs, engines)
+    method_engines = _engines_of(specs, engines)
     check_writable(out)
     path = _check_out(Path(out))
     check_separable(model)
@@ -175,8 +174,8 @@ def _export(
         tell(f"capturing {', '.join(specs)}")
         manifest, files = _artifact(model, specs, load, example, groups)
         manifest = msgspec.structs.replace(manifest, generation=generation)
-        if wanted:
-            recorded = _recorded(model, wanted, specs, manifest, files[CONSTANTS_NAME])
+        if goldens:
+            recorded = _recorded_calls(model, goldens, specs, manifest, files[CONSTANTS_NAME])
             files |= recorded
             manifest = with_files(manifest, recorded)
         encoded = encode_manifest(manifest)
@@ -184,16 +183,16 @@ def _export(
             decode_manifest(encoded, str(path))
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
-        before = _compiled_for(path)
-        _write(path, manifest, files, wanted_engines, tell)
-    if lost := sorted(before - _compiled_for(path)):
-        text = f"{path}: what was there had been compiled for {', '.join(lost)}, and this has not"
-        warnings.warn(f"{text}; weightswap compile does it", stacklevel=_CALLER - 2)
+        previous = _compiled_for(path)
+        _write(path, manifest, files, method_engines, tell)
+    if lost := sorted(previous - _compiled_for(path)):
+        text = f"{path}: the replaced artifact had been compiled for {', '.join(lost)}, and this has not"
+        warnings.warn(f"{text}; weightswap compile does it", stacklevel=_STACKLEVEL - 2)
     return Artifact.open(path)
 
 
 def _compiled_for(path: Path) -> set[str]:
-    """The engines, with what machines, that an artifact is compiled for; none where there is no artifact."""
+    """Return the engines, with their machine targets, that an artifact is compiled for; none if it does not exist."""
     try:
         files = Artifact.open(path).manifest.files
     except (WeightswapError, OSError):
@@ -209,16 +208,16 @@ def _artifact(
     checkpoint: CheckpointTensors | None,
     groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest, and the other files by name."""
+    """Return the manifest, and the content of the other files by name."""
     with huggingface.without_cache(model):
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_leftovers(captured)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
-        text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
-        warnings.warn(text + "; ".join(pairs), stacklevel=_CALLER - 1)
-    recorded = _record(model, tables, load, checkpoint)
+        text = "these weights share memory without being one tensor; after a swap they do not: "
+        warnings.warn(text + "; ".join(pairs), stacklevel=_STACKLEVEL - 1)
+    recording = _adapter(model, tables, load, checkpoint)
     described = {
         name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
         for name, method in captured.items()
@@ -228,7 +227,7 @@ def _artifact(
         for name, method in captured.items()
     }
     files[CONSTANTS_NAME] = _constants(tables)
-    files |= recorded.files | kinds_file(model)
+    files |= recording.files | kinds_file(model)
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
         format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
@@ -239,7 +238,7 @@ def _artifact(
         weights=tables.weights,
         state=tables.state,
         constants=tables.constants,
-        adapter=recorded.adapter,
+        adapter=recording.adapter,
         files=digests,
         variants=tables.variants,
     )
@@ -251,25 +250,25 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
         warnings.warn(
             f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
             "if it is to serve",
-            stacklevel=_CALLER,
+            stacklevel=_STACKLEVEL,
         )
 
 
 def _warn_of_leftovers(captured: Mapping[str, Captured]) -> None:
     tensors, numbers = (
-        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.left, kind)))
+        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.leftovers, kind)))
         for kind in ("tensors", "numbers")
     )
     if tensors:
         warnings.warn(
             f"a call leaves tensors in {listed(tensors)}. No later call reads them, and a server does not keep them",
-            stacklevel=_CALLER,
+            stacklevel=_STACKLEVEL,
         )
     if numbers:
         warnings.warn(
             f"a call changes {listed(numbers)}. The next call computes the same, and a server does not change them: "
             "see that no later call looks at them",
-            stacklevel=_CALLER,
+            stacklevel=_STACKLEVEL,
         )
 
 
@@ -295,49 +294,48 @@ def _specs(
         raise ExportError("give either `methods`, or `args`, `kwargs` and `dynamic_shapes` for forward, not both")
     if not isinstance(methods, Mapping) or not all(isinstance(spec, MethodSpec) for spec in methods.values()):
         raise ExportError("methods must be a dict from names to MethodSpec")
-    odd = [name for name in methods if not METHOD_NAME.fullmatch(name)]
-    if odd or not methods:
+    if not methods or not all(map(METHOD_NAME.fullmatch, methods)):
         raise CaptureError(f"method names must be identifiers, and at least one is needed; got {list(methods)}")
     return methods
 
 
 def _engines_of(specs: Mapping[str, MethodSpec], engines: Sequence[str]) -> dict[str, Sequence[str]]:
-    """The engines of each method. Raises Unsupported."""
+    """Return the engines of each method. Raises Unsupported for unknown ones."""
     check_engines(engines)
-    found = {name: engines if spec.engines is None else spec.engines for name, spec in specs.items()}
-    for name, wanted in found.items():
-        check_engines(wanted, f"method {name!r}: ")
-    return found
+    method_engines = {name: engines if spec.engines is None else spec.engines for name, spec in specs.items()}
+    for name, own_engines in method_engines.items():
+        check_engines(own_engines, f"method {name!r}: ")
+    return method_engines
 
 
-def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
-    # a checkpoint is the base's, which knows nothing of PEFT's layers
+def _adapter(model: nn.Module, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
+    # checkpoints are those of the base model, which has no layers of PEFT
     with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
         if huggingface.is_pretrained(model) and not kinds_of(model):
             load = load or huggingface.load
             checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
-        recorded = record_adapter(model, tables.without(prefixes), load=load, checkpoint=checkpoint)
+        recorded = record_adapter(model, tables.with_prefixes(prefixes), load=load, checkpoint=checkpoint)
     recorded = recorded.renamed({renamed(row.name, prefixes): row.name for row in tables.weights})
     for text in recorded.warnings:
-        warnings.warn(text, stacklevel=_CALLER)
+        warnings.warn(text, stacklevel=_STACKLEVEL)
     return recorded
 
 
 def _constants(tables: Tables) -> bytes:
-    """The bytes of `constants.safetensors`."""
+    """Return the content of `constants.safetensors`."""
     names = [row.name for row in (*tables.constants, *tables.state) if not row.zero]
     return b"".join(encode_tensors({name: tensor_content(tables.values[name]) for name in names}))
 
 
-def _recorded(
-    model: nn.Module, wanted: GoldensRequest, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
+def _recorded_calls(
+    model: nn.Module, goldens: GoldensRequest, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
 ) -> dict[str, bytes]:
-    """The file with what was recorded: goldens, or of a skeleton the inputs alone."""
+    """Return the file of recorded calls: goldens, or for a skeleton the inputs alone."""
     if is_skeleton(model):
-        return {INPUTS_NAME: record_inputs(wanted, manifest).encode(None)}
+        return {INPUTS_NAME: record_inputs(goldens, manifest).encode(None)}
     functions = {name: spec.fn_name for name, spec in specs.items()}
     values = parse_file(constants, CONSTANTS_NAME)[0] | zeros(manifest.state)
-    recording = record(model, wanted, manifest, values, functions)
+    recording = record(model, goldens, manifest, values, functions)
     return {GOLDENS_NAME: recording.encode(weights_identity(model, manifest))}
 
 
@@ -351,6 +349,6 @@ def _write(
             if more := engine_files(artifact, engines, tell=tell):
                 write_files(folder, manifest, more)
                 tell("trying what was compiled")
-                try_engines(Artifact.open(folder), [name for wanted in engines.values() for name in wanted])
+                try_engines(Artifact.open(folder), [engine for names in engines.values() for engine in names])
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -46,11 +46,11 @@ Progress = Callable[[int, int], None]
 class Packed:
     """A weight file that was written.
 
-    level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
-    weights (state, extra state), those that lack the prefix, and those that `ignore=` has matched. cast: a dtype of the
-    checkpoint -> the weights that were cast from it. goldens: how many cases were recorded, in the file beside it.
-    promoted: the revision of the desired state that named it then; None where none was to. refusal: why it was not
-    promoted, as `publish(promote=)` has asked for; empty otherwise. receipt: a fleet's, where it was promoted to one.
+    level: place of the weights in the checkpoint, such as `model`; empty for its top. ignored: keys there that are no
+    weights (state, extra state), that lack the prefix, or that `ignore=` matches. cast: the weights that were cast, by
+    their dtype in the checkpoint. goldens: number of cases recorded in the file beside it. promoted: revision of the
+    desired state that names this file; None without a promotion. refusal: reason why `publish(promote=)` did not
+    promote it; empty otherwise. receipt: the fleet's receipt, if the file was promoted to a fleet.
     """
 
     path: Path
@@ -85,35 +85,35 @@ def pack(
 ) -> Packed:
     """Write the weights of a checkpoint as a weight file for an artifact.
 
-    source: a module, a state dict, or a path:
+    source: a module, a state dict, or a path to one of:
       - .safetensors; .safetensors.index.json with its shards; a folder that holds either
       - .pt, .pth, .bin, .ckpt; .bin.index.json with its shards; a folder that holds pytorch_model.bin or its index.
         They are opened with `weights_only=True`: nothing in them runs
       - a folder that `torch.distributed.checkpoint.save` wrote, with any number of ranks
     Keys may be those of `model.state_dict()` or runtime FQNs, also with what wrappers add to them (`module.`,
     `_orig_mod.`, `_checkpoint_wrapped_module.`, `_fsdp_wrapped_module.`). A state dict below `state_dict`, `model`,
-    `model_state_dict` or `module` (two levels at most) is taken where exactly it has what the artifact wants.
+    `model_state_dict` or `module` (two levels at most) is found if it has what the artifact wants.
 
-    labels: short texts that travel with the file.
+    labels: short texts to store in the file.
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
-      where the graph wants exactly this dtype, and the file records which; every other mismatch stays an error, and
-      so does a dtype in which the graph wants nothing.
-    model: for checkpoints whose loading computes what the adapter has not recorded: the checkpoint is loaded into this
-      module by its own code, `load(model, checkpoint)` or else `model.load_state_dict(checkpoint)`, and the module's
+      where the graph has exactly this dtype, and the file records which. Every other mismatch stays an error, and so
+      does a dtype that no weight of the graph has.
+    model: for checkpoints whose loading computes something that the adapter has not recorded: the checkpoint is loaded
+      into this module by `load(model, checkpoint)`, by default `model.load_state_dict(checkpoint)`, and the module's
       parameters and buffers are packed. The module keeps these values. Build it outside skeleton().
     load: gets the whole checkpoint as it was saved; then, if it raises or leaves the module as it was, the state dicts
       in it, until it has loaded one.
-    level: where in the checkpoint the weights are, as keys joined with dots, such as "state_dict_ema" or "app.model";
-      empty for its top. It is taken as it is, even if others fit, too.
-    prefix: only tensors whose names begin with it are taken, without it, such as "net."; the others are left out.
+    level: place of the weights in the checkpoint, as keys joined with dots, such as "state_dict_ema" or "app.model";
+      empty for its top. No other place is looked at, even if others fit, too.
+    prefix: only tensors whose names begin with it, such as "net.", are taken, and it is removed from their names.
     ignore: patterns of names, such as "*.position_ids" (`*` also matches dots), for keys that an older model had: these
-      tensors are as if they were not there. A pattern that matches nothing is a warning.
-    progress: called with bytes done and bytes in all.
-    goldens, tolerance: as in `export()`, recorded with `model`, or with the module that `source` is, into
-      `NAME.goldens.safetensors` beside `NAME.safetensors`. A method is the model's attribute of that name. The goldens
-      are in place before the weight file is; without `goldens`, those of the file that is replaced are removed.
+      tensors are treated as absent. A pattern that matches nothing causes a warning.
+    progress: callback that gets the bytes done and the bytes in all.
+    goldens, tolerance: as in `export()`, recorded with `model`, or else with the module given as `source`, into
+      `NAME.goldens.safetensors` beside `NAME.safetensors`. Each method is called as the model's attribute of that name.
+      The goldens are in place before the weight file is; without `goldens`, those of a replaced file are removed.
 
-    One tensor of the checkpoint is in memory at a time, with what one weight is computed from; with `model` the whole
+    Memory: one tensor of the checkpoint at a time, and the inputs of a weight that is computed; with `model`, the whole
     module and the whole checkpoint. A file in the format before torch 1.6 is read whole.
 
     The file appears whole or not at all, and old goldens stay with an old file. Raises CheckpointError,
@@ -122,7 +122,7 @@ def pack(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
-    if opened.manifest.variants:  # whose names are those of the model within PEFT's
+    if opened.manifest.variants:  # its weights have the names of the model that PEFT wraps
         source = peft_base(source) if isinstance(source, nn.Module) else source
         model = peft_base(model) if model is not None else None
     check_writable(out)
@@ -149,7 +149,7 @@ def _check_name(path: Path) -> Path:
 
 
 def _check_other(out: Path, files: Iterable[Path | None]) -> None:
-    """Raise CheckpointError where the weight file would replace what it is made of."""
+    """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
     if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
         raise CheckpointError(f"{out}: the weight file would replace the checkpoint; name another")
 
@@ -157,7 +157,7 @@ def _check_other(out: Path, files: Iterable[Path | None]) -> None:
 def recorder(
     model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
 ) -> Callable[[], Recording | None]:
-    """What records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
+    """Return a function that records goldens of the model. Raises CheckpointError and RecordingError."""
     wanted = wanted_goldens(goldens, tolerance, artifact.methods)
     if wanted is None:
         return lambda: None
@@ -189,10 +189,10 @@ def pack_checkpoint(
     dtype: torch.dtype | str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[PendingFile, Packed]]:
-    """`pack()` of a checkpoint that is open, into a file that the block is to rename; nothing else is left to do."""
+    """Pack an open checkpoint into a temporary file, which the block has only to rename."""
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)
-    names = (by_fqn, by_key) if manifest.variants else NAMES  # a module may be the base without PEFT's layers
+    names = (by_fqn, by_key) if manifest.variants else NAMES  # a module may be the base model, without PEFT's layers
     readings = casting(names if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
     try:
         level, match = choose_level(checkpoint, manifest, readings)
@@ -208,7 +208,7 @@ def pack_checkpoint(
     writing = new_weight_file(
         out,
         [weight.row for weight in manifest.weights],
-        _counted(weights.data(), manifest.total_bytes, progress),
+        _with_progress(weights.data(), manifest.total_bytes, progress),
         graph_id=manifest.graph_id,
         labels=_labels(labels or {}),
         cast=changed,
@@ -231,7 +231,7 @@ def pack_checkpoint(
 
 
 class _Weights:
-    """The weights that a match has found, one at a time."""
+    """Reader of matched weights, one at a time."""
 
     def __init__(self, artifact: Artifact, checkpoint: Checkpoint, level: NestedStateDict, match: Match) -> None:
         self._artifact, self._checkpoint, self._match = artifact, checkpoint, match
@@ -239,7 +239,7 @@ class _Weights:
         self._inputs = {item.name: item.dtype for item in artifact.manifest.adapter.inputs}
 
     def check(self) -> None:
-        """What can be told before anything is written. Raises CheckpointError, and WeightsMismatch for broken ties."""
+        """Check all that is known before writing. Raises CheckpointError, and WeightsMismatch for broken ties."""
         names = {name for names in self._match.found.values() for name in names}
         names |= {name for keys in self._match.computed.values() for name in keys.values()}
         refuse(text for name in sorted(names) for text in self._tensors[name].problems())
@@ -247,31 +247,31 @@ class _Weights:
             f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, the checkpoint has different "
             "values for them"
             for row in self._artifact.manifest.weights
-            if self._differ(row)
+            if self._is_broken_tie(row)
         ]
         if ties:
             raise WeightsMismatch(
                 self._checkpoint.where, ties, "Save the checkpoint from a model whose tied tensors are tied."
             )
 
-    def _differ(self, row: NamedTensor) -> bool:
+    def _is_broken_tie(self, row: NamedTensor) -> bool:
         distinct = {self._tensors[name].tie_key: name for name in self._match.found.get(row.name, ())}
-        return len(distinct) > 1 and len({digest_of(self._copied(name, row.dtype)) for name in distinct.values()}) > 1
+        return len(distinct) > 1 and len({digest_of(self._stored(name, row.dtype)) for name in distinct.values()}) > 1
 
     def data(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
-        """Every weight's name and bytes, in the file's order. Raises what reading and computing raise."""
+        """Yield the name and bytes of each weight, in the file's order. Raises the errors of reading and computing."""
         transforms = Transforms(self._artifact) if self._match.computed else None
         for row in canonical_order(weight.row for weight in self._artifact.manifest.weights):
             if transforms is not None and row.name in self._match.computed:
-                yield row.name, pieces(self._computed(row.name, transforms))
+                yield row.name, pieces(self._compute(row.name, transforms))
             else:
-                yield row.name, self._copied(self._match.found[row.name][0], row.dtype)
+                yield row.name, self._stored(self._match.found[row.name][0], row.dtype)
         self._checkpoint.check_unchanged()
 
-    def _copied(self, name: str, dtype: str) -> Iterator[memoryview]:
+    def _stored(self, name: str, dtype: str) -> Iterator[memoryview]:
         return pieces(self._tensors[name].load(), partial(cast, dtype=dtype, where=f"{self._checkpoint.where}: {name}"))
 
-    def _computed(self, weight: str, transforms: Transforms) -> torch.Tensor:
+    def _compute(self, weight: str, transforms: Transforms) -> torch.Tensor:
         names = self._match.computed[weight]
 
         def read(key: str) -> torch.Tensor:
@@ -289,7 +289,7 @@ class _Weights:
             ) from error
 
 
-def _counted(
+def _with_progress(
     data: Iterator[tuple[str, Iterator[memoryview]]], total: int, progress: Progress | None
 ) -> Iterator[tuple[str, Iterator[memoryview]]]:
     done = 0

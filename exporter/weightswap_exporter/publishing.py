@@ -1,4 +1,4 @@
-"""`publish()`: a trainer's weights become a weight file while the training goes on."""
+"""`publish()`: from a model in training to a weight file, in the background."""
 
 from __future__ import annotations
 
@@ -44,47 +44,47 @@ _log = logging.getLogger("weightswap")
 
 
 class Receipt(Protocol):
-    """What a service says of a change."""
+    """Answer of a service to a change."""
 
     @property
     def revision(self) -> int:
-        """Of its desired state."""
+        """Revision of the service's desired state."""
         ...
 
 
 class Publishing(Protocol):
-    """A service that takes new weights: `weightswap_fleet.Fleet`."""
+    """Service that takes new weights, such as `weightswap_fleet.Fleet`."""
 
     def publish(self, weights: Path, *, by: str, why: str) -> Receipt:
-        """Serve a file, unless that would undo what an operator has done. Raises WeightswapError."""
+        """Serve a file, unless that would undo an operator's decision. Raises WeightswapError."""
         ...
 
 
 class Publication:
-    """A weight file that is being written. An error that is never asked for with `wait()` is logged."""
+    """Weight file that is being written. If `wait()` is never called, an error is logged."""
 
     def __init__(self, step: int, outcome: futures.Future[Packed]) -> None:
         self.step = step
         self._outcome = outcome
-        # once this handle is gone, or the interpreter ends, nobody can ask any more
-        self._unasked = weakref.finalize(self, outcome.add_done_callback, partial(_log_error, step))
+        # once this handle is gone, or the interpreter ends, nobody can wait any more
+        self._error_log = weakref.finalize(self, outcome.add_done_callback, partial(_log_error, step))
 
     def __repr__(self) -> str:
         return f"Publication(step={self.step}, {'done' if self.done else 'being written'})"
 
     @property
     def done(self) -> bool:
-        """Whether the file is there, or the writing has failed."""
+        """True once the file is there or the writing has failed."""
         return self._outcome.done()
 
     def wait(self, timeout: float | None = None) -> Packed:
         """Wait, for at most `timeout` seconds, until the file is there.
 
-        Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
+        Raises PublishTimeout, or the error of the writing: CheckpointError, or WeightsMismatch with every problem.
         """
         if not futures.wait([self._outcome], join_seconds(timeout)).done:
             raise PublishTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
-        self._unasked.detach()
+        self._error_log.detach()
         return self._outcome.result()
 
 
@@ -110,39 +110,39 @@ def publish(
     """Write a live model's weights into a directory, in the background; the training may go on at once.
 
     The parameters and persistent buffers are copied to the CPU before this returns: later changes of the model do not
-    reach the file. Memory: one copy, ties once. Nothing else may change the model during the copying. The file appears
-    whole, as `step-000001000-0123456789ab.safetensors`: the step and the beginning of the weights id. Names sort by
-    step. Of two files of one step, which only a training that went back writes, the newer is the one written later:
-    the modification time tells.
+    reach the file. Memory: one copy, tied tensors once. Nothing else may change the model during the copying. The file
+    appears whole, as `step-000001000-0123456789ab.safetensors`: the step and the beginning of the weights id. Names
+    sort by step. If there are two files of one step, because the training went back, the one with the later
+    modification time is the newer.
 
     step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`. goldens, tolerance: as
-    in `pack()`, recorded with this model, in the mode that it is in, before this returns: it must be on the CPU, and as
-    it was exported (`model.eval()`). They lie beside the file before that appears.
+    in `pack()`, recorded with this model, in its present mode, before this returns: it must be on the CPU, and as it
+    was exported (`model.eval()`). Their file is in place before the weight file is.
 
-    promote: a place (`DesiredPlace`) that is then to name the file as what a service should serve; or a fleet
-    (`weightswap_fleet.connect`), all of whose nodes then serve it, or none does: `Packed.receipt`. policy: "newest"
-    does so as soon as it is there, as servers look at weights before they take them; "proven" loads it first, as a
-    server would, and asks that recorded outputs were reproduced, and that all is finite. by: who says so, in the
-    document. A refusal (a hold, weights that were withdrawn, Unproven, a place that is away) is logged and in
-    `Packed.refusal`; the file stays.
+    promote: a place (`DesiredPlace`) that shall then name the file as what a service should serve; or a fleet
+    (`weightswap_fleet.connect`), of which all nodes then serve it or none does (`Packed.receipt`). policy: "newest"
+    promotes the file as soon as it is there, as servers verify weights before they take them; "proven" first loads it
+    as a server would, and requires that recorded outputs are reproduced and that all values are finite. by: author of
+    the change, for the document. A refusal (a hold, withdrawn weights, Unproven, a place that cannot be reached) is
+    logged and stored in `Packed.refusal`; the file stays.
 
-    At most one copy in a process waits or is being written: a further call waits until that one is written, from
-    whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
-    interpreter waits for a running write; a killed process leaves only a hidden temporary file, which a later call
-    for the same directory removes. A relative directory is the one that it is at the call. A signal handler cannot
-    publish while its thread is within publish(): a CheckpointError.
+    A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
+    is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a
+    running write before it ends; a killed process leaves only a hidden temporary file, which a later call for the same
+    directory removes. A relative directory is resolved at the call.
 
-    Raises CheckpointError and ArtifactError at once for arguments that cannot be right, and RecordingError for goldens
-    that cannot be recorded; other errors are those of `Publication.wait()`.
+    Raises CheckpointError and ArtifactError at once for invalid arguments, RecordingError for goldens that cannot be
+    recorded, and CheckpointError in a signal handler whose thread is within publish() already. Other errors are raised
+    by `Publication.wait()`.
     """
     if type(step) is not int or not 0 <= step < 10**STEP_DIGITS:
         raise CheckpointError(f"step: expected a whole number from 0 to {10**STEP_DIGITS - 1}, got {step!r}")
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"expected a module, got a {type(model).__qualname__}")
-    given = dict(labels or {})
-    if str(given.get("step", step)) != str(step):
+    labels = dict(labels or {})
+    if str(labels.get("step", step)) != str(step):
         raise CheckpointError(
-            f"labels: step={given['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
+            f"labels: step={labels['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
         )
     check_writable(directory)
     check_promotion_policy(policy)
@@ -159,10 +159,10 @@ def publish(
         partial(
             _write,
             directory=fixed(Path(directory)),
-            given=Path(directory),
+            given_directory=Path(directory),
             artifact=opened,
             step=step,
-            labels=given,
+            labels=labels,
             dtype=dtype,
             promotion=promotion,
         ),
@@ -171,39 +171,39 @@ def publish(
 
 
 class _Promotion(NamedTuple):
-    """Where a file is named once it is there, when, and who says so."""
+    """Place or fleet to promote a file to, with the policy and the author."""
 
     place: DesiredPlace | Publishing
     policy: Policy
     by: str
 
-    def of(self, packed: Packed, artifact: Artifact) -> Packed:
-        """What was packed, with the revision that names it, or why none does."""
+    def promote(self, packed: Packed, artifact: Artifact) -> Packed:
+        """Promote a file, and return it with the revision that names it, or with the reason for the refusal."""
         try:
             if self.policy == "proven":
                 _prove(packed, artifact)
-            return self._named(packed)
+            return self._promoted(packed)
         except WeightswapError as error:
             _log.warning("%s was not promoted: %s: %s", packed.path, type(error).__name__, text_of(error))
             return replace(packed, refusal=f"{type(error).__name__}: {error}")
 
-    def _named(self, packed: Packed) -> Packed:
+    def _promoted(self, packed: Packed) -> Packed:
         if isinstance(self.place, DesiredPlace):
             known = Known(packed.weights_id, packed.graph_id, packed.labels)
-            named = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
-            return replace(packed, promoted=named.revision)
+            desired = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+            return replace(packed, promoted=desired.revision)
         receipt = self.place.publish(packed.path, by=self.by, why=self.policy)
         return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
 def _prove(packed: Packed, artifact: Artifact) -> None:
-    """Raise what a server would raise, and Unproven."""
+    """Raise the errors of a server that loads the file, and Unproven."""
     with load(artifact, packed.path, residency="single", allow_nonfinite=False) as model:
         check_proven(str(packed.path), model.history[-1].verified, list(model.history[-1].nonfinite))
 
 
 class _Snapshot(NamedTuple):
-    """What a model was: nothing of it refers to the model."""
+    """Copy of a model's values, with no reference to the model."""
 
     checkpoint: Checkpoint
     recording: Recording | None
@@ -232,7 +232,7 @@ def _write(
     snapshot: _Snapshot,
     *,
     directory: Path,
-    given: Path,
+    given_directory: Path,
     artifact: Artifact,
     step: int,
     labels: Mapping[str, str],
@@ -246,21 +246,21 @@ def _write(
     checkpoint, recording = snapshot
     with pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype) as (file, packed):
         path = directory / f"{stem}-{packed.weights_id[:ID_LETTERS]}.safetensors"
-        # goldens of the same weights, which the name tells, stay
+        # without a recording, goldens of this name stay: they are of the same weights id
         with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
             file.rename(path)
     packed = replace(packed, path=path)
     if promotion is not None:
-        packed = promotion.of(packed, artifact)
-    return replace(packed, path=given / packed.path.name, goldens=len(recording.cases) if recording else 0)
+        packed = promotion.promote(packed, artifact)
+    return replace(packed, path=given_directory / packed.path.name, goldens=len(recording.cases) if recording else 0)
 
 
 class _Writer:
-    """Writes one snapshot at a time, each in a thread that the interpreter waits for."""
+    """Writer of one snapshot at a time, each in a thread that the interpreter waits for."""
 
     def __init__(self) -> None:
         self._free = threading.Lock()
-        self._copying: set[int] = set()  # threads that wait to take a snapshot, or take one
+        self._threads: set[int] = set()  # ids of threads within begin()
 
     def begin(
         self,
@@ -268,32 +268,32 @@ class _Writer:
         snapshot: Callable[[], _Snapshot],
         write: Callable[[_Snapshot], Packed],
     ) -> None:
-        """Wait for the write before, take the snapshot, and start to write it."""
-        if (thread := threading.get_ident()) in self._copying:
+        """Wait for the previous write, take the snapshot, and start to write it."""
+        if (thread := threading.get_ident()) in self._threads:
             raise CheckpointError(
                 "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
-                "Note that it is wanted, and publish when the first call has returned."
+                "Set a flag there, and publish when the first call has returned."
             )
-        self._copying.add(thread)  # first: a signal handler may run after any step
+        self._threads.add(thread)  # first: a signal handler may run after any step
         try:
             self._free.acquire()
         except BaseException:
-            self._copying.discard(thread)
+            self._threads.discard(thread)
             raise
         try:
-            held = [snapshot()]
-            threading.Thread(target=self._run, args=(outcome, held, write), name="weightswap-publish").start()
+            snapshots = [snapshot()]  # a list, so that the thread can drop it
+            threading.Thread(target=self._run, args=(outcome, snapshots, write), name="weightswap-publish").start()
         except BaseException:
             self._free.release()
             raise
         finally:
-            self._copying.discard(thread)
+            self._threads.discard(thread)
 
     def _run(
-        self, outcome: futures.Future[Packed], held: list[_Snapshot], write: Callable[[_Snapshot], Packed]
+        self, outcome: futures.Future[Packed], snapshots: list[_Snapshot], write: Callable[[_Snapshot], Packed]
     ) -> None:
         try:
-            finish = partial(outcome.set_result, write(held.pop()))
+            finish = partial(outcome.set_result, write(snapshots.pop()))
         except BaseException as error:
             forget_frames(error)
             finish = partial(outcome.set_exception, error)
@@ -302,5 +302,5 @@ class _Writer:
 
 
 _writer = _Writer()
-# a forked child has none of the parent's threads, and nothing of what they were writing
+# a forked child has none of the parent's threads, so that nobody would release the lock
 os.register_at_fork(after_in_child=_writer.__init__)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `assert_parity`, and its options. torch is imported when a test uses it."""
+"""The pytest plugin: the fixture `assert_parity` and its options. torch is imported when a test uses the fixture."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _ENGINES = "--weightswap-engines"
 _UPDATE = "--weightswap-update-goldens"
-_WHERE = "Outputs are recorded in files to commit, beside the tests."
-_RECORDED = "weightswap recorded"  # the property of a test's report that names a file
-_FILES = pytest.StashKey[dict[Path, str]]()  # what was recorded in this run, and by which test
+_ADVICE = "Outputs are recorded in files to commit, beside the tests."
+_RECORDED = "weightswap recorded"  # property of a test's report: the path of a recorded file
+_FILES = pytest.StashKey[dict[Path, str]]()  # ids of tests, by the file that each has recorded in this run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,9 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wanted = _wanted(config)
-    unknown = sorted(set(wanted or ()) - set(ENGINES))
-    if unknown or wanted == []:
+    engines = _engines_option(config)
+    unknown = sorted(set(engines or ()) - set(ENGINES))
+    if unknown or engines == []:
         raise pytest.UsageError(f"{_ENGINES}: {', '.join(unknown) or 'names none'}; there are {', '.join(ENGINES)}")
 
 
@@ -55,9 +55,10 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 def _keep_torch_from_tracing() -> None:
-    """pytest adds handlers to loggers that do not propagate, and torch takes them for readers of its own records.
+    """Remove pytest's handlers from torch's trace logger.
 
-    They would bury a failure, and take time.
+    pytest adds handlers to loggers that do not propagate. With a handler, torch writes trace records, which take time
+    and would bury a failure.
     """
     logger = logging.getLogger("torch.__trace")
     for handler in list(logger.handlers):
@@ -67,29 +68,29 @@ def _keep_torch_from_tracing() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    told = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == _RECORDED]
-    for text in sorted(set(told)):
+    files = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == _RECORDED]
+    for text in sorted(set(files)):
         terminalreporter.write_line(f"{_RECORDED} {text}")
 
 
-def _wanted(config: pytest.Config) -> list[str] | None:
-    given = config.getoption(_ENGINES)
-    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+def _engines_option(config: pytest.Config) -> list[str] | None:
+    names = config.getoption(_ENGINES)
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
 @pytest.fixture
 def assert_parity(request: pytest.FixtureRequest) -> AssertParity:
-    """A function that fails the test where an exported graph does not compute what the eager model does."""
+    """Callable that fails the test if an exported graph does not compute what the eager model does."""
     return AssertParity(request)
 
 
 class AssertParity:
-    """What the fixture `assert_parity` is."""
+    """Value of the fixture `assert_parity`."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._config = request.config
         self._test = request.node
-        self._engines = _wanted(request.config)
+        self._engines = _engines_option(request.config)
 
     def __call__(
         self,
@@ -105,27 +106,26 @@ class AssertParity:
         goldens: PathLike | None = None,
         seed: int = 0,
     ) -> ParityReport:
-        """Compare as `weightswap_exporter.parity.compare`, whose arguments these are, does; fail if anything differs.
+        """Compare with `weightswap_exporter.parity.compare`, which has the same arguments; fail if anything differs.
 
-        engines: those that `--weightswap-engines` leaves out are not run; the test is skipped if none is left.
-        goldens: a file, below pytest's root directory and for this call alone, with the outputs that the eager model
-        once gave. It must still give them to the recorded inputs,
-        which are then those that are compared. `--weightswap-update-goldens` writes the file, with `cases`, or with
-        generated inputs.
+        engines: engines that `--weightswap-engines` leaves out are not run; the test is skipped if none is left.
+        goldens: a file below pytest's root directory, for this call alone, with earlier outputs of the eager model. The
+        model must still give them for the recorded inputs, which are then those that are compared.
+        `--weightswap-update-goldens` writes the file, with `cases` or with generated inputs.
 
-        Raises AssertionError with what differs, by how much, and from which module on; ParityError where nothing can be
-        compared.
+        Raises AssertionError that says what differs, by how much, and from which module on; ParityError if nothing can
+        be compared.
         """
         __tracebackhide__ = True
         from .parity import compare
 
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-        chosen = self._chosen(opened, engines, model)
+        chosen = self._choose_engines(opened, engines, model)
         problems: list[str] = []
         try:
             if goldens is not None:
                 path = self._config.rootpath / goldens
-                cases, problems = self._recorded(path, model, opened, cases, tolerance, functions, seed)
+                cases, problems = self._recorded_cases(path, model, opened, cases, tolerance, functions, seed)
             more: dict[str, Any] = {"tolerance": tolerance, "functions": functions, "seed": seed}
             report = compare(model, opened, weights, cases, chosen, devices, **more)
         except ParityError as error:
@@ -135,7 +135,7 @@ class AssertParity:
             raise AssertionError("\n".join([*(recorded if problems else []), *([] if report.same else [report.text])]))
         return report
 
-    def _chosen(
+    def _choose_engines(
         self, artifact: Artifact, engines: Sequence[str] | None, model: nn.Module | None
     ) -> Sequence[str] | None:
         if self._engines is None:
@@ -147,7 +147,7 @@ class AssertParity:
             pytest.skip(f"{_ENGINES}={','.join(self._engines)}, and this test has {', '.join(offered)}")
         return chosen
 
-    def _recorded(
+    def _recorded_cases(
         self,
         path: Path,
         model: nn.Module | None,
@@ -157,7 +157,7 @@ class AssertParity:
         functions: Mapping[str, str] | None,
         seed: int,
     ) -> tuple[Any, list[str]]:
-        """The recorded calls, and what the eager model gives in another way than it once did."""
+        """Return the recorded calls, and where the eager model's outputs differ from the recorded ones."""
         from .parity import check_outputs, record_outputs
         from .parity.compared_calls import recorded_calls
 
@@ -170,15 +170,15 @@ class AssertParity:
             self._test.user_properties.append((_RECORDED, str(path)))
         opened, problems = check_outputs(path, model, artifact, functions=functions)
         calls: dict[str, list[Any]] = {}
-        for given in recorded_calls(artifact, [opened]):
-            calls.setdefault(given.call.method, []).append((given.call.args, given.call.kwargs))
+        for case in recorded_calls(artifact, [opened]):
+            calls.setdefault(case.call.method, []).append((case.call.args, case.call.kwargs))
         return calls, problems
 
     def _check_name(self, path: Path) -> None:
-        """Raise ParityError for what is no file of ours."""
+        """Raise ParityError unless the path names a goldens file below pytest's root directory."""
         root, path = self._config.rootpath.resolve(), path.resolve()
         if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):
-            raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _WHERE)
+            raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _ADVICE)
 
     def _claim(self, path: Path) -> None:
         """Raise ParityError if another call of this process has recorded the file."""

@@ -257,7 +257,7 @@ class Overlapping(nn.Module):
 
 
 def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="sets them apart: (whole and turned|turned and whole)$"):
+    with pytest.warns(UserWarning, match="after a swap they do not: (whole and turned|turned and whole)$"):
         export(Overlapping().eval(), (torch.ones(3),), out=tmp_path / "a.artifact")
 
 
@@ -367,7 +367,7 @@ def test_what_an_older_torch_cannot_prove_comes_with_advice(monkeypatch: pytest.
 
 
 class Upsampled(nn.Module):
-    """A write in place, for which mutations are looked for, before an operator that asks for its input's sizes."""
+    """In-place write, for which mutations are searched, before an operator that reads its input's sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ def test_a_dynamic_dimension_stays_dynamic(dim: Any, tmp_path: Path) -> None:
 
 
 class Resized(Upsampled):
-    """As decoders of segmentation models have it."""
+    """As in decoders of segmentation models."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.interpolate(self.act(self.conv(x)), size=x.shape[2:], mode="bilinear")
@@ -444,7 +444,7 @@ def test_what_weightswap_refuses_is_not_blamed_on_torch(tmp_path: Path) -> None:
 
 
 class LaterTable(Lazy):
-    """As ALiBi's slopes: the name is there from the beginning, and no value."""
+    """Like ALiBi's slopes: the name exists from the beginning, but has no value."""
 
     def __init__(self) -> None:
         super().__init__()

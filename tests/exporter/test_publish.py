@@ -1,4 +1,4 @@
-"""Publishing from a trainer: what it hands over is what the model was, whole, in order, whatever happens afterwards."""
+"""Publishing from a trainer: files have the model's values at the call, whole and in order, whatever happens then."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def before_copying(patch: pytest.MonkeyPatch, _: object) -> None:
 def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
     interrupt: Callable[..., None], caught: bool, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at a preemption; it waited for itself. A wait that does not end is ended by an alarm."""
+    """As at a preemption: the handler would wait for its own thread. An alarm ends such a deadlock."""
     model, out = Renamed().eval(), tmp_path / "out"
     original, refused = publishing.from_module, list[CheckpointError]()
 

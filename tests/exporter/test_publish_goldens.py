@@ -1,4 +1,4 @@
-"""Goldens that a trainer publishes: recorded with the weights that were copied, and there before these are."""
+"""Goldens of published weights: recorded with the copied weights, and in place before them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_model_in_training_is_refused(artifact: Artifact, tmp_path: Path) -> N
 
 
 def test_the_model_is_not_kept(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the file is written nothing but copies is held."""
+    """While the file is written, only copies are referenced."""
     import gc
     import threading
     import weakref

@@ -86,7 +86,7 @@ def test_a_place_that_is_away_is_no_error_of_the_training(artifact: Artifact, tm
 
 
 class Service:
-    """What takes new weights, as a fleet does."""
+    """Service that takes new weights, as a fleet does."""
 
     def __init__(self) -> None:
         self.revision, self.taken, self.refuses = 6, list[tuple[Path, str, str]](), False

@@ -19,7 +19,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 
 
 def test_the_base_is_packed_from_whatever_has_it(files: Adapters, tmp_path: Path) -> None:
-    """The module before PEFT, what PEFT returns, the model within, and a file."""
+    """The sources are the module before PEFT, PEFT's model, the base model in it, and a file."""
     tuned = with_lora(base(1))
     sources: list[Any] = [base(1), tuned, tuned.get_base_model(), files.weights[1]]
     for number, source in enumerate(sources):

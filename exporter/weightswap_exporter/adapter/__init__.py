@@ -1,1 +1,1 @@
-"""How a checkpoint becomes weights: recorded by tracing the code that loads it."""
+"""Recording of the adapter, from checkpoints to weights, by tracing the code that loads them."""

@@ -1,4 +1,4 @@
-"""Recording the adapter: how the tensors of a checkpoint become the weights."""
+"""Recording of the adapter, which maps the tensors of a checkpoint to the weights."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _PACK = (
     "A server takes weight files for this model, no checkpoints: pack them on the build side, with the model "
     "(weightswap pack --recipe, pack(model=...))"
 )
-# norms count batches that old checkpoints have not counted, and check running statistics: neither changes a weight
+# loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
 _PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d, nn.InstanceNorm2d)}
 
 
 class Recorded(NamedTuple):
-    """The adapter, its files by name, and what the user should be told."""
+    """Adapter, with its files by name and warnings for the user."""
 
     adapter: Adapter
     files: dict[str, bytes]
     warnings: tuple[str, ...]
 
     def renamed(self, names: Mapping[str, str]) -> Recorded:
-        """The same for weights of other names."""
+        """Return the adapter for renamed weights (old FQN -> new FQN)."""
         sources = tuple(structs.replace(source, weight=names[source.weight]) for source in self.adapter.sources)
         return self._replace(adapter=structs.replace(self.adapter, sources=sources))
 
@@ -54,22 +54,22 @@ class Recorded(NamedTuple):
 def record_adapter(
     model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
 ) -> Recorded:
-    """Record how `load(model, checkpoint)` makes weights of a checkpoint like `checkpoint`.
+    """Record how `load(model, checkpoint)` computes weights from checkpoints like `checkpoint`.
 
-    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors with or without values by key,
-    None for `model.state_dict()`. Where `load_state_dict` refuses that, the weights that it does not touch are found by
-    the identity of their tensors, so that hooks which only rename on saving are covered.
+    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors by key, with or without values;
+    None for `model.state_dict()`. If `load_state_dict` refuses that, the weights that it does not change are found by
+    the identity of their tensors; this covers hooks that only rename keys on saving.
 
-    Keys that no weight comes from (state, `_extra_state`) are recorded as ignored. Loading code that needs values
-    cannot be recorded: that is a warning, and checkpoints have to be packed. Raises CaptureError.
+    Keys from which no weight is computed (state, `_extra_state`) are recorded as ignored. Loading code that needs
+    values cannot be recorded: this is a warning, and checkpoints must be packed. Raises CaptureError.
     """
     own = load is None and checkpoint is None
     identities: dict[str, Loaded] = {}
     try:
         if checkpoint is None:
-            checkpoint, identities = _saved(model, tables)
-            if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
-                return _recorded(identities, checkpoint)
+            checkpoint, identities = _state_dict(model, tables)
+            if own and not _has_loading_code(model) and all(source.keys for source in identities.values()):
+                return _adapter(identities, checkpoint)
         recording = _AdapterRecording(model, tables, identities)
         recorded = recording.record(checkpoint, load)
     except Untraceable as error:
@@ -92,15 +92,15 @@ def record_adapter(
 
 
 class _AdapterRecording:
-    """Traces of one model's loading code."""
+    """Recorder of one model's loading code."""
 
     def __init__(self, model: nn.Module, tables: Tables, identities: Mapping[str, Loaded]) -> None:
         self._model, self._tables, self._identities = model, tables, identities
 
     def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
-        """Without `load` by `load_state_dict`, or where that refuses the checkpoint by what of it fits.
+        """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
 
-        That happens after hooks that only rename on saving; what is not touched is then found by its identity.
+        It does so where hooks rename keys on saving only; unchanged weights are then found by their identity.
         """
         try:
             recorded = self._record(checkpoint, load or load_state_dict, {})
@@ -115,15 +115,15 @@ class _AdapterRecording:
         traced = trace_loading(self._model, self._tables.loaded, checkpoint, load)
         transforming = Transforming(traced, named_tensors(self._model))
         loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
-        loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
+        loaded = {name: source if source.keys else identities.get(name, source) for name, source in loaded.items()}
         _check_whole(loaded, checkpoint)
-        return _recorded(loaded, checkpoint, transforming)
+        return _adapter(loaded, checkpoint, transforming)
 
     def with_needed(
         self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str], load: Load | None
     ) -> Recorded:
-        """Loading code may ask whether a key is there: if it does something else without them, they are needed."""
-        fewer = {key: each for key, each in checkpoint.items() if flattened({key: each}).keys() - optional}
+        """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
+        fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
         try:
             without = self._record(like_checkpoint(checkpoint, fewer), load or load_what_fits, self._identities)
         except (Untraceable, CaptureError):
@@ -136,34 +136,34 @@ class _AdapterRecording:
 
 
 def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) -> None:
-    """Raise Untraceable where a weight is computed from parts: nothing would tell whether they are of the same kind."""
+    """Raise Untraceable if a weight is computed from parts: nothing would check that they are of the same kind."""
     parts = flattened(checkpoint).keys() - checkpoint.keys()
-    for found in loaded.values():
-        if found.transform is not None and (key := next(filter(parts.__contains__, found.keys), None)):
+    for source in loaded.values():
+        if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
             raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
 
 
-def _recorded(
+def _adapter(
     loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors, transforming: Transforming | None = None
 ) -> Recorded:
-    used = {key for found in loaded.values() for key in found.keys}
+    used = {key for source in loaded.values() for key in source.keys}
     inputs, files = transforming.adapter() if transforming else ((), {})
     adapter = Adapter(
         sources=tuple(
-            WeightSource(weight=name, keys=found.keys, transform=found.transform) for name, found in loaded.items()
+            WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in loaded.items()
         ),
         ignored=tuple(key for key in flattened(checkpoint) if key not in used),
         inputs=inputs,
     )
-    absent = [name for name, found in loaded.items() if not found.keys]
+    absent = [name for name, source in loaded.items() if not source.keys]
     warnings = [f"no key of a checkpoint gives the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
     if changed := transforming.changed if transforming else ():
         warnings.append(f"loading changes {', '.join(changed)}; the graph keeps what it is at the export")
     return Recorded(adapter, files, tuple(warnings))
 
 
-def _saved(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, Loaded]]:
-    """What `model.state_dict()` holds, without values, and the keys whose tensors are weights themselves."""
+def _state_dict(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, Loaded]]:
+    """Return `model.state_dict()` without values, and the keys whose tensors are weights themselves."""
     with restored(model):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         install(model, tied(model, without_values(model, mode, tables.loaded)))
@@ -176,12 +176,12 @@ def _saved(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, 
         for key, value in flattened(saved).items():
             if isinstance(value, torch.Tensor):
                 keys.setdefault(tie_key(value), []).append(key)
-        found = {weight.name: Loaded(tuple(keys.get(tie_key(tensors[weight.name]), ()))) for weight in tables.weights}
-    return saved, found
+        sources = {weight.name: Loaded(tuple(keys.get(tie_key(tensors[weight.name]), ()))) for weight in tables.weights}
+    return saved, sources
 
 
 def _has_loading_code(model: nn.Module) -> bool:
-    """Whether loading a state dict runs anything but nn.Module's own code, and what norms add to it."""
+    """Return whether loading a state dict runs code other than nn.Module's own and `_PLAIN_LOADING`."""
     return type(model).load_state_dict is not nn.Module.load_state_dict or any(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks

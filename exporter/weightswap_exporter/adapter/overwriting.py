@@ -1,4 +1,4 @@
-"""Whether loading code that writes into a tensor piece by piece leaves nothing of its old values."""
+"""Check that loading code which writes to parts of a tensor leaves nothing of its old values."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _MOVES = {
 
 
 def overwritten(node: Node, before: Sequence[Node]) -> bool:
-    """Whether `node` is the same whatever the values of `before` are.
+    """Return whether `node` is independent of the values of the nodes in `before`.
 
-    Only operators that move elements may stand between them; then two runs with other values in `before` tell.
+    Only operators that move elements may be between them; then two runs with different values show it.
     """
     body = sorted(all_inputs([node]))
-    touched = set(before)
+    dependent = set(before)
     for item in body:
-        if touched.intersection(item.all_input_nodes):
-            touched.add(item)
+        if dependent.intersection(item.all_input_nodes):
+            dependent.add(item)
             if item.target not in _MOVES:
                 return False
     zeros, ones = (_run(body, node, set(before), fill) for fill in (0, 1))

@@ -1,8 +1,8 @@
-"""Tracing a model's own loading code: a graph from the tensors of a checkpoint to those of the model.
+"""Tracing of a model's own loading code: a graph from the tensors of a checkpoint to those of the model.
 
-The code runs once, on tensors without values, and every operator that it calls is recorded by `make_fx`
-(torch.fx.experimental.proxy_tensor). What depends on values cannot be recorded, and is refused with the code's name.
-Assignments of `.data`, which pass the tracer by, are followed; writes to tensors that are not the model's are refused.
+The code runs once, on fake tensors, and `make_fx` (torch.fx.experimental.proxy_tensor) records every operator that it
+calls. Code that depends on values cannot be recorded; the error names it. Assignments of `.data`, which the tracer does
+not see, are recorded here; writes to tensors that are not the model's are refused.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _data: Any = torch._C.TensorBase.data
 
 
 class Untraceable(Exception):
-    """The loading code failed when it was run without values. The text says where.
+    """Error of loading code on fake tensors; the text names the code.
 
-    `wants_values` tells that it failed because it asked for them.
+    `wants_values`: whether it failed because it needs values.
     """
 
     def __init__(self, text: str, error: Exception) -> None:
@@ -43,10 +43,10 @@ class Untraceable(Exception):
 
 
 class Traced(NamedTuple):
-    """`module` takes a checkpoint's tensors, then the model's, and returns the latter after the loading.
+    """Trace of loading code. `module` takes a checkpoint's tensors, then the model's, and returns the model's after it.
 
-    `keys` are the placeholders of the former with their keys, `initial` those of the latter with their FQNs. `changed`
-    are attributes of modules that loading has changed: the graph has their values at the export.
+    `keys` are the placeholders of the checkpoint's tensors with their keys, `initial` those of the model's with their
+    FQNs. `changed` are attributes of modules that loading has changed: the graph has their values at the export.
     """
 
     module: GraphModule
@@ -55,27 +55,27 @@ class Traced(NamedTuple):
     changed: tuple[str, ...]
 
     def results(self) -> dict[str, Node]:
-        """The node that gives each of the model's tensors."""
+        """Return the node that gives each of the model's tensors, by FQN."""
         (nodes,) = self.module.graph.output_node().args
         return dict(zip(self.initial.values(), nodes, strict=True))  # type: ignore[arg-type]
 
 
 def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """What a user does, with every hook."""
+    """Load as users do, with all hooks."""
     model.load_state_dict(checkpoint)
 
 
 def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """The same for checkpoints with keys that the loading side does not know, or without some that it knows."""
+    """Load a checkpoint that has unexpected keys, or lacks some."""
     model.load_state_dict(checkpoint, strict=False)
 
 
 def trace_loading(model: nn.Module, names: Collection[str], checkpoint: CheckpointTensors, load: Load) -> Traced:
-    """Record what `load(model, checkpoint)` makes of the tensors of these FQNs.
+    """Record how `load(model, checkpoint)` computes the tensors of these FQNs.
 
-    `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
-    that a state dict has in `_metadata`. The model is left as it was, but for what `load` changes inside objects that
-    are no modules, lists, dicts or sets. Raises Untraceable and CaptureError.
+    `checkpoint` needs no values; `load` gets entries that are no tensors unchanged, and the versions that a state dict
+    has in `_metadata`. The model is restored, except for changes inside objects other than modules, lists, dicts and
+    sets. Raises Untraceable and CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {
@@ -88,14 +88,14 @@ def trace_loading(model: nn.Module, names: Collection[str], checkpoint: Checkpoi
     changed: list[str] = []
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
-        given = dict(zip(tensors, flat, strict=False))
-        install(model, dict(zip(initial, flat[len(given) :], strict=True)))
-        before = _others(model, initial)
+        entries = dict(zip(tensors, flat, strict=False))
+        install(model, dict(zip(initial, flat[len(entries) :], strict=True)))
+        before = _attributes(model, initial)
         with _watched():
-            load(model, _filled(checkpoint, given))
+            load(model, _with_tensors(checkpoint, entries))
         _check_kinds(kinds, kinds_of(model))
         loaded = named_tensors(model)
-        changed[:] = _changed(before, _others(model, initial))
+        changed[:] = _changed(before, _attributes(model, initial))
         return [loaded[name] for name in initial]
 
     inputs = (*tensors.values(), *initial.values())
@@ -116,7 +116,7 @@ def trace_loading(model: nn.Module, names: Collection[str], checkpoint: Checkpoi
 
 
 def flattened(checkpoint: CheckpointTensors) -> dict[str, Any]:
-    """A checkpoint with the parts of tensors that are made of others, as `KEY.PART`."""
+    """Return a checkpoint with composed tensors replaced by their parts, as `KEY.PART`."""
     return {
         name: part
         for key, value in checkpoint.items()
@@ -139,18 +139,18 @@ def _check_recorded(module: GraphModule) -> None:
             raise Unrecordable(f"{node.target} checks values")
 
 
-def _others(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
-    """What the graph may depend on beside weights and state: buffers, plain attributes that are tensors or values."""
-    others: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
+def _attributes(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
+    """Return what the graph may depend on beside weights and state: buffers, and attributes with tensors or values."""
+    values: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor | bool | int | float | str):
-                others[f"{path}.{name}" if path else name] = value
-    return others
+                values[f"{path}.{name}" if path else name] = value
+    return values
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Attributes that are not what they were. Raises CaptureError for tensors: they are constants of the graph."""
+    """Return the changed attributes. Raises CaptureError for tensors among them: they are constants of the graph."""
     changed = [name for name, value in before.items() if name in after and _differ(value, after[name])]
     if tensors := [name for name in changed if isinstance(before[name], torch.Tensor)]:
         raise CaptureError(
@@ -164,7 +164,7 @@ def _differ(one: object, other: object) -> bool:
     return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
 
 
-def _filled(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _with_tensors(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return like_checkpoint(
         checkpoint,
         {
@@ -175,11 +175,11 @@ def _filled(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) 
 
 
 def like_checkpoint(checkpoint: CheckpointTensors, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Other entries, with the versions that a state dict has in `_metadata`."""
-    made = OrderedDict(entries)
+    """Return entries with the versions that `checkpoint` has in `_metadata`, if it is a state dict."""
+    copied = OrderedDict(entries)
     if hasattr(checkpoint, "_metadata"):
-        made._metadata = checkpoint._metadata  # type: ignore[attr-defined]
-    return made
+        copied._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+    return copied
 
 
 def _mutates(node: Node) -> bool:
@@ -189,23 +189,23 @@ def _mutates(node: Node) -> bool:
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """For a function that `make_fx` traces. Raises Unrecordable for what would be lost, or would be done for real."""
+    """Raise Unrecordable in the block for operations that `make_fx` would lose, or would run on real tensors."""
     writes: Any = _Writes  # torch has no types for it
     with writes(), mock.patch.object(torch.Tensor, "data", property(_data.__get__, _assign_data), create=True):
         yield
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A tensor that the model or a hook has kept is real: the tracer would change it."""
+    """Check of writes: a tensor kept by the model or a hook is real, and the tracer would change it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        named = kwargs or {}
         if func._schema.is_mutable:
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[position] if position < len(args) else given.get(argument.name)
+                    value = args[position] if position < len(args) else named.get(argument.name)
                     _check(value if isinstance(value, list | tuple) else [value], func)
-        return func(*args, **given)
+        return func(*args, **named)
 
 
 def _check(values: Any, func: object) -> None:
@@ -215,7 +215,7 @@ def _check(values: Any, func: object) -> None:
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`: from here on the tensor is what the tracer knows as `value`."""
+    """Run `tensor.data = value`, and let the tracer take the tensor for `value` from here on."""
     mode = get_proxy_mode()
     proxy = get_proxy_slot(value, mode.tracer, None) if mode is not None else None
     if proxy is None or not isinstance(tensor, FakeTensor):

@@ -1,4 +1,4 @@
-"""From a trace of the loading code to the adapter: what only moves is a rename, the rest becomes a graph."""
+"""Conversion of a trace of loading code to an adapter: renames where possible, a graph for computed weights."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _SAME_VALUES = {
 
 
 class Loaded(NamedTuple):
-    """Where the loading code takes a weight from: any of `keys`, or all of them by an output of the adapter's graph."""
+    """Source of a weight: any one of `keys`, or the adapter graph's output `transform`, computed from all of them."""
 
     keys: tuple[str, ...]
     transform: int | None = None
 
 
 class Transforming:
-    """Finds each weight in a trace, and collects those that have to be computed."""
+    """Search for weights in a trace; those that are computed become outputs of the adapter's graph."""
 
     def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors` are the model's, by FQN: their present values must not become a part of the adapter."""
+        """tensors: the model's tensors by FQN, whose present values must not become a part of the adapter."""
         self._traced = traced
         self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
         for node in list(traced.module.graph.nodes):
@@ -53,43 +53,43 @@ class Transforming:
         self._keys, self._initial = traced.keys, traced.initial
         self._results = traced.results()
         self._outputs: list[Node] = []
-        self._moved: set[str] = set()
+        self._renamed_keys: set[str] = set()
         self.changed = traced.changed
 
     def weight(self, weight: NamedTensor) -> Loaded:
-        """Where a weight comes from; without keys if loading does not touch it.
+        """Return the source of a weight; without keys if loading does not change it.
 
-        Raises Untraceable for a weight that no checkpoint can give alone.
+        Raises Untraceable for a weight that depends on more than a checkpoint.
         """
         roots = dict.fromkeys(_root(self._results[name]) for name in weight.names)
-        given = [root for root in roots if root not in self._initial]
-        keys = [self._keys[root] for root in given if root in self._keys]
-        cast = [root for root in given if _root(root, casts=True) in self._keys]
-        if len(keys) == len(given) and all(_type(root) == (weight.dtype, weight.shape) for root in given):
-            if not self._moved.intersection(keys):
-                self._moved.update(keys)
+        loaded = [root for root in roots if root not in self._initial]
+        keys = [self._keys[root] for root in loaded if root in self._keys]
+        cast = [root for root in loaded if _root(root, casts=True) in self._keys]
+        if len(keys) == len(loaded) and all(_type(root) == (weight.dtype, weight.shape) for root in loaded):
+            if not self._renamed_keys.intersection(keys):
+                self._renamed_keys.update(keys)
                 return Loaded(tuple(keys))
-            key = given[-1]  # of another weight, too
+            key = loaded[-1]  # another weight has the same key
             with key.graph.inserting_after(key):
                 node = _called(aten.clone.default, key, value=key.meta["val"].clone())
-        elif len(cast) < len(given) > 1:
+        elif len(cast) < len(loaded) > 1:
             raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
         else:
-            node = self._typed(given[-1], weight)  # as loading one after the other would leave it
+            node = self._with_type_of(loaded[-1], weight)  # names are loaded in turn, so that the last one wins
         return self._computed(weight, node)
 
     def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
         used = sorted(all_inputs([node]))
-        before = [root for root in used if root in self._initial]
-        if before and not overwritten(node, before):
+        initial = [root for root in used if root in self._initial]
+        if initial and not overwritten(node, initial):
             raise _untraceable(f"leaves old values in a part of {weight.name}")
         if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
         return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
 
-    def _typed(self, node: Node, weight: NamedTensor) -> Node:
-        """The node, cast to the weight's dtype as `Tensor.copy_` would."""
+    def _with_type_of(self, node: Node, weight: NamedTensor) -> Node:
+        """Return the node, cast to the weight's dtype as `Tensor.copy_` would."""
         dtype, shape = _type(node)
         if shape != weight.shape:
             raise CaptureError(
@@ -101,7 +101,7 @@ class Transforming:
             return _cast(node, torch_dtype(weight.dtype))
 
     def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
-        """The inputs of the adapter's graph, and the files that hold it and its constants; empty without transforms."""
+        """Return the inputs of the adapter's graph, and the files of it and its constants; empty without transforms."""
         if not self._outputs:
             return (), {}
         body = sorted(all_inputs(self._outputs))
@@ -125,16 +125,16 @@ class Transforming:
 
     def _archive(self, body: list[Node], placeholders: list[Node]) -> bytes:
         graph = Graph()
-        made: dict[Node, Node] = {}
+        copies: dict[Node, Node] = {}
         for index, node in enumerate(placeholders):
-            made[node] = graph.placeholder(f"input_{index}")
+            copies[node] = graph.placeholder(f"input_{index}")
         for node in body:
-            if node in self._initial:  # every element of it is overwritten
+            if node in self._initial:  # all of its elements are overwritten
                 value = node.meta["val"]
-                made[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
-            elif node not in made:
-                made[node] = graph.node_copy(node, made.__getitem__)
-        graph.output(tuple(made[output] for output in self._outputs))
+                copies[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
+            elif node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[output] for output in self._outputs))
         module = GraphModule(torch.nn.Module(), graph)
         examples = tuple(node.meta["val"].detach().contiguous() for node in placeholders)
         try:
@@ -148,7 +148,7 @@ def _untraceable(what: str) -> Untraceable:
 
 
 def _replace_copy(node: Node) -> None:
-    """`copy(target, source)` has the source's values, in the target's type."""
+    """Replace `copy(target, source)` by the source, expanded and cast to the target's type."""
     if node.target is not aten.copy.default:
         return
     source: Any = node.args[1]
@@ -168,26 +168,26 @@ def _cast(node: Node, dtype: torch.dtype) -> Node:
 
 
 def _called(target: Any, node: Node, *args: Any, value: torch.Tensor, **kwargs: Any) -> Node:
-    """A call with a node's result, where its graph inserts at present."""
-    made = node.graph.call_function(target, (node, *args), kwargs)
-    made.meta["val"] = value
-    return made
+    """Insert a call on a node at the graph's present insertion point; `value` is its fake result."""
+    call = node.graph.call_function(target, (node, *args), kwargs)
+    call.meta["val"] = value
+    return call
 
 
 def _root(node: Node, *, casts: bool = False) -> Node:
-    """The node whose values, in the same order and shape, are those of `node`; also of another dtype if asked for."""
+    """Return the first node with the same values, order and shape as `node`; with `casts`, also of another dtype."""
     while node.target in _SAME_VALUES or _pads_nothing(node):
         source = node.args[0]
         assert isinstance(source, Node)
-        (dtype, shape), (found, size) = _type(node), _type(source)
-        if size != shape or (found != dtype and not casts):
+        (dtype, shape), (source_dtype, source_shape) = _type(node), _type(source)
+        if source_shape != shape or (source_dtype != dtype and not casts):
             break
         node = source
     return node
 
 
 def _pads_nothing(node: Node) -> bool:
-    """As transformers' code for tied weights does, where a bias is as long as its weight has rows."""
+    """Return whether a node pads by nothing, as in transformers' code for tied weights."""
     if node.target is not aten.constant_pad_nd.default:
         return False
     widths: Any = node.args[1]

@@ -1,1 +1,1 @@
-"""A module becomes graphs, tables, signatures and an archive."""
+"""Capture of a module: graphs, tables, signatures and archives."""

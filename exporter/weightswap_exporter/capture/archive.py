@@ -1,7 +1,7 @@
-"""Graphs as `torch.export` archives without weights, byte for byte the same for the same program.
+"""Writing of graphs as `torch.export` archives without weights, with the same bytes for the same program.
 
-The archive holds what `torch.export.load` needs and nothing else: tensors have shapes on the meta device, there are
-no sample inputs (torch would pickle them), and nodes keep their module path but no stack trace.
+The archive has only what `torch.export.load` needs: tensors are on the meta device, there are no sample inputs (torch
+would pickle them), and nodes keep their module path but no stack trace.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DROPPED = (".data/serialization_id",)
 
 
 def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
-    """The bytes of `graphs/<method>.pt2`. The program is left without the values of its tensors.
+    """Return the content of `graphs/<method>.pt2`. The program loses the values of its tensors.
 
-    Its inputs and outputs are described with plain dicts, lists and tuples in place of the model's own classes, so that
-    a server which lacks those classes can open it.
+    Its inputs and outputs are described with plain dicts, lists and tuples instead of the model's own classes, so that
+    a server without those classes can open it.
     """
     _use_plain_containers(program, signature)
     for name, tensor in program.state_dict.items():
@@ -45,7 +45,7 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
 
 
 def program_archive(program: ExportedProgram) -> bytes:
-    """The bytes of an archive of a program whose tensors have no values."""
+    """Return the content of an archive for a program whose tensors have no values."""
     program._example_inputs = None
     saved = io.BytesIO()
     with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes
@@ -62,7 +62,7 @@ def program_archive(program: ExportedProgram) -> bytes:
 
 
 def _check_readable(archive: bytes) -> None:
-    """torch writes some graphs that servers and compilers do not take: better to hear of it here."""
+    """Raise CaptureError for a graph that torch writes, but that servers or compilers cannot read."""
     where = "the captured graph"
     try:
         checked_archive(archive, where)
@@ -87,7 +87,7 @@ def _plain(node: Node) -> Any:
 
 
 def _with_text_keys(node: Node) -> Node:
-    """The same tree for torch, which writes the keys of dicts as JSON and takes no tuples back."""
+    """Return the tree with texts for tuples as keys: torch writes keys as JSON, and cannot read tuples back."""
     match node:
         case Dict(items):
             return Dict(tuple((_text_of(key), _with_text_keys(item)) for key, item in items))
@@ -109,12 +109,12 @@ def _rewrite(saved: io.BytesIO) -> bytes:
             records |= _own_records(name, records)
         for name, content in sorted(records.items()):
             # a plain ZipInfo: fixed date, no platform
-            target.writestr(zipfile.ZipInfo(name), _lean(content) if "/models/" in name else content)
+            target.writestr(zipfile.ZipInfo(name), _trimmed_model(content) if "/models/" in name else content)
     return written.getvalue()
 
 
 def _own_records(config_name: str, records: dict[str, bytes]) -> dict[str, bytes]:
-    """Give every tensor an empty record of its own: torch puts all those without storage into one."""
+    """Give every tensor an empty record of its own: torch puts all tensors without storage into one."""
     config = json.loads(records[config_name])
     folder = config_name.rpartition("/")[0]
     prefix = "weight_" if folder.endswith("weights") else "tensor_"
@@ -124,7 +124,7 @@ def _own_records(config_name: str, records: dict[str, bytes]) -> dict[str, bytes
     return {config_name: json.dumps(config).encode(), **own}
 
 
-def _lean(model: bytes) -> bytes:
+def _trimmed_model(model: bytes) -> bytes:
     document = json.loads(model, object_hook=_without_trace)
     _drop_texts(document["graph_module"])
     return json.dumps(document, separators=(",", ":")).encode()
@@ -138,7 +138,7 @@ def _without_trace(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_texts(graph_module: dict[str, Any]) -> None:
-    """Put None for outputs that are texts: torch writes them and cannot read them. The manifest has their values."""
+    """Replace text outputs by None: torch writes them and cannot read them. The manifest has their values."""
     none = {"as_none": True}
     outputs = graph_module["graph"]["outputs"]
     graph_module["graph"]["outputs"] = [none if "as_string" in output else output for output in outputs]

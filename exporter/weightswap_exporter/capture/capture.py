@@ -1,4 +1,4 @@
-"""Capture: one ATen program for each method of a model, with what it reads and what it mutates."""
+"""Capture of a model's methods: one ATen program for each, with the buffers that it mutates."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _OF_A_SKELETON = (
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """How to capture one method: its name on the model, sample inputs and dynamic shapes as `torch.export` has them.
+    """Method to capture: its name on the model, with sample inputs and dynamic shapes as for `torch.export`.
 
-    engines: what its graph is also compiled for; None: what `export(engines=)` says.
+    engines: engines that its graph is also compiled for; None: those of `export(engines=)`.
     """
 
     fn_name: str
@@ -50,16 +50,16 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Captured:
-    """A method's program. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
+    """Program of a method. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
 
-    `left` names the attributes in which a call leaves what no later call reads.
+    `leftovers` names attributes that a call changes and that no later call reads.
     """
 
     program: ExportedProgram
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-    left: Leftovers
+    leftovers: Leftovers
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -73,7 +73,7 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
 def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        with leftovers_of_calls(root) as left, _none_buffers_last(root), _no_new_tensors(root):
+        with leftovers_of_calls(root) as leftovers, _none_buffers_last(root), _no_new_tensors(root):
             with no_seeding(), replaced_tensors(root) as replaced:
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
             check_no_generator(program)
@@ -82,36 +82,37 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
                 inline_operators(program)
             mutated = mutated_buffers(program)
             check_seen(replaced, mutated)
-        if any(left) and is_read_later(root, (args, kwargs), program, mutated, left):
-            raise CaptureError(_kept(left))
+        if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
+            raise CaptureError(_problem_of(*leftovers))
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, left)
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers)
 
 
-def _kept(left: Leftovers) -> str:
-    if left.tensors:
+def _problem_of(tensors: list[str], numbers: list[str]) -> str:
+    if tensors:
         return (
-            f"a call stores tensors in {listed(left.tensors)} that a later call reads or that grow in number, and a "
+            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, and a "
             "server keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that "
             "cache, or remove the hook that stores it"
         )
     return (
-        f"a call changes {listed(left.numbers)}, and a later call computes something else then, while a server keeps "
+        f"a call changes {listed(numbers)}, and a later call computes something else then, while a server keeps "
         "no numbers of modules. Make it a tensor, and register it as a buffer"
     )
 
 
 def _advice(reason: str) -> str:
-    """torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length."""
+    """Return a text that says what the user can do; empty if nothing is known."""
     if "cast NotImplemented to Tensor" in reason:
-        return ". A class of tensors that are made of others has to take what is called apart in __torch_function__."
+        return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
     if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
         return f". A call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}"
+    # torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length
     if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
         return ""
     return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
@@ -126,7 +127,7 @@ def _check_spec(name: str, spec: MethodSpec) -> None:
 
 
 def _distinct(inputs: Any) -> Any:
-    """Sample inputs in which no tensor occurs twice: torch would wire all its inputs to the first, silently."""
+    """Return sample inputs in which no tensor occurs twice: torch would read all its occurrences from the first one."""
     seen: set[int] = set()
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def _distinct(inputs: Any) -> Any:
 
 
 def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
-    """A module whose forward is `model`'s method `fn_name`, over the same parameters, buffers and submodules.
+    """Return a module whose forward is `model`'s method `fn_name`, over the same parameters, buffers and submodules.
 
     torch.export only captures `forward`. A subclass keeps FQNs, `super()` and calls of the real `forward` working,
     which wrapping the model or patching the instance would not.
@@ -152,7 +153,7 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
 
     # hooks of forward belong to calls of the real one
     hooks = {name: vars(model)[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
-    none = {name: type(found)() for name, found in hooks.items()}
+    no_hooks = {name: type(registered)() for name, registered in hooks.items()}
 
     @functools.wraps(method)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -162,42 +163,41 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
             return method(self, *args, **kwargs)
         finally:
             self.__class__ = shim
-            self.__dict__.update(none)
+            self.__dict__.update(no_hooks)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     shim = type(kind.__name__, (kind,), {"forward": forward, **names})
     root: nn.Module = object.__new__(shim)
     root.__dict__ = dict(vars(model))
-    root.__dict__.update(none)
+    root.__dict__.update(no_hooks)
     return root
 
 
 def _none_buffers_last(root: nn.Module) -> AbstractContextManager[object]:
-    """torch counts the buffers of the root that are None, and gives an assigned buffer's value to one further on."""
+    """Put the root's buffers that are None last: torch counts them, and would assign values to the wrong buffers."""
     in_order = sorted(root._buffers.items(), key=lambda item: item[1] is None)
     return mock.patch.object(root, "_buffers", dict(in_order))
 
 
 @contextmanager
 def _no_new_tensors(root: nn.Module) -> Iterator[None]:
-    """Raises CaptureError for parameters and buffers that the call has made, and takes them off again."""
+    """Raise CaptureError if the block adds parameters or buffers to the model, and remove them."""
     tensors = named_tensors(root)
-    before = tensors.keys()
     try:
         yield
     finally:
-        made = sorted(named_tensors(root).keys() - before)
-        for path, _, name in (fqn.rpartition(".") for fqn in made):
+        new = sorted(named_tensors(root).keys() - tensors.keys())
+        for path, _, name in (fqn.rpartition(".") for fqn in new):
             delattr(root.get_submodule(path), name)
-    if made:
+    if new:
         raise CaptureError(
-            f"a call makes {listed(made)}, which the model does not have before it: call the model once, then export"
+            f"a call makes {listed(new)}, which the model does not have before it: call the model once, then export"
             + (f". {_OF_A_SKELETON}" if any(map(is_fake, tensors.values())) else "")
         )
 
 
 def training_operators(captured: Captured) -> set[str]:
-    """Operators in the graph that are told to behave as in training: dropout that drops, norms that update."""
+    """Return the operators that behave as in training: dropout that drops, norms that update their statistics."""
     return {
         str(node.target)
         for module in graphs(captured.program)

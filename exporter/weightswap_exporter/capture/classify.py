@@ -1,4 +1,4 @@
-"""Classification: which tensors of a model are weights, which are state, and which are constants."""
+"""Classification of a model's tensors into weights, state, constants and variants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .variants import NO_GROUPS, Groups, check_variable, grouped
 
 
 class Tables(NamedTuple):
-    """The manifest's tables, the graphs' flat inputs, and the values that go into the artifact."""
+    """Tables of the manifest, flat inputs of the graphs, and values to store in the artifact."""
 
     weights: tuple[NamedTensor, ...]
     state: tuple[NamedTensor, ...]
@@ -45,12 +45,12 @@ class Tables(NamedTuple):
 
     @property
     def loaded(self) -> set[str]:
-        """The FQNs of everything that loading code may write to."""
+        """FQNs of all tensors that loading code may write to."""
         variable = (row for rows in self.variants.values() for row in rows)
         return {name for row in (*self.weights, *self.state, *variable) for name in row.names}
 
-    def without(self, prefixes: Mapping[str, str]) -> Tables:
-        """The tables with other prefixes of weights' FQNs."""
+    def with_prefixes(self, prefixes: Mapping[str, str]) -> Tables:
+        """Return the tables with the prefixes of weights' FQNs replaced."""
         weights = tuple(
             msgspec.structs.replace(
                 row, name=renamed(row.name, prefixes), aliases=tuple(renamed(name, prefixes) for name in row.aliases)
@@ -63,7 +63,7 @@ class Tables(NamedTuple):
 def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Groups = NO_GROUPS) -> Tables:
     """Sort every parameter and buffer, in the order of registration; tied ones are one row under the first FQN.
 
-    variants: the FQNs that calls choose, by group.
+    variants: FQNs of the tensors that calls choose, by group.
 
     Raises CaptureError for tensors that cannot be captured.
     """
@@ -73,14 +73,14 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
         _drop_unused(method.program, mutated | variable)
     tensors = named_tensors(model)
     parameters = named_parameters(model)
-    lasting = parameters | persistent_buffers(model)
+    persistent = parameters | persistent_buffers(model)
     groups: dict[TieKey, list[str]] = {}
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)
     kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
     for fqns in groups.values():
-        kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
+        kind = "state" if mutated.intersection(fqns) else "weight" if persistent.intersection(fqns) else "constant"
         if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
             raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
         if variable.intersection(fqns):
@@ -92,26 +92,26 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     inputs = {}
     for name, method in captured.items():
         lifted = _lifted_constants(name, method)
-        known = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
-        own = {key: tensor for key, tensor in lifted.items() if key not in known}
+        aliases = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
+        own = {key: tensor for key, tensor in lifted.items() if key not in aliases}
         rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]
         values |= own
-        inputs[name] = tuple(_graph_inputs(name, method, kinds, known))
+        inputs[name] = tuple(_graph_inputs(name, method, kinds, aliases))
     _check_values(values)
     _check_state(values, rows["state"], rows["constant"])
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
-    chosen = grouped(rows["variant"], variants, inputs)
-    return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, chosen)
+    variant_rows = grouped(rows["variant"], variants, inputs)
+    return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, variant_rows)
 
 
 def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
-    """An FQN with another prefix, where it has one of these."""
+    """Return an FQN with its prefix replaced, if it is one of `prefixes` (old -> new)."""
     return next((new + fqn.removeprefix(old) for old, new in prefixes.items() if fqn.startswith(old)), fqn)
 
 
 def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
-    """Take from a graph the state and what is variable that it does not look at: its calls then need none."""
+    """Remove placeholders of state and variants that a graph does not use, so that its calls need none."""
     for node, spec in graph_inputs(program):
         if spec.target in names and not node.users:
             program.graph.erase_node(node)
@@ -120,18 +120,18 @@ def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
-    """Whether any byte is not zero."""
+    """Return whether any byte is not zero: -0.0 has bits."""
     return bool(np.frombuffer(tensor_bytes(tensor), np.uint8).any())
 
 
 def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
     name = names[0]
-    if odd := [n for n in names if n == "__metadata__" or any(ord(c) < 32 for c in n)]:
-        raise CaptureError(f"{odd[0]!r}: a tensor cannot have this name in a safetensors file")
-    if odd := [n for n in names if not is_path(n)]:
+    if bad := [n for n in names if n == "__metadata__" or any(ord(c) < 32 for c in n)]:
+        raise CaptureError(f"{bad[0]!r}: a tensor cannot have this name in a safetensors file")
+    if bad := [n for n in names if not is_path(n)]:
         raise CaptureError(
-            f"{odd[0]!r}: a tensor cannot have this name in a graph, where no part of a name is empty, has quotes, or "
-            "begins and ends with two underscores, as what is Python's own; rename it in the model"
+            f"{bad[0]!r}: a tensor cannot have this name in a graph, where no part of a name is empty, has quotes, or "
+            "begins and ends with two underscores, as Python's own names do; rename it in the model"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureError(f"{name}: {tensor.layout} tensors cannot be captured, only dense ones")
@@ -152,7 +152,7 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 
 def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
-    """Literals and plain tensor attributes. Their names are only unique within a method, so they get its prefix."""
+    """Return literals and plain tensor attributes as METHOD/NAME: names are only unique within a method."""
     constants: Mapping[str, Any] = method.program.constants
     specs = method.program.graph_signature.input_specs
     lifted = [str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR]
@@ -160,17 +160,17 @@ def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
 
 
 def _graph_inputs(
-    name: str, method: Captured, kinds: Mapping[str, str], known: Mapping[str, str]
+    name: str, method: Captured, kinds: Mapping[str, str], aliases: Mapping[str, str]
 ) -> Iterable[GraphInput]:
-    """The flat inputs in order. `known` constants are tensors of the tables under another name."""
+    """Yield the flat inputs in order. `aliases` are the FQNs of lifted constants that the tables have already."""
     for spec in method.program.graph_signature.input_specs:
         target = str(spec.target)
         if spec.kind is InputKind.USER_INPUT:
             yield GraphInput(kind="input", name=spec.arg.name)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             key = f"{name}/{target}"
-            kind = kinds[known[key]] if key in known else "constant"
-            yield GraphInput(kind=kind, name=known.get(key, key))  # type: ignore[arg-type]
+            kind = kinds[aliases[key]] if key in aliases else "constant"
+            yield GraphInput(kind=kind, name=aliases.get(key, key))  # type: ignore[arg-type]
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target in kinds:
             yield GraphInput(kind=kinds[target], name=target)  # type: ignore[arg-type]
         else:
@@ -180,8 +180,7 @@ def _graph_inputs(
 
 
 def _check_values(values: Mapping[str, torch.Tensor]) -> None:
-    empty = [name for name, value in values.items() if is_fake(value)]
-    if empty:
+    if empty := [name for name, value in values.items() if is_fake(value)]:
         raise CaptureError(
             f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
             "compute buffers from real tensors, not from parameters."
@@ -189,7 +188,7 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]) -> list[str]:
-    """Pairs of tensors that share some of their memory without being one, as texts."""
+    """Return, as texts, the pairs of distinct tensors that share some of their memory."""
     ranges: dict[object, list[tuple[int, int, str]]] = {}
     for name in (row.name for row in rows):
         tensor = tensors[name]
@@ -203,7 +202,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]
 
 
 def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], constants: list[NamedTensor]) -> None:
-    """What a call writes to one view of state, others of the same memory would not show: a server keeps each apart."""
+    """Refuse state that shares memory with other tensors: a server keeps each apart, and updates one alone."""
     storages = {values[row.name].untyped_storage()._cdata for row in state}
     constants = [row for row in constants if values[row.name].untyped_storage()._cdata in storages]
     if pairs := overlapping(values, state + constants):
@@ -214,7 +213,7 @@ def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], c
 
 
 def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """A constant in a weight's memory would keep the value of the export, whatever is swapped in."""
+    """Refuse constants in a weight's memory: they would keep their exported values after a swap."""
     storages = {weight.untyped_storage()._cdata: name for name, weight in weights.items() if weight.numel()}
     for name, value in values.items():
         if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):

@@ -1,7 +1,7 @@
-"""Decoders of transformers as two methods, `prefill` and `decode`, over key-value caches that are state.
+"""Language models of transformers as two methods, `prefill` and `decode`, with key-value caches as state.
 
-The caches are buffers of fixed size; where to write is an input. transformers' own helpers keep that in the cache, as a
-tensor that a graph writes to, and cannot be captured twice over one state.
+The caches are buffers of fixed size, and the position to write at is an input. transformers' own export helpers keep
+the position in the cache, as a tensor that a graph writes to, and cannot be captured twice over one state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS, VALUES = "key_cache_{}", "value_cache_{}"
 
 
 class Decoder(NamedTuple):
-    """What is exported of a language model: `model` shares its tensors with the one that it was made from."""
+    """Language model, prepared for the export. `model` shares its tensors with the original one."""
 
     model: nn.Module
     methods: Mapping[str, MethodSpec]
@@ -37,13 +37,13 @@ class Decoder(NamedTuple):
 
 
 def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
-    """Two methods of a causal language model of transformers, real or a skeleton, over caches of a fixed size.
+    """Prepare a causal language model of transformers, real or a skeleton, with caches of a fixed size.
 
-    length: how many tokens, of a prompt and its answer together, a context holds. batch: how many sequences are
-    generated side by side. `prefill(input_ids, attention_mask, position_ids, position)` takes int64 [batch, n], with n
-    from 1 to `length`; int64 [batch, length]: 1 where the cache holds a token or gets one in this call; int64 [batch,
-    n]; and int64 []: where in the cache the tokens go. It returns the logits after the last token, [batch, vocabulary].
-    `decode` is the same for n = 1. Raises Unsupported for a model that cannot.
+    length: capacity of a context in tokens, prompt and answer together. batch: number of sequences that are generated
+    side by side. `prefill(input_ids, attention_mask, position_ids, position)` takes int64 [batch, n], with n from 1 to
+    `length`; int64 [batch, length], 1 where the cache holds a token or gets one in this call; int64 [batch, n]; and
+    int64 [], the position of the first token in the cache. It returns the logits after the last token, [batch,
+    vocabulary]. `decode` is the same for n = 1. Raises Unsupported for a model that cannot be exported so.
     """
     import transformers
 
@@ -55,8 +55,10 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
         raise Unsupported(f"length={length}, batch={batch}: expected a length of 2 or more, a batch of 1 or more")
     if length > (positions := _positions(owner)):
         raise Unsupported(f"length={length}: {name} has learned {positions} positions")
-    if length > (turned := _turned_alike(owner.config.get_text_config())):
-        raise Unsupported(f"length={length}: {name} turns all keys otherwise beyond {turned} tokens, cached ones, too")
+    if length > (rotated := _longest_for_rope(owner.config.get_text_config())):
+        raise Unsupported(
+            f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, cached ones, too"
+        )
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
     for index, shapes in enumerate(_cache_shapes(owner, batch)):
@@ -68,7 +70,7 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
 
 
 def _positions(owner: Any) -> float:
-    """How many a table has; models that compute them have no end."""
+    """Return the size of a table of learned positions; infinity for models that compute positions."""
     tables = [
         name for name, module in owner.named_modules() if isinstance(module, nn.Embedding) and re.search(_TABLES, name)
     ]
@@ -76,30 +78,32 @@ def _positions(owner: Any) -> float:
     return limit if limit is not None and tables else math.inf
 
 
-def _turned_alike(config: Any) -> float:
-    """Up to how many tokens keys are turned by the same frequencies: longrope has others for longer texts, for which
-    transformers reads everything again."""
-    given = getattr(config, "rope_parameters", None) or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]  # of a kind of layer each
-    lengths = [found["original_max_position_embeddings"] for found in each if found.get("rope_type") == "longrope"]
+def _longest_for_rope(config: Any) -> float:
+    """Return the number of tokens up to which keys are rotated by the same frequencies.
+
+    longrope has other frequencies for longer texts; transformers then reads the whole text again.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one for each kind of layer
+    lengths = [table["original_max_position_embeddings"] for table in tables if table.get("rope_type") == "longrope"]
     return min(lengths, default=math.inf)
 
 
 def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, torch.dtype], ...]]:
-    """Shape and dtype of each layer's keys and values after one token: configurations do not say them reliably."""
+    """Yield the shapes and dtypes of each layer's keys and values, from a call: configurations are not reliable."""
     from transformers.cache_utils import DynamicCache
 
-    mode = next((each.fake_mode for each in owner.parameters() if isinstance(each, FakeTensor)), nullcontext())
+    mode = next((tensor.fake_mode for tensor in owner.parameters() if isinstance(tensor, FakeTensor)), nullcontext())
     with mode, torch.no_grad():
         ids, cache = torch.zeros(batch, 1, dtype=torch.int64), DynamicCache()
         owner(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         pair = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in pair):
+        if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in pair):
             raise Unsupported(
                 f"{type(owner).__qualname__}: remembers something else than keys and values of its layers"
             )
-        yield tuple((each.shape, each.dtype) for each in pair if each is not None)
+        yield tuple((tensor.shape, tensor.dtype) for tensor in pair if tensor is not None)
 
 
 def _generation(owner: Any, length: int, batch: int) -> TextGeneration:
@@ -112,12 +116,12 @@ def _generation(owner: Any, length: int, batch: int) -> TextGeneration:
 
 
 class _Methods:
-    """The methods, for a subclass of the model's own class."""
+    """Mixin of the methods, for a subclass of the model's own class."""
 
     cache_length: int
 
     def prefill(self, input_ids: Any, attention_mask: Any, position_ids: Any, position: Any) -> torch.Tensor:
-        """The logits after some tokens."""
+        """Return the logits after the last token."""
         owner: Any = self
         output = owner(
             input_ids=input_ids,
@@ -135,11 +139,11 @@ class _Methods:
 
 
 def _cache(owner: Any, position: torch.Tensor) -> Any:
-    """transformers' cache over the buffers; sliding layers have full length, as their mask still has the window."""
+    """Return transformers' cache over the buffers. Sliding layers have full length, as their masks keep the window."""
     from transformers.cache_utils import Cache, StaticLayer
 
     layers: list[Any] = []
-    positions = _Places(position)
+    positions = _Positions(position)
     while hasattr(owner, KEYS.format(len(layers))):
         index = len(layers)
         layer: Any = StaticLayer(max_cache_len=owner.cache_length)
@@ -154,26 +158,26 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
     return Cache(layers=layers)
 
 
-class _Places:
-    """Where a call's tokens go in the caches of all layers, computed once."""
+class _Positions:
+    """Cache positions of a call's tokens, computed once for all layers."""
 
     def __init__(self, position: torch.Tensor) -> None:
         self._position = position
         self._count: Any = None
 
     def of(self, count: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions of so many tokens, and the length after them."""
+        """Return the positions of `count` tokens, and the length after them."""
         if self._count is None or self._count != count:
             self._count = count
-            self._found = torch.arange(count, device=self._position.device) + self._position, self._position + count
-        return self._found
+            self._result = torch.arange(count, device=self._position.device) + self._position, self._position + count
+        return self._result
 
 
-def _update(layer: Any, positions: _Places, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """What `StaticLayer.update` does, without a write to the length: a graph would keep one for each layer."""
-    where, layer.cumulative_length = positions.of(keys.shape[-2])
-    layer.keys.index_copy_(2, where, keys)
-    layer.values.index_copy_(2, where, values)
+def _update(layer: Any, positions: _Positions, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Do the same as `StaticLayer.update`, but write no length: a graph would keep one as state for each layer."""
+    indices, layer.cumulative_length = positions.of(keys.shape[-2])
+    layer.keys.index_copy_(2, indices, keys)
+    layer.values.index_copy_(2, indices, values)
     return layer.keys, layer.values
 
 
@@ -187,7 +191,7 @@ def _method(name: str, batch: int, length: int, tokens: int) -> MethodSpec:
 
 
 def _sharing(model: nn.Module) -> nn.Module:
-    """A model of the same tensors, to which buffers can be added."""
+    """Return a model of the same tensors, to which buffers can be added."""
     shared = copy.copy(model)
     for table in ("_buffers", "_modules", "_parameters", "_non_persistent_buffers_set"):
         setattr(shared, table, copy.copy(getattr(model, table)))

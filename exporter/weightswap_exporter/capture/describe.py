@@ -1,4 +1,4 @@
-"""Describing a captured method's inputs and outputs as the manifest's JSON tree."""
+"""Description of a captured method's inputs and outputs, as the manifest's JSON tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .trees import children, tree_of
 
 
 def describe_method(captured: Captured) -> Signature:
-    """The method's signature: parameters in call order, output tree, named dynamic dimensions with their ranges."""
+    """Return the method's signature: parameters in call order, output tree, named dynamic dimensions with ranges."""
     program = captured.program
     in_spec = program.call_spec.in_spec
     assert in_spec is not None
@@ -48,7 +48,7 @@ def describe_method(captured: Captured) -> Signature:
 
 
 def _conditions(values: list[Any], dims: _Dims) -> Iterator[str]:
-    """The relations between sizes that the capture relied on, as the environment of its symbols has recorded them."""
+    """Yield the relations between sizes that the capture relied on, from the guards of its shape environment."""
     sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
     symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
     if not symbolic:
@@ -65,18 +65,18 @@ def _conditions(values: list[Any], dims: _Dims) -> Iterator[str]:
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> Iterator[str]:
-    """Names of the first `count` positional arguments; the parts of `*rest` are `rest.0`, `rest.1`, ..."""
-    for taken, parameter in enumerate(signature.parameters.values()):
-        if taken == count:
+    """Yield names of the first `count` positional arguments; the parts of `*rest` are `rest.0`, `rest.1`, ..."""
+    for position, parameter in enumerate(signature.parameters.values()):
+        if position == count:
             return
         if parameter.kind is parameter.VAR_POSITIONAL:
-            yield from (f"{parameter.name}.{index}" for index in range(count - taken))
+            yield from (f"{parameter.name}.{index}" for index in range(count - position))
             return
         yield parameter.name
 
 
 def _user_inputs(captured: Captured) -> list[Any]:
-    """The flat user inputs, in order: fake tensors, symbolic integers, or the values that were baked in."""
+    """Return the flat user inputs, in order: fake tensors, symbolic integers, or the values that became fixed."""
     return [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta.get("val")
         for node, spec in graph_inputs(captured.program)
@@ -107,13 +107,13 @@ def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:
 
 
 class _Dims:
-    """Names for the symbols of dynamic dimensions: the user's where given, else d0, d1, ... in order of appearance."""
+    """Names for the symbols of dynamic dimensions: those given by the user, or d0, d1, ... in order of appearance."""
 
     def __init__(self, names: dict[sympy.Symbol, str]) -> None:
         self._names = dict(names)
 
     def size(self, size: int | torch.SymInt, path: str, strict: bool) -> Size:
-        """An integer, or the size's expression; `strict` demands one that an input can be checked against."""
+        """Return an integer, or the size's expression; `strict` requires one that is linear in one dimension."""
         if isinstance(size, int):
             return size
         expression = size.node.expr
@@ -127,7 +127,7 @@ class _Dims:
         return str(expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)}))
 
     def ranges(self, constraints: Mapping[sympy.Symbol, Any]) -> dict[str, Dimension]:
-        """The range of each named dimension, as the export found it."""
+        """Return the range that the export has for each named dimension."""
         dimensions = {}
         for symbol, name in self._names.items():
             limits = constraints.get(symbol)
@@ -136,7 +136,7 @@ class _Dims:
         return dimensions
 
     def condition(self, relation: Any) -> str:
-        """A relation between sizes as the signature writes it."""
+        """Return a relation between sizes in the notation of signatures."""
         text = str(PythonPrinter().doprint(relation))
         for symbol in _symbols(relation):
             text = re.sub(rf"\b{re.escape(str(symbol))}\b", self._name(symbol), text)
@@ -162,9 +162,9 @@ class _Dims:
 
     def _name(self, symbol: sympy.Symbol) -> str:
         if symbol not in self._names:
-            taken = set(self._names.values())
-            fresh = (f"d{index}" for index in range(len(taken) + 1))
-            self._names[symbol] = next(name for name in fresh if name not in taken)
+            used = set(self._names.values())
+            candidates = (f"d{index}" for index in range(len(used) + 1))
+            self._names[symbol] = next(name for name in candidates if name not in used)
         name: str = self._names[symbol]
         return name
 
@@ -176,15 +176,15 @@ def _symbols(expression: Any) -> list[sympy.Symbol]:
 def _dim_names(
     captured: Captured, parameters: list[tuple[str, pytree.TreeSpec]], values: list[Any]
 ) -> dict[sympy.Symbol, str]:
-    """The names that the user gave to dimensions in `dynamic_shapes`. Raises CaptureError where one became fixed."""
-    given = captured.dynamic_shapes
-    if not isinstance(given, Mapping):
-        given = dict(zip((name for name, _ in parameters), given or (), strict=False))
+    """Return the user's names of dimensions, from `dynamic_shapes`. Raises CaptureError if one of them became fixed."""
+    shapes = captured.dynamic_shapes
+    if not isinstance(shapes, Mapping):
+        shapes = dict(zip((name for name, _ in parameters), shapes or (), strict=False))
     names: dict[sympy.Symbol, str] = {}
     flat = iter(values)
     for name, spec in parameters:
-        wanted = given.get(name)
-        for value, shape in zip([next(flat) for _ in range(spec.num_leaves)], _per_leaf(spec, wanted), strict=True):
+        leaves = [next(flat) for _ in range(spec.num_leaves)]
+        for value, shape in zip(leaves, _per_leaf(spec, shapes.get(name)), strict=True):
             for symbol, dim in _named_sizes(value, shape, name):
                 names.setdefault(symbol, dim)
     return names
@@ -210,5 +210,5 @@ def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symb
 
 
 def _is_dynamic(dim: Any) -> bool:
-    """Whether a dimension was asked for that must stay dynamic: a named or derived one, or `Dim.DYNAMIC`."""
+    """Return whether a dimension must stay dynamic: a named or derived one, or `Dim.DYNAMIC`."""
     return isinstance(dim, Dim) or getattr(dim, "type", None) == Dim.DYNAMIC.type

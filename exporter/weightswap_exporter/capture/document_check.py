@@ -1,7 +1,7 @@
-"""Checks of the document of a graph's archive, before torch reads it.
+"""Validation of the JSON documents in a graph's archive, before torch reads them.
 
-`torch.export.load` makes source of names, walks dotted paths with `getattr`, and evaluates sizes and guards. So every
-text in a document has to be of a kind that is known here; one in a field that is not listed is refused.
+`torch.export.load` generates source code from names, follows dotted paths with `getattr`, and evaluates sizes and
+guards. So each text must be valid for its field; a text in a field that is not listed here is refused.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ _fields = functools.cache(get_type_hints)
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a text can be the name of a variable, and of no attribute that Python has of its own."""
-    return text.isidentifier() and not iskeyword(text) and not _is_python(text)
+    """Return whether a text can be the name of a variable, and is not one of Python's `__special__` names."""
+    return text.isidentifier() and not iskeyword(text) and not _is_special(text)
 
 
 def is_path(text: str) -> bool:
-    """Whether a text can be the FQN of a tensor or a module: torch writes its parts between quotes into source."""
+    """Return whether a text can be an FQN: torch writes its parts between quotes into source code."""
     return all(
-        part and part.isprintable() and not _QUOTES.intersection(part) and not _is_python(part)
+        part and part.isprintable() and not _QUOTES.intersection(part) and not _is_special(part)
         for part in text.split(".")
     )
 
 
 def is_tree(text: str) -> bool:
-    """Whether a text describes tuples, lists and dicts with plain keys, as torch writes a tree of containers."""
-    return _holds(text, _is_container)
+    """Return whether a text is torch's JSON for a tree of tuples, lists and dicts with plain keys."""
+    return _is_valid_tree(text, _is_container)
 
 
 def is_inputs(text: str) -> bool:
-    """The same for the inputs of a method, whose keywords become the parameters of a function."""
-    return _holds(text, _is_inputs)
+    """Return whether a text is such a tree for a method's inputs, whose keywords become parameters of a function."""
+    return _is_valid_tree(text, _is_inputs)
 
 
-def _holds(text: str, check: Callable[[dict[str, Any]], bool]) -> bool:
+def _is_valid_tree(text: str, check: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         version, tree = json.loads(text)
         return version == 1 and _is_container(tree) and check(tree)
@@ -62,8 +62,8 @@ def _holds(text: str, check: Callable[[dict[str, Any]], bool]) -> bool:
         return False
 
 
-def _is_python(name: str) -> bool:
-    """Whether Python takes it for a name of its own; it takes full-width letters for others."""
+def _is_special(name: str) -> bool:
+    """Return whether Python reserves a name; it normalises names, so full-width letters count too."""
     plain = unicodedata.normalize("NFKC", name)
     return plain.startswith("__") and plain.endswith("__")
 
@@ -71,7 +71,7 @@ def _is_python(name: str) -> bool:
 def _is_inputs(tree: dict[str, Any]) -> bool:
     args, kwargs = tree["children_spec"]
     names = json.loads(kwargs["context"])
-    kinds = [each["type"] for each in (tree, args, kwargs)]
+    kinds = [node["type"] for node in (tree, args, kwargs)]
     return kinds == ["builtins.tuple", "builtins.tuple", "builtins.dict"] and all(map(is_identifier, names))
 
 
@@ -85,11 +85,11 @@ def _is_container(tree: dict[str, Any]) -> bool:
     return known and len(tree) == 3 and all(map(_is_container, children))
 
 
-def _anything(_: str) -> bool:
+def _any_text(_: str) -> bool:
     return True
 
 
-# What a text has to be, by the class of torch's schema and its field; a field that is a mapping has keys, too.
+# Checks of texts, by class and field of torch's schema; fields that are mappings have checks of their keys, too.
 _TEXTS: dict[str, Callable[[str], bool]] = {
     "TensorArgument.name": is_identifier,
     "SymIntArgument.as_name": is_identifier,
@@ -97,7 +97,7 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "SymBoolArgument.as_name": is_identifier,
     "GraphArgument.name": is_identifier,
     "Node.name": is_identifier,
-    "NamedArgument.name": lambda text: text in ("", "from") or is_identifier(text),  # uniform_ has one called so
+    "NamedArgument.name": lambda text: text in ("", "from") or is_identifier(text),  # uniform_ has an argument `from`
     "InputToConstantInputSpec.name": is_identifier,
     "UserInputMutationSpec.user_input_name": is_identifier,
     "ModuleCallSignature.forward_arg_names": is_identifier,
@@ -119,9 +119,9 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "SymExpr.expr_str": is_size,
     "keys of ExportedProgram.range_constraints": is_size,
     "Device.type": lambda text: text in ("cpu", "cuda", "meta"),
-    "Argument.as_string": _anything,  # torch quotes it; the operator that takes it is looked at
-    "Argument.as_strings": _anything,
-    "ConstantValue.as_string": _anything,
+    "Argument.as_string": _any_text,  # torch quotes it; _call_problems checks it
+    "Argument.as_strings": _any_text,
+    "ConstantValue.as_string": _any_text,
     "keys of Node.metadata": lambda text: text == "nn_module_stack",
     "Node.metadata": str.isprintable,
     "keys of ExportedProgram.opset_version": str.isidentifier,
@@ -131,19 +131,19 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
 
 
 def program_problems(document: Any) -> Iterator[str]:
-    """What cannot stand in a program's document, as `json.loads` gives it."""
+    """Yield what is not allowed in a program's document, as `json.loads` returns it."""
     return _problems(document, schema.ExportedProgram, "")
 
 
 def tensor_problems(document: Any) -> Iterator[str]:
-    """The same for the list of its tensors."""
+    """Yield what is not allowed in the document that lists a program's tensors."""
     return _problems(document, schema.PayloadConfig, "")
 
 
 def _problems(value: Any, kind: Any, field: str) -> Iterator[str]:
-    """field: the class and the field that the value stands in."""
+    """Yield the problems of a value of the class and field `field`, whose type is `kind`."""
     if get_origin(kind) in (Union, UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        (kind,) = (member for member in get_args(kind) if member is not NoneType)
         if value is None:
             return
     if get_origin(kind) is list and isinstance(value, list):
@@ -198,4 +198,4 @@ def _call_problems(node: dict[str, Any]) -> Iterator[str]:
     except ForeignFunction as error:
         yield f"calls {error}"
     except (MissingOperator, UnknownPart):
-        pass  # said above
+        pass  # _text_problems reports it

@@ -1,4 +1,4 @@
-"""Operators of other packages that are composed of torch's own, as these."""
+"""Inlining of other packages' operators that are composed of torch's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .programs import graphs
 
 
 def inline_operators(program: ExportedProgram) -> None:
-    """Replace what another package's operators are composed of for them, as eager does: a server need not have it."""
+    """Replace other packages' composed operators by torch's: a server need not have those packages."""
     bodies: dict[str, Graph] = {}
     for module in graphs(program):
         for node in filter(_is_composed_operator, list(module.graph.nodes)):
@@ -33,16 +33,16 @@ def _is_composed_operator(node: Node) -> bool:
 
 
 def _inline(node: Node, bodies: dict[str, Graph]) -> None:
-    """Replace a node by the operator's body. Layers of one size have one body."""
-    given = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
-    types = [_type(item.meta["val"]) for item in given]
+    """Replace a node by the operator's body. `bodies` caches them by operator and types of its arguments."""
+    inputs = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
+    types = [_type(item.meta["val"]) for item in inputs]
     key = str((node.target, pytree.tree_map_only(Node, type, (node.args, node.kwargs)), types))
-    body = bodies[key] = bodies.get(key) or _body(node, given)
-    made = dict(zip(body.find_nodes(op="placeholder"), given, strict=True))
+    body = bodies[key] = bodies.get(key) or _body(node, inputs)
+    copies = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):
-        results = node.graph.graph_copy(body, made)
-    for item in made.keys() - set(body.find_nodes(op="placeholder")):
-        made[item].meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+        results = node.graph.graph_copy(body, copies)
+    for item in copies.keys() - set(body.find_nodes(op="placeholder")):
+        copies[item].meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
     _replace(node, results)
 
 
@@ -50,16 +50,16 @@ def _type(value: Any) -> Any:
     return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
 
 
-def _body(node: Node, given: list[Node]) -> Graph:
+def _body(node: Node, inputs: list[Node]) -> Graph:
     target: Any = node.target
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
 
     def run(*values: Any) -> Any:
-        found = iter(values)
-        args, kwargs = pytree.tree_unflatten([next(found) if isinstance(item, Node) else item for item in flat], spec)
+        rest = iter(values)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(item, Node) else item for item in flat], spec)
         return target.decompose(*args, **kwargs)
 
-    body: Graph = make_fx(run)(*(item.meta["val"] for item in given)).graph
+    body: Graph = make_fx(run)(*(item.meta["val"] for item in inputs)).graph
     if body.find_nodes(op="get_attr"):
         raise CaptureError(f"{target} keeps a tensor of its own, which no graph can have without its package")
     return body
@@ -69,7 +69,7 @@ def _replace(node: Node, results: Any) -> None:
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:
-        for user in list(node.users):  # each takes one of several results
+        for user in list(node.users):  # each is a getitem
             user.replace_all_uses_with(results[user.args[1]])
             user.graph.erase_node(user)
     node.graph.erase_node(node)

@@ -1,8 +1,8 @@
-"""Which buffers a captured program changes.
+"""Detection of the buffers that a captured program changes.
 
-The program changes them in place: an operator that writes to a parameter or a buffer itself names it. Functionalising a
-copy of the program shows all other changes, and takes several times as long as the capture; so it is only done where an
-operator may write to the memory of one by another way: through a view, in a subgraph, without declaring it.
+The program changes them in place, and an operator that writes to a parameter or buffer directly names it. All other
+changes show after functionalising a copy of the program, which takes several times as long as the capture. So that is
+only done if an operator may write to such memory indirectly: through a view, in a subgraph, or without declaring it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_
 
 
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
-    """FQNs of the buffers that a call changes. Raises CaptureError where it changes a parameter."""
+    """Return the FQNs of the buffers that a call changes. Raises CaptureError if it changes a parameter."""
     own = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
-    written, kept = set(_writes(program.graph_module, set(own))), _placeholders(program, _NAMED)
-    if not written <= kept.keys():
+    written, named = set(_writes(program.graph_module, set(own))), _placeholders(program, _NAMED)
+    if not written <= named.keys():
         return functionalised_mutations(program)
-    touched = {storage for node in written for storage in memory(node.meta["val"])}
-    return _buffers({name for node, name in kept.items() if touched & memory(node.meta["val"])}, program)
+    storages = {storage for node in written for storage in memory(node.meta["val"])}
+    return _buffers({name for node, name in named.items() if storages & memory(node.meta["val"])}, program)
 
 
 def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
-    """What `mutated_buffers` finds, always by functionalising."""
-    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
+    """Return the same as `mutated_buffers`, always by functionalising."""
+    with warnings.catch_warnings():  # torch itself copies a class that it has deprecated
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         outputs = program.run_decompositions({}).graph_signature.output_specs
     changed = {str(spec.target) for spec in outputs if spec.kind in _MUTATIONS} | _written_in_a_run(program)
@@ -54,7 +54,7 @@ def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
 
 
 def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
-    """What changes, if that is no parameter."""
+    """Return the changed FQNs. Raises CaptureError if there is a parameter among them."""
     if parameters := sorted(changed.intersection(program.graph_signature.parameters)):
         raise CaptureError(
             f"a call changes the parameter(s) {listed(parameters)}; weights are only changed by a swap, and weightswap "
@@ -65,26 +65,26 @@ def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
 
 
 def _written_in_a_run(program: ExportedProgram) -> set[str]:
-    """FQNs of what a run without values writes to: functionalising misses it where a result is the input."""
+    """Return FQNs of tensors that a run on fake tensors changes: functionalising misses results that are inputs."""
     inputs = [node.meta.get("val") for node, _ in graph_inputs(program)]
-    kept = {name: node.meta["val"] for node, name in _placeholders(program, _NAMED).items()}
-    before = {name: value._version for name, value in kept.items()}
+    tensors = {name: node.meta["val"] for node, name in _placeholders(program, _NAMED).items()}
+    versions = {name: value._version for name, value in tensors.items()}
     mode = detect_fake_mode(inputs)
-    # operators that ask for a size in this run must not fix it in the program
+    # operators that branch on a size in this run must not specialise the program to it
     sizes = mode.shape_env.suppress_guards() if mode is not None and mode.shape_env is not None else nullcontext()
     with mode or nullcontext(), sizes, torch.no_grad():
         try:
             Interpreter(program.graph_module).run(*inputs)
-        except RuntimeError:  # operators written in C++ that take no symbolic sizes; Python's know fewer views
+        except RuntimeError:  # an operator in C++ takes no symbolic sizes; Python's decompositions know fewer views
             with enable_python_dispatcher():
                 Interpreter(program.graph_module).run(*inputs)
-    return {name for name, value in kept.items() if value._version != before[name]}
+    return {name for name, value in tensors.items() if value._version != versions[name]}
 
 
 def is_plain(program: ExportedProgram) -> bool:
-    """Whether its operators write nothing, and no result has a size that follows from values.
+    """Return whether a program's operators write nothing, and no result has a size that depends on values.
 
-    They may be in regions with a gradient or autocast mode.
+    Operators may be in regions with a gradient or autocast mode.
     """
     return all(
         node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
@@ -95,19 +95,19 @@ def is_plain(program: ExportedProgram) -> bool:
 
 
 def _is_python(node: Node) -> bool:
-    """Arithmetic on sizes, and taking one of several results."""
+    """Return whether a node is arithmetic on sizes, or takes one of several results."""
     return getattr(node.target, "__module__", "") in ("_operator", "math")
 
 
 def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node, str]:
-    """Those of some kinds, with the names of what they stand for."""
+    """Return the placeholders of some kinds, with the FQNs that they stand for."""
     return {node: str(spec.target) for node, spec in graph_inputs(program) if spec.kind in kinds}
 
 
-def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
-    """What is written to of the memory of the placeholders `kept`; where that is not declared, the node that does."""
-    shared = set(kept)  # what may be of their memory; only where that is written to, it is looked at more closely
-    origins = _Origins(kept)
+def _writes(module: GraphModule, owned: set[Node]) -> Iterator[Node]:
+    """Yield written nodes that share memory with `owned`; for an undeclared write, the node that writes."""
+    shared = set(owned)  # nodes that may share this memory; `origins` are exact, but slow
+    origins = _Origins(owned)
     for node in module.graph.nodes:
         if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
             continue
@@ -123,39 +123,39 @@ def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
 
 
 class _Origins:
-    """Nodes, and what they are views of."""
+    """Set of the nodes that are views of others."""
 
-    def __init__(self, kept: set[Node]) -> None:
-        self._kept = kept
+    def __init__(self, owned: set[Node]) -> None:
+        self._owned = owned
         self._viewed = functools.cache(viewed)
 
     def __contains__(self, node: Node) -> bool:
-        """Whether a node is one of `kept` or a view of it. Raises CaptureError for a view that torch does not see."""
+        """Return whether a node is of `owned` or a view of it. Raises CaptureError for views that torch cannot see."""
         path = reached([node], self._viewed)
         secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
-        if path & self._kept and secret:
+        if path & self._owned and secret:
             raise CaptureError(f"a call writes to what {secret[0]} gives, which may be a view: use the safe operator")
-        return bool(path & self._kept)
+        return bool(path & self._owned)
 
 
 def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
-    """Whether a region with its own gradient or autocast mode writes; of other subgraphs it is not known."""
+    """Return whether a region with its own gradient or autocast mode writes; True for other subgraphs, to be safe."""
     graphs = [item for item in node.all_input_nodes if item.op == "get_attr"]
     if node.target not in _REGIONS or len(graphs) != 1:
         return True
     region = getattr(module, str(graphs[0].target))
     inputs = node.args[node.args.index(graphs[0]) + 1 :]
     pairs = zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    kept = {each for each, given in pairs if isinstance(given, Node) and given in origins}
-    return any(True for _ in _writes(region, kept))
+    owned = {placeholder for placeholder, item in pairs if isinstance(item, Node) and item in origins}
+    return any(True for _ in _writes(region, owned))
 
 
 def _written(node: Node) -> Iterator[Node]:
-    """The tensors that an operator writes to. Those that keep statistics do not declare it; of others' all count."""
-    given = list(arguments(node))
+    """Yield tensors that an operator writes to. Updates of statistics are undeclared; of other packages', all count."""
+    pairs = list(arguments(node))
     foreign = node.target.namespace != "aten"  # type: ignore[union-attr]
-    keeps = any(argument.name in STATISTICS and value is True for argument, value in given)
-    for argument, value in given:
+    keeps_statistics = any(argument.name in STATISTICS and value is True for argument, value in pairs)
+    for argument, value in pairs:
         declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (keeps and (foreign or argument.name in _RUNNING)):
+        if declared or (keeps_statistics and (foreign or argument.name in _RUNNING)):
             yield from nodes(value)

@@ -1,4 +1,4 @@
-"""What programs consist of: graphs in one another, inputs, and nodes that others are computed from."""
+"""Parts of exported programs: nested graphs, inputs, and dependencies between nodes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch.fx import GraphModule, Node
 
 
 def graphs(program: ExportedProgram) -> Iterator[GraphModule]:
-    """The program's graph and those within it."""
+    """Return the program's graph and those nested in it."""
     return (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
 
 
 def graph_inputs(program: ExportedProgram) -> list[tuple[Node, InputSpec]]:
-    """The placeholders, with what they stand for."""
+    """Return the placeholders with their input specs."""
     return list(zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True))
 
 
 def reached(nodes: Iterable[Node], sources: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Nodes, their `sources`, and so on."""
-    found, unseen = set[Node](), set(nodes)
+    """Return nodes, their `sources`, the sources of these, and so on."""
+    visited, unseen = set[Node](), set(nodes)
     while unseen:
         node = unseen.pop()
-        found.add(node)
-        unseen |= set(sources(node)) - found
-    return found
+        visited.add(node)
+        unseen |= set(sources(node)) - visited
+    return visited
 
 
 def all_inputs(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes, and all that they are computed from."""
+    """Return nodes, and all nodes that they are computed from."""
     return reached(nodes, lambda node: node.all_input_nodes)
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

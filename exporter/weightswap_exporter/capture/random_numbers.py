@@ -1,4 +1,4 @@
-"""Random numbers that a call seeds itself: a graph keeps no seed, so that it would draw others than the module."""
+"""Refusal of calls that seed random numbers: a graph keeps no seed, and would draw other numbers than the module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INSTEAD = "draw the numbers once, before the export, and keep them as a buffer"
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """A block in which `torch.manual_seed`, called by this thread, raises CaptureError."""
-    mine, seed = get_ident(), torch.manual_seed
+    """Raise CaptureError if the block calls `torch.manual_seed` in this thread."""
+    thread, seed = get_ident(), torch.manual_seed
 
     def refuse(value: Any) -> torch.Generator:
-        if get_ident() != mine:
+        if get_ident() != thread:
             return seed(value)
         raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {INSTEAD}")
 
@@ -31,6 +31,6 @@ def no_seeding() -> Iterator[None]:
 
 
 def check_no_generator(program: ExportedProgram) -> None:
-    """Raise CaptureError for a generator, which each call of a graph would take on from where the last one stopped."""
+    """Raise CaptureError for a generator: each call of a graph would continue its sequence of numbers."""
     if any(isinstance(value, torch.Generator) for value in program.constants.values()):
         raise CaptureError(f"a call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}")

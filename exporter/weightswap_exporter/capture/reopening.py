@@ -1,4 +1,4 @@
-"""An artifact's graphs as torch's programs, for compilers and for parity. A server never makes one."""
+"""Reading of an artifact's graphs as torch programs, for compilers and parity. A server never does this."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def open_program(artifact: Artifact, name: str) -> ExportedProgram:
-    """The program in the artifact's file `name`, whose every text was looked at before torch. Raises ArtifactError."""
+    """Return the program in the artifact's file `name`; torch reads checked content alone. Raises ArtifactError."""
     open_graph(artifact, name, CPU)
     raw, where = artifact.read(name), str(artifact.path / name)
     try:
-        # torch logs why it cannot open a program, in words that somebody else may have chosen
+        # torch logs why it cannot open a program, with texts of an untrusted file
         with mock.patch.object(logging.getLogger("torch.export"), "disabled", new=True):
             return torch.export.load(io.BytesIO(checked_archive(raw, where)))
     except ArtifactError:
@@ -48,9 +48,9 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
 
 
 def checked_archive(raw: bytes, where: str) -> bytes:
-    """The same archive, written again from what was checked. Its guards, which torch would run, are left out.
+    """Return the archive, rewritten from its checked documents, without the guards, which torch would execute.
 
-    Raises ArtifactError for a document with something that cannot stand in it.
+    Raises ArtifactError for a document with content that is not allowed.
     """
     check_records(raw, where)
     problems: dict[str, None] = {}
@@ -76,18 +76,18 @@ def _problems(name: str, document: Any) -> Iterator[str]:
 
 
 def retarget(program: ExportedProgram, device: torch.device) -> None:
-    """Let a program run on a device: each device in it becomes that one. `torch.export.passes` overlooks some."""
+    """Make a program run on a device: replace every device in it. `torch.export.passes` overlooks some."""
     for module in graphs(program):
         for node in module.graph.nodes:
-            given = node.args, node.kwargs
-            node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, given)
+            arguments = node.args, node.kwargs
+            node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, arguments)
             if node.target is _AUTOCAST and node.args[0] == "cpu":
                 node.args = (device.type, *node.args[1:])
         module.recompile()
 
 
 def method_program(artifact: Artifact, name: str, device: torch.device = CPU) -> ExportedProgram:
-    """A method's program on a device: constants have their values, weights and state are memory of any content.
+    """Return a method's program on a device. Constants have their values; weights and state are uninitialised.
 
     Raises ArtifactError.
     """
@@ -112,7 +112,7 @@ def method_program(artifact: Artifact, name: str, device: torch.device = CPU) ->
 
 
 def _move_inputs(program: ExportedProgram, device: torch.device) -> None:
-    """Let the program's own record of what goes in be of the device, too: torch traces it again from there."""
+    """Move the program's own fake inputs to the device: torch starts from them when it traces it again."""
     for node in program.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
@@ -121,6 +121,6 @@ def _move_inputs(program: ExportedProgram, device: torch.device) -> None:
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory of the same type, for a tensor without any."""
+    """Return uninitialised memory of a tensor's type, shape and strides on a device."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty

@@ -1,7 +1,7 @@
-"""Buffers that a call replaces by other tensors, as by `self.mean = self.mean + x`.
+"""Buffers that a call replaces by other tensors, as in `self.mean = self.mean + x`.
 
-A graph has one tensor for a buffer, with one type, and copies the new values there when the call ends. torch sees what
-the model's own attributes are given, and not those of submodules, nor what bypasses attributes.
+A graph has one tensor of one type for a buffer, and copies the new values into it when the call ends. torch sees
+assignments to attributes of the model itself, but not of its submodules, nor those that bypass attributes.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from weightswap_runtime.messages import listed
 
 from .views import memory
 
-_Held = Mapping[str, tuple[torch.Tensor, set[int]]]
+_Tensors = Mapping[str, tuple[torch.Tensor, set[int]]]
 
 
 @contextmanager
 def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
-    """A set that has, when the block ends, the FQNs that hold other tensors or memory since a call of `root` in it.
+    """Give a set that, when the block ends, has the FQNs whose tensor or memory a call of `root` has replaced.
 
-    The call itself copies those of submodules back. Raises CaptureError, in the call, for a tensor of another type, and
-    where it changes which of them share memory.
+    The call itself copies the values back into the buffers of submodules. It raises CaptureError for a tensor of
+    another type, and if it changes which buffers share memory.
     """
     names: set[str] = set()
-    before: list[_Held] = []  # a method may call its own module
+    stack: list[_Tensors] = []  # a method may call its own module
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root):
-            before.append(_held(root))
+            stack.append(_tensors(root))
 
     def end(module: nn.Module, _: Any, output: Any) -> Any:
         if vars(module) is not vars(root):
             return None
-        was = before.pop()
-        return None if before else _copied_back(root, was, output, names)
+        before = stack.pop()
+        return None if stack else _copy_back(root, before, output, names)
 
     with register_module_forward_pre_hook(begin), register_module_forward_hook(end):
         yield names
 
 
 def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
-    """Raise CaptureError for tensors that were replaced without a trace in the program, whose changes are `mutated`."""
+    """Raise CaptureError for replaced tensors whose change the program does not have: `mutated` are those it has."""
     if unseen := sorted(set(replaced) - set(mutated)):
         raise CaptureError(
             f"a call replaces {listed(unseen)} in a way that no graph has: a parameter, by .data, or in _buffers. "
@@ -57,52 +57,52 @@ def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
         )
 
 
-def _held(root: nn.Module) -> _Held:
+def _tensors(root: nn.Module) -> _Tensors:
     return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
 
 
-def _copied_back(root: nn.Module, was: _Held, output: Any, names: set[str]) -> Any:
-    """The call's output, apart from buffers that are overwritten here or at the end of the graph."""
-    now = _held(root)
-    same = {name: now[name] for name in was.keys() & now.keys()}
-    names |= {name for name, held in same.items() if held[0] is not was[name][0] or held[1] != was[name][1]}
-    assigned = sorted(name for name in names & same.keys() if same[name][0] is not was[name][0])
+def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) -> Any:
+    """Return the call's output without views of buffers that are overwritten; None leaves the output as it is."""
+    present = _tensors(root)
+    now = {name: present[name] for name in before.keys() & present.keys()}
+    names |= {name for name, pair in now.items() if pair[0] is not before[name][0] or pair[1] != before[name][1]}
+    assigned = sorted(name for name in names & now.keys() if now[name][0] is not before[name][0])
     if not assigned:
         return None
-    _check(assigned, was, same)
-    old = set[int]().union(*(was[name][1] for name in assigned))
-    output = pytree.tree_map_only(torch.Tensor, lambda each: each.clone() if memory(each) & old else each, output)
-    deep = {id(was[name][0]): name for name in assigned if "." in name}.values()
-    # torch copies those of the root one after another, the second from what the first has overwritten
-    own = [name for name in assigned if "." not in name and same[name][1] & old]
-    for name, value in [(name, _apart(*same[name], old)) for name in (*deep, *own)]:
+    _check(assigned, before, now)
+    old = set[int]().union(*(before[name][1] for name in assigned))
+    output = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if memory(leaf) & old else leaf, output)
+    deep = {id(before[name][0]): name for name in assigned if "." in name}.values()
+    # torch copies into the root's buffers in turn: a copy may read a buffer that an earlier one has overwritten
+    own = [name for name in assigned if "." not in name and now[name][1] & old]
+    for name, value in [(name, _independent(*now[name], old)) for name in (*deep, *own)]:
         if "." in name:
-            was[name][0].copy_(value)
+            before[name][0].copy_(value)
         else:
             setattr(root, name, value)
     return output
 
 
-def _apart(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
+def _independent(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
     return tensor.detach().clone() if storages & old else tensor.detach()
 
 
-def _check(assigned: list[str], was: _Held, now: _Held) -> None:
-    if other := [name for name in assigned if _type(was[name][0]) != _type(now[name][0])]:
+def _check(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
+    if retyped := [name for name in assigned if _type(before[name][0]) != _type(now[name][0])]:
         raise CaptureError(
-            f"a call replaces {listed(other)} by a tensor of another type or shape; a graph's state stays of "
+            f"a call replaces {listed(retyped)} by a tensor of another type or shape; a graph's state stays of "
             "one type: give it the same one, or write to a part of it"
         )
-    names = [name for name in was if name in now]
-    if changed := [name for name in assigned if _sharing(name, names, was) != _sharing(name, names, now)]:
+    names = [name for name in before if name in now]
+    if changed := [name for name in assigned if _sharing(name, names, before) != _sharing(name, names, now)]:
         raise CaptureError(
-            f"a call changes with which others {listed(changed)} share memory, and a graph keeps that; assign a "
+            f"a call changes which tensors share memory with {listed(changed)}, and a graph cannot; assign a "
             ".clone(), or change the tensor in place"
         )
 
 
-def _sharing(name: str, names: list[str], held: _Held) -> list[str]:
-    return [other for other in names if held[other][1] & held[name][1]]
+def _sharing(name: str, names: list[str], tensors: _Tensors) -> list[str]:
+    return [other for other in names if tensors[other][1] & tensors[name][1]]
 
 
 def _type(tensor: torch.Tensor) -> Any:

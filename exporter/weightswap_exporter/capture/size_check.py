@@ -1,4 +1,4 @@
-"""Sizes in a graph's document: arithmetic over symbols, as SymPy's `srepr` writes it. torch evaluates them."""
+"""Validation of sizes in a graph's document: arithmetic over symbols in SymPy's `srepr`, which torch evaluates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import re
 
 MOST_CHARACTERS = 10_000
-MOST_CHOICES, MOST_CHOSEN = 20, 8  # of Max and Min in one size, and of their arguments: SymPy compares each with each
+MOST_CHOICES, MOST_CHOSEN = 20, 8  # calls of Max and Min in a size, and their arguments: SymPy compares all pairs
 MOST_POWERS, LARGEST_EXPONENT = 3, 99
 MOST_DIGITS = 1000
 _MOST_BITS = 64
@@ -19,7 +19,7 @@ _FUNCTIONS = re.compile(
     r"|CleanDiv|(Int|Float)TrueDiv|ModularIndexing|PythonMod|FloatPow|RShift|Where|Identity|floor|ceiling"
 )
 _NUMBERS = {"Integer", "Rational", "Float"}
-_POWERS = {"Pow", "PowByNatural", "LShift"}  # of floats no power is large
+_POWERS = {"Pow", "PowByNatural", "LShift"}  # powers of floats are never large
 _CHOICES = {"Max", "Min"}
 _CONSTANTS = {"true", "false", "oo", "int_oo"}
 _FLAGS = {"positive", "nonnegative", "integer"}
@@ -28,7 +28,7 @@ _OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv | ast.Mod | a
 
 @functools.cache
 def is_size(text: str) -> bool:
-    """Whether a text is arithmetic over torch's symbols and functions, and so harmless and quick to evaluate."""
+    """Return whether a text is arithmetic over torch's symbols and functions that is quick to evaluate."""
     if len(text) > MOST_CHARACTERS:
         return False
     try:
@@ -76,7 +76,7 @@ def _is_call(name: str, arguments: list[ast.expr], options: list[ast.keyword]) -
     if name in _POWERS:
         return len(arguments) == 2 and _is_power(*arguments)
     if name == "Piecewise":
-        return all(isinstance(each, ast.Tuple) and all(map(_is_term, each.elts)) for each in arguments)
+        return all(isinstance(pair, ast.Tuple) and all(map(_is_term, pair.elts)) for pair in arguments)
     known = _FUNCTIONS.fullmatch(name) is not None or (name in _CHOICES and len(arguments) <= MOST_CHOSEN)
     return known and all(map(_is_term, arguments))
 
@@ -91,7 +91,7 @@ def _is_symbol(arguments: list[ast.expr], options: list[ast.keyword]) -> bool:
 
 def _is_number(node: ast.expr) -> bool:
     match node:
-        case ast.Constant(value=str(text)):  # one with many digits, within `Float` and its like
+        case ast.Constant(value=str(text)):  # a number with many digits, as an argument of `Float`
             return _NUMBER.fullmatch(text) is not None
         case ast.Constant(value=int(number)):
             return number.bit_length() <= _MOST_BITS
@@ -110,8 +110,7 @@ def _is_precision(option: ast.keyword) -> bool:
 
 
 def _is_power(base: ast.expr, exponent: ast.expr) -> bool:
-    """Whether a power or a shift is one of a symbol, a number or a choice of such: powers of sums and of powers take
-    for ever."""
+    """Return whether the base is a symbol, a number, or Max or Min of them: others may take too long to evaluate."""
     match base:
         case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CHOICES:
             bases = arguments

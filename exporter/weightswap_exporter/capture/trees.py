@@ -1,4 +1,4 @@
-"""Values of a model's classes, as the trees that a server has instead."""
+"""Conversion of inputs and outputs in a model's own classes to the plain trees that a server has instead."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weightswap_runtime.format.signature import Dict, Integer, Items, Key, Node,
 
 
 def plain_tree(value: Any) -> tuple[Node, list[Any]]:
-    """What a server has in place of a value of the model's classes: a tree, leaves named by path, and the leaves."""
+    """Return the tree that a server has in place of a value, with leaves named by path, and its flat values."""
     flat, spec = pytree.tree_flatten(value)
     return tree_of(spec, "", lambda path: Integer(path or "output", 0)), flat
 
 
 def tree_of(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
-    """The tree of a value; `leaf(path)` makes its leaves, in order. Raises CaptureError for keys of another kind."""
+    """Return a value's tree; `leaf(path)` makes its leaves, in order. Raises CaptureError for unsupported keys."""
     if spec.is_leaf():
         return leaf(path)  # type: ignore[no-any-return]
     keys = _keys(spec)
@@ -33,13 +33,12 @@ def tree_of(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
 
 
 def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """What a node is made of."""
     # torch 2.11 has the attribute only, later versions deprecate it
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
 def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
-    """The keys of a node that the server rebuilds as a dict; None for a sequence."""
+    """Return the keys of a node that the server rebuilds as a dict; None for a sequence."""
     kind: Any = spec.type
     if kind in (tuple, list, deque, namedtuple):
         return None
@@ -58,8 +57,8 @@ def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
             "tuples of these"
         )
     tuples = {key_text(key) for key in keys if isinstance(key, tuple)}
-    if twice := sorted(tuples.intersection(keys)):
-        raise CaptureError(f"a dict has the key {twice[0]!r} and a tuple that is written so; rename one")
+    if ambiguous := sorted(tuples.intersection(keys)):
+        raise CaptureError(f"a dict has the key {ambiguous[0]!r} and a tuple that is written so; rename one")
     return keys
 
 
@@ -69,7 +68,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _class_keys(spec: pytree.TreeSpec) -> list[Any] | None:
-    """The field names of a registered class: an HF ModelOutput keeps them as its context, others give key paths."""
+    """Return the field names of a registered class: the context of an HF ModelOutput, the key paths of others."""
     context = spec.context
     if (
         isinstance(context, list | tuple)

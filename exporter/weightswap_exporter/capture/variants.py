@@ -1,4 +1,4 @@
-"""Variants: the tensors of a model that each call chooses, instead of the one set that all calls share."""
+"""Variants: tensors of a model that each call chooses, instead of the set that all calls share."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from weightswap_runtime.errors import CaptureError, ExportError
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
 from weightswap_runtime.messages import listed
 
-Groups = Mapping[str, Sequence[str]]  # FQNs
+Groups = Mapping[str, Sequence[str]]  # FQNs by group
 NO_GROUPS: Groups = MappingProxyType({})
 Declared = Mapping[str, str | Sequence[str]]
-CALLS_THEM = "variants"  # the argument of a call that chooses
+CALL_ARGUMENT = "variants"  # with it, a call chooses variants
 
 
 def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
-    """The FQNs of each group whose patterns a user has declared. Raises ExportError."""
+    """Return the FQNs that match each group's patterns. Raises ExportError."""
     if not declared:
         return NO_GROUPS
     names = sorted(named_parameters(model), key=list(named_tensors(model)).index)
     groups: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
-    for group, given in declared.items():
+    for group, declaration in declared.items():
         if not METHOD_NAME.fullmatch(group):
             raise ExportError(f"variants: the group {group!r} is not an identifier")
-        for pattern in [given] if isinstance(given, str) else given:
+        for pattern in [declaration] if isinstance(declaration, str) else declaration:
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
                 raise ExportError(f"variants: {pattern!r} matches no parameter, such as {listed(names[:3])}")
-            if twice := [name for name in matched if owner.setdefault(name, group) != group]:
-                raise ExportError(f"variants: {twice[0]} is in the groups {owner[twice[0]]!r} and {group!r}")
+            if shared := [name for name in matched if owner.setdefault(name, group) != group]:
+                raise ExportError(f"variants: {shared[0]} is in the groups {owner[shared[0]]!r} and {group!r}")
             groups[group] = list(dict.fromkeys([*groups.get(group, []), *matched]))
     check_active(model)
     check_whole(model, owner)
@@ -46,23 +46,23 @@ def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
 
 @contextmanager
 def base_alone(model: nn.Module, groups: Groups) -> Iterator[None]:
-    """A block in which the model computes what its graph does for calls that choose no variant.
+    """Let the model compute, in the block, what its graph computes for calls without a variant.
 
-    Variable tensors are zeros, and the factors of PEFT's layers, which would be constants of the graph, are one: a
-    runtime puts them into the tensors that it loads.
+    Variable tensors are zeros. The scaling factors of PEFT's layers, which would become constants of the graph, are 1:
+    a runtime multiplies them into the tensors that it loads.
     """
     tensors = named_tensors(model)
     variable = [tensors[name] for names in groups.values() for name in names if not is_fake(tensors[name])]
     if not groups:
         yield
         return
-    kept = [tensor.detach().clone() for tensor in variable]
+    values = [tensor.detach().clone() for tensor in variable]
     try:
         with unscaled(model):
-            _write(variable, [torch.zeros_like(value) for value in kept])
+            _write(variable, [torch.zeros_like(value) for value in values])
             yield
     finally:
-        _write(variable, kept)
+        _write(variable, values)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 
 
 def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
-    """Raise CaptureError unless tensors that are one belong to one group, and are no state."""
+    """Raise CaptureError unless the names of one tensor all belong to one group, and it is a weight."""
     if kind != "weight" or not any(set(fqns) <= set(names) for names in groups.values()):
         raise CaptureError(f"{listed(fqns)}: one tensor, or one that calls change, cannot be variable in part")
 
@@ -80,14 +80,16 @@ def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
 def grouped(
     rows: Sequence[NamedTensor], groups: Groups, inputs: Mapping[str, Sequence[GraphInput]]
 ) -> dict[str, tuple[NamedTensor, ...]]:
-    """The rows by group. Raises CaptureError for those that no method reads, and for inputs that calls choose by."""
-    taken = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
-    if unread := [row.name for row in rows if not taken.intersection(row.names)]:
+    """Return the rows by group. Raises CaptureError for rows that no method reads, and for inputs named `variants`."""
+    read = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
+    if unread := [row.name for row in rows if not read.intersection(row.names)]:
         raise CaptureError(
             f"variants: no method reads {listed(unread)}; declare what calls are to choose, or delete it"
         )
     if rows and (
-        named := [name for name, items in inputs.items() if ("input", CALLS_THEM) in {(i.kind, i.name) for i in items}]
+        named := [
+            name for name, items in inputs.items() if ("input", CALL_ARGUMENT) in {(i.kind, i.name) for i in items}
+        ]
     ):
-        raise CaptureError(f"method {named[0]!r}: an input is called {CALLS_THEM!r}, by which calls choose variants")
+        raise CaptureError(f"method {named[0]!r}: an input is called {CALL_ARGUMENT!r}, by which calls choose variants")
     return {group: tuple(row for row in rows if row.name in names) for group, names in groups.items()}

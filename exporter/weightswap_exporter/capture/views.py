@@ -1,4 +1,4 @@
-"""Of which of its arguments a node's result may be a view, or which it may simply return."""
+"""Detection of the arguments that a node's result may be a view of, or that it may return."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, declares_vie
 
 
 def may_view(node: Node) -> list[Node]:
-    """Inputs that a result may share memory with, by the schema: all of them where an operator is composed of others.
+    """Return the inputs that a result may share memory with, by the operator's schema.
 
-    Such operators do not always declare it.
+    Composed operators do not always declare it, so all of their inputs count.
     """
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
@@ -30,30 +30,30 @@ def may_view(node: Node) -> list[Node]:
 
 
 def viewed(node: Node) -> list[Node]:
-    """The same, where composed operators are tried on tensors without values: convolutions are no views of weights.
+    """Return `may_view(node)` more exactly, by running composed operators on fake tensors: a convolution is no view.
 
-    As in eager, C++ decomposes them then. Results that the capture has recorded do not tell, as it takes
-    decompositions in Python, which may copy what C++ returns as it is.
+    As in eager mode, C++ decomposes them then. The results that the capture has recorded do not show it: Python's
+    decompositions may copy where C++ returns an input.
     """
     views, target = may_view(node), node.target
     if not views or not isinstance(target, OpOverload) or declares_views(target) or not is_composed(target):
         return views
     try:
-        return _tried(node, target)
-    except Exception:  # it has no implementation without values, or sizes that follow from values
+        return _views_in_run(node, target)
+    except Exception:  # the operator does not run on fake tensors, or its sizes depend on values
         return views
 
 
-def _tried(node: Node, target: OpOverload) -> list[Node]:
+def _views_in_run(node: Node, target: OpOverload) -> list[Node]:
     with FakeTensorMode(), torch.no_grad():
-        given = {item: pytree.tree_map(_stand_in, item.meta["val"]) for item in node.all_input_nodes}
-        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        stand_ins = {item: pytree.tree_map(_stand_in, item.meta["val"]) for item in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), stand_ins.__getitem__)
         result = memory(target(*args, **kwargs))
-    return [item for item, value in given.items() if result & memory(value)]
+    return [item for item, value in stand_ins.items() if result & memory(value)]
 
 
 def _stand_in(value: Any) -> Any:
-    """A tensor of the sizes that the sample inputs had; or such a size."""
+    """Return a fake tensor, or a size, with the sizes of the sample inputs."""
     if isinstance(value, torch.Tensor):
         shape, stride = ([_sample(size) for size in sizes] for sizes in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
@@ -69,22 +69,22 @@ def _sample(size: Any) -> Any:
 
 
 def memory(value: Any) -> set[int]:
-    """The storages of the tensors in a value."""
-    return {each.untyped_storage()._cdata for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)}
+    """Return the storages of the tensors in a value."""
+    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
 
 
 def opname(node: Node) -> str:
-    """The operator's name without its package; empty for what is no operator."""
+    """Return the operator's name without its package; empty if the target is no operator."""
     return str(getattr(node.target, "_opname", ""))
 
 
 def arguments(node: Node) -> Iterator[tuple[torch.Argument, Any]]:
-    """The arguments of an operator's schema, with what the node gives for them."""
+    """Return the arguments of an operator's schema, with the node's values for them."""
     declared = node.target._schema.arguments  # type: ignore[union-attr]
-    named = dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
-    return ((argument, named.get(argument.name)) for argument in declared)
+    values = dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
+    return ((argument, values.get(argument.name)) for argument in declared)
 
 
 def nodes(value: Any) -> list[Node]:
-    """The nodes in an argument: one, or those of a list."""
+    """Return the nodes in an argument: itself, or those in a list."""
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]

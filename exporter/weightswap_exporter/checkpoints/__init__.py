@@ -1,1 +1,1 @@
-"""What trainers save, opened tensor by tensor."""
+"""Reading of trainers' checkpoints, tensor by tensor."""

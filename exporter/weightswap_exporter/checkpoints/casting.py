@@ -1,4 +1,4 @@
-"""Casting on request: floating tensors of a checkpoint, where the graph wants exactly the requested dtype."""
+"""Casting of a checkpoint's floating tensors to a requested dtype, where the graph has exactly this dtype."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
 
 
 def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None:
-    """The safetensors name of a torch dtype, or of its name (`bfloat16`).
+    """Return the safetensors name of a torch dtype, given as such or by name (`bfloat16`).
 
-    Raises CheckpointError unless it is floating, and the graph wants a tensor in it.
+    Raises CheckpointError unless it is floating and the graph has a tensor of it.
     """
     if dtype is None:
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    name = dtype_of(found) if isinstance(found, torch.dtype) else ""
+    torch_type = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = dtype_of(torch_type) if isinstance(torch_type, torch.dtype) else ""
     if name not in FLOATING:
         known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
         raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
-    wanted = {weight.dtype for weight in manifest.weights}
-    wanted |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
-    if name not in wanted:
-        wants = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
+    dtypes = {weight.dtype for weight in manifest.weights}
+    dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    if name not in dtypes:
+        wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "none that floats"
         raise CheckpointError(
             f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {wants}. "
             "Leave the dtype out or give one of these, or export the model in the other."
@@ -41,8 +41,8 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
 
 
 def casting(readings: Readings, dtype: str | None, manifest: Manifest) -> Readings:
-    """Readings that take floating tensors of any dtype where `dtype` is wanted."""
-    if dtype is None or (manifest.adapter.untraceable and by_key in readings):  # which `resolve` refuses
+    """Return readings that accept floating tensors of any dtype where the graph has `dtype`."""
+    if dtype is None or (manifest.adapter.untraceable and by_key in readings):  # `resolve` refuses these
         return readings
     return tuple(_casting(reading, dtype) for reading in readings)
 
@@ -50,10 +50,10 @@ def casting(readings: Readings, dtype: str | None, manifest: Manifest) -> Readin
 def _casting(reading: Callable[[Manifest], Reading], dtype: str) -> Callable[[Manifest], Reading]:
     class Casting(Reading):
         def match(self, tensors: Mapping[str, Typed]) -> Match:
-            wanted = [(key, typed) for demand in self.demands for key, typed in demand.keys.items()]
+            expected = [(key, typed) for demand in self.demands for key, typed in demand.keys.items()]
             cast = {
                 key: TensorType(dtype, tuple(tensors[key].shape))
-                for key, typed in wanted
+                for key, typed in expected
                 if typed.dtype == dtype and key in tensors and tensors[key].dtype in FLOATING
             }
             return super().match({**tensors, **cast})
@@ -62,11 +62,11 @@ def _casting(reading: Callable[[Manifest], Reading], dtype: str) -> Callable[[Ma
 
 
 def casts(match: Match, manifest: Manifest, tensors: Mapping[str, CheckpointTensor]) -> dict[str, list[str]]:
-    """What a match has cast: a dtype of the checkpoint -> the weights that were that, sorted."""
+    """Return the weights that a match casts, sorted, by their dtype in the checkpoint."""
     rows = {weight.name: weight for weight in manifest.weights}
     inputs = {item.name: item.dtype for item in manifest.adapter.inputs}
-    found = {(tensors[names[0]].dtype, weight) for weight, names in match.found.items()}
-    changed = {(dtype, weight) for dtype, weight in found if dtype != rows[weight].dtype}
+    sources = {(tensors[names[0]].dtype, weight) for weight, names in match.found.items()}
+    changed = {(dtype, weight) for dtype, weight in sources if dtype != rows[weight].dtype}
     changed |= {
         (tensors[name].dtype, weight)
         for weight, names in match.computed.items()
@@ -79,14 +79,14 @@ def casts(match: Match, manifest: Manifest, tensors: Mapping[str, CheckpointTens
 
 
 def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
-    """A tensor of another dtype, by value, as `Tensor.to` rounds. The same tensor where it has the dtype.
+    """Cast a tensor as `Tensor.to` does; return the same tensor if it has the dtype.
 
-    Raises CheckpointError where a finite value is beyond the dtype's range.
+    Raises CheckpointError if a finite value is beyond the dtype's range.
     """
-    wanted = torch_dtype(dtype)
-    if tensor.dtype == wanted:
+    target = torch_dtype(dtype)
+    if tensor.dtype == target:
         return tensor
-    result = tensor.to(wanted)
+    result = tensor.to(target)
     lost = ~torch.isfinite(result.float())
     if lost.any() and (lost & torch.isfinite(tensor.double())).any():
         raise CheckpointError(f"{where}: has values beyond the range of {dtype}, to which it would be cast")

@@ -1,4 +1,4 @@
-"""Checkpoints as sets of tensors, for commands that look at them: `weightswap inspect`, `weightswap diff`."""
+"""Checkpoints as sets of tensors, for the commands `weightswap inspect` and `weightswap diff`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .tensor import CheckpointTensor, copy_part
 
 
 def reader(path: Path) -> Opener | None:
-    """What opens a checkpoint that `pack` takes; None for a file of another kind. See `weightswap_tools.tensor_set`.
+    """Return an opener for a checkpoint that `pack` takes; None for other files. See `weightswap_tools.tensor_set`.
 
-    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
+    Raises CheckpointError for a folder without a checkpoint, and for a file that is only part of one.
     """
     return partial(_open, path) if find_opener(path) else None
 
@@ -27,7 +27,7 @@ def reader(path: Path) -> Opener | None:
 @contextmanager
 def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
     with open_checkpoint(path, Choice(request.level)) as checkpoint:
-        level = _chosen(checkpoint, request)
+        level = _choose(checkpoint, request)
         check_tensors(level, checkpoint.where)
         refuse(text for values in level.tensors.values() for text in values.lacking())
         yield TensorSet(
@@ -40,7 +40,7 @@ def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
         )
 
 
-def _chosen(checkpoint: Checkpoint, request: SetRequest) -> NestedStateDict:
+def _choose(checkpoint: Checkpoint, request: SetRequest) -> NestedStateDict:
     if request.manifest is None:
         return fullest_level(checkpoint, request.level)
     return choose_level(checkpoint, request.manifest, request.readings)[0]

@@ -1,4 +1,4 @@
-"""Reading a torch.distributed.checkpoint directory: tensor by tensor, from the chunks of all ranks, in one process."""
+"""Reading of torch.distributed.checkpoint folders in one process: each tensor from the chunks of all ranks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .stored import Files, Stored, Window, read_into
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
 from .zip_records import Record, damaged_pickle, is_damaged, read_records
 
-PART = 1 << 20  # bytes of a chunk that may be read again for each part of it
+PART = 1 << 20  # largest size in bytes of a chunk that may be read whole for each part of it
 _AGAIN = "Save the checkpoint again, or copy it again."
 
 
 def open_dcp(folder: Path, files: Files) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """The tensors of a checkpoint by their flat names, and the path of the mapping that each was in.
+    """Return the tensors of a checkpoint by their flat names, and the path of the mapping that each was in.
 
     `files` opens the chunks' files. Raises CheckpointError.
     """
-    found = read_metadata(folder / METADATA_NAME)
-    tensors = {name: _values(_Stitched(folder, files, name, described)) for name, described in found.items()}
-    return tensors, {name: described.holder for name, described in found.items()}
+    metadata = read_metadata(folder / METADATA_NAME)
+    tensors = {name: _values(_AssembledTensor(folder, files, name, described)) for name, described in metadata.items()}
+    return tensors, {name: described.holder for name, described in metadata.items()}
 
 
-def _values(tensor: _Stitched) -> CheckpointTensor:
+def _values(tensor: _AssembledTensor) -> CheckpointTensor:
     described = tensor.described
     names = {chunk.file for chunk in described.chunks}
     return CheckpointTensor(
@@ -48,8 +48,8 @@ def _values(tensor: _Stitched) -> CheckpointTensor:
     )
 
 
-class _Stitched:
-    """A tensor in the chunks that its metadata describe."""
+class _AssembledTensor:
+    """Tensor that is assembled from the chunks in its metadata."""
 
     def __init__(self, folder: Path, files: Files, name: str, described: ChunkedTensor) -> None:
         self.folder, self.name, self.described = folder, name, described
@@ -58,12 +58,12 @@ class _Stitched:
         self._located: dict[Chunk, Stored] = {}
 
     def lacking(self) -> list[str]:
-        """What keeps it from being read, as far as the metadata and the files' sizes tell."""
-        found = self.described
-        return [*found.problems] or [text for chunk in found.chunks for text in self._lost(chunk)]
+        """Return reasons why it cannot be read that the metadata and the files' sizes show."""
+        described = self.described
+        return [*described.problems] or [text for chunk in described.chunks for text in self._lost(chunk)]
 
     def problems(self) -> list[str]:
-        """The same, and chunks that cannot be read or are damaged."""
+        """Return the problems of `lacking()`, or else chunks that cannot be read or are damaged."""
         problems = self.lacking()
         for chunk in () if problems else self.described.chunks:
             try:
@@ -96,7 +96,7 @@ class _Stitched:
         return whole
 
     def parts(self) -> Read | None:
-        """`read`, unless a large chunk would be read whole for each part. Raises CheckpointError."""
+        """Return `read`, or None if it would read a large chunk whole for each part. Raises CheckpointError."""
         chunks = self.described.chunks
         if len(self._runs) < len(chunks):
             return None
@@ -107,7 +107,7 @@ class _Stitched:
             return self._stored(fd, chunk).is_row_major
 
     def read(self, memory: memoryview, begin: int) -> None:
-        """Fill memory with row-major bytes from `begin` on, if each chunk is a run of them. Raises CheckpointError."""
+        """Fill memory with row-major bytes from `begin` on, if each chunk is one run. Raises CheckpointError."""
         end = begin + len(memory)
         for run in self._runs:
             first, last = max(begin, run.begin), min(end, run.end)
@@ -121,16 +121,16 @@ class _Stitched:
         return self._located[chunk]._replace(fd=fd)
 
     def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
-        """Where in its file a chunk's values are: each chunk is what `torch.save` writes for one tensor, a zip."""
+        """Return the place of a chunk's values in its file. Each chunk is a zip by `torch.save` of one tensor."""
         name, described = self.name, self.described
         where = f"{self.folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
         file = io.BufferedReader(Window(fd, chunk.begin, chunk.length))
         try:
-            records = read_records(file)  # refuses compressed ones, of which a few bytes may become very many
+            records = read_records(file)  # refuses compressed records, which could expand to any size
             file.seek(0)
-            # nothing but the tensor's description is read; on the meta device it has no values
+            # reads the tensor's description alone, as a meta tensor has no values
             meta: Any = torch.load(file, map_location="meta", weights_only=True)
-        except Exception as error:  # what a damaged pickle raises is anybody's guess
+        except Exception as error:  # a damaged pickle can raise any error
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(
                 f"{where} cannot be read ({reason}). The file is damaged or cut off. {_AGAIN}"
@@ -150,7 +150,7 @@ class _Stitched:
 
 
 class _Run(NamedTuple):
-    """Bytes `begin` to `end` of a tensor, which are a chunk."""
+    """Chunk that is one run of a tensor's bytes, from `begin` to `end`."""
 
     begin: int
     end: int
@@ -158,7 +158,7 @@ class _Run(NamedTuple):
 
 
 def _runs(described: ChunkedTensor) -> Iterator[_Run]:
-    """The chunks that are runs: they are cut along one dimension, and those before it have one index in them."""
+    """Yield the chunks that are runs: cut along one dimension, with one index in each dimension before it."""
     steps = row_major(described.shape)
     for chunk in () if described.problems else described.chunks:
         cut = next((index for index, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
@@ -169,7 +169,7 @@ def _runs(described: ChunkedTensor) -> Iterator[_Run]:
 
 
 def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
-    """Read a chunk into its part of the tensor; a few rows at a time where it is not one run of memory."""
+    """Read a chunk into its region of the tensor; a few rows at a time if the region is not contiguous."""
     if stored.stride != row_major(stored.shape):
         region.copy_(stored.load())
     elif region.is_contiguous():

@@ -1,7 +1,7 @@
-"""The `.metadata` file of a torch.distributed.checkpoint directory: a pickle, read without running anything in it.
+"""The `.metadata` file of a torch.distributed.checkpoint folder: a pickle, read without executing code.
 
-torch reads it with `pickle.load`, which does whatever the file says. Here every class that such a file may name becomes
-an inert record, made for this one reading; any other name is refused.
+torch reads it with `pickle.load`, which executes any code in the file. Here each class that such a file may name is
+replaced by an inert record class, made for one reading; any other name is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
-from reprlib import repr as shown  # of a value that holds itself a billion times, too
+from reprlib import repr as shown  # short even for values that contain themselves
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ _AGAIN = "Save the checkpoint again, or copy it again."
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor: where it begins in the tensor, its sizes, and the bytes of a file that hold it."""
+    """Block of a tensor: its offsets in the tensor, its sizes, and its range of bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -50,10 +50,10 @@ class Chunk(NamedTuple):
 
 
 class ChunkedTensor(NamedTuple):
-    """A tensor as the metadata describe it.
+    """Tensor as described by the metadata.
 
-    problems: what keeps its chunks from making up the tensor. holder: the path of the mapping that it was saved in,
-    such as `model`; empty for the top, and where the metadata do not say.
+    problems: reasons why its chunks do not form the tensor. holder: path of the mapping that it was saved in, such as
+    `model`; empty for the top, and if the metadata do not say it.
     """
 
     dtype: torch.dtype
@@ -64,8 +64,8 @@ class ChunkedTensor(NamedTuple):
 
 
 def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
-    """The tensors of a checkpoint by their names. Entries of other kinds are left out. Raises CheckpointError."""
-    if not path.is_file():  # a pipe would be waited for
+    """Return the tensors of a checkpoint by name, without entries of other kinds. Raises CheckpointError."""
+    if not path.is_file():  # opening a pipe would block
         raise CheckpointError(f"{path}: cannot be opened (not a regular file)")
     try:
         with path.open("rb") as file:
@@ -74,7 +74,7 @@ def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
         raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
     except CheckpointError:
         raise
-    except Exception as error:  # what a damaged pickle raises is anybody's guess
+    except Exception as error:  # a damaged pickle can raise any error
         raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint ({error}). {_AGAIN}") from error
     try:
         stored = _stored(document)
@@ -88,7 +88,7 @@ def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
 
 
 class _Record:
-    """Stands for an object of a class in the pickle: its attributes, and nothing that could run."""
+    """Substitute for an object in the pickle: its attributes, without any code."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -104,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, where: str) -> None:
         super().__init__(file)
         self._where = where
-        # a pickle can set attributes of the classes it names: these are gone with the unpickler
+        # made for each unpickler, as a pickle can set attributes of the classes that it names
         self._classes = {
             (module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names
         }
@@ -116,8 +116,8 @@ class _Unpickler(pickle.Unpickler):
             return dict
         if module == "torch" and name == "Size":
             return tuple
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
+            return value
         raise CheckpointError(
             f"{self._where}: names {module}.{name}, which the metadata of a checkpoint do not need, and loading it "
             "could run anything; it was not loaded. Do not use this checkpoint unless you trust where it is from; then "
@@ -138,7 +138,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _stored(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
-    """Where chunks are stored: name -> offsets in the tensor -> storage info."""
+    """Return the storage info of each chunk: name -> offsets in the tensor -> info."""
     stored: dict[str, dict[tuple[int, ...] | None, Any]] = {}
     for index, info in _mapping(document.storage_data).items():
         offset = getattr(index, "offset", None)
@@ -147,9 +147,9 @@ def _stored(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
 
 
 def _holder(document: Any, name: str) -> str:
-    """What the planner has noted: the keys that it has joined to the name."""
-    noted = getattr(document, "planner_data", None)
-    keys = noted.get(name) if isinstance(noted, Mapping) else None
+    """Return the path of a tensor's mapping, from the keys that torch's planner has joined to its name."""
+    planned = getattr(document, "planner_data", None)
+    keys = planned.get(name) if isinstance(planned, Mapping) else None
     if not isinstance(keys, tuple) or not all(isinstance(key, str | int) for key in keys):
         return ""
     return ".".join(map(str, keys[:-1]))
@@ -163,8 +163,8 @@ def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, An
     shape = _sizes(entry.size)
     blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
     blocks = [block for block in blocks if prod(block[1])]
-    lost = [offsets for offsets, _ in blocks if offsets not in stored]
-    problems = [f"{name}: the metadata do not say where its chunk at {list(offsets)} is stored" for offsets in lost]
+    missing = [offsets for offsets, _ in blocks if offsets not in stored]
+    problems = [f"{name}: the metadata do not say where its chunk at {list(offsets)} is stored" for offsets in missing]
     chunks = [_chunk(*block, stored[block[0]]) for block in blocks if block[0] in stored]
     problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
     problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, stored[chunk.offsets])]
@@ -187,7 +187,7 @@ def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
 
 
 def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
-    """What keeps the blocks from covering the tensor exactly once."""
+    """Yield reasons why the blocks do not cover the tensor exactly once."""
     for offsets, sizes in blocks:
         ends = [start + size for start, size in zip(offsets, sizes, strict=False)]
         if len(offsets) != len(shape) or len(sizes) != len(shape) or any(map(int.__gt__, ends, shape)):
@@ -201,7 +201,7 @@ def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int,
 
 
 def _overlap(blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Two that overlap. They are gone through along the dimension that is cut most often."""
+    """Return two blocks that overlap, or None. Sorts them along the dimension with the most cuts."""
     axis = max(range(len(blocks[0][0])), key=lambda axis: len({offsets[axis] for offsets, _ in blocks}))
     blocks = sorted(blocks, key=lambda block: block[0][axis])
     for position, (offsets, sizes) in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Examples that callers give of a checkpoint, and what it looks like by them."""
+"""Examples of checkpoints, given by the caller of `export()`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .reading_checkpoints import open_checkpoint
 from .tensor import CheckpointTensor
 
 
-def example_checkpoint(given: CheckpointTensors | str | os.PathLike[str]) -> CheckpointTensors:
-    """The given tensors by key, or those of a path, as tensors without values. Raises CheckpointError."""
-    if isinstance(given, str | os.PathLike):
-        return _from_path(Path(given))
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"checkpoint: expected tensors by key or a path, got a {type(given).__qualname__}")
-    nested = [key for key, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
-    if nested and not _has_tensors(given):
+def example_checkpoint(example: CheckpointTensors | str | os.PathLike[str]) -> CheckpointTensors:
+    """Return the given tensors by key, or those in a path's checkpoint as meta tensors. Raises CheckpointError."""
+    if isinstance(example, str | os.PathLike):
+        return _from_path(Path(example))
+    if not isinstance(example, Mapping):
+        raise CheckpointError(f"checkpoint: expected tensors by key or a path, got a {type(example).__qualname__}")
+    nested = [key for key, value in example.items() if isinstance(value, Mapping) and _has_tensors(value)]
+    if nested and not _has_tensors(example):
         raise CheckpointError(f"checkpoint: has its tensors below {nested[0]!r}; give checkpoint[{nested[0]!r}]")
-    return given
+    return example
 
 
 def _has_tensors(tree: Mapping[Any, Any]) -> bool:
@@ -38,8 +38,8 @@ def _from_path(path: Path) -> CheckpointTensors:
         filled = [level for level in opened.levels if level.tensors]
         levels = [level for level in filled if not level.path] or filled
         if len(levels) != 1:
-            found = ", ".join(level.path for level in levels) or "none"
-            raise CheckpointError(f"{path}: expected one state dict in it, found {found}; give its tensors by key")
+            paths = ", ".join(level.path for level in levels) or "none"
+            raise CheckpointError(f"{path}: expected one state dict in it, found {paths}; give its tensors by key")
         return {key: _hollow(values) for key, values in levels[0].tensors.items()}
 
 

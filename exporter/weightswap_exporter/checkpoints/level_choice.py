@@ -1,4 +1,4 @@
-"""Choosing the level of a checkpoint that has what an artifact wants, and what to say if none or several have."""
+"""Choice of the level of a checkpoint that fits an artifact, and errors if none or several do."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PREFIX = "(weightswap pack --prefix)"
 
 
 def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings) -> tuple[NestedStateDict, Match]:
-    """The one level whose names, dtypes and shapes are those that the artifact wants.
+    """Return the one level whose names, dtypes and shapes are those of the artifact.
 
-    Raises CheckpointError or WeightsMismatch with every problem of the level that comes nearest, or with the `level` or
-    `prefix` that would do; and WeightsMismatch if several levels fit and would give different weights.
+    Raises CheckpointError or WeightsMismatch with every problem of the nearest level, or with the `level` or `prefix`
+    that would fit; and WeightsMismatch if several levels fit and would give different weights.
     """
     where = checkpoint.where
     if manifest.weights and not any(level.tensors or level.problems for level in checkpoint.levels):
@@ -42,7 +42,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
         _, nearest, refusal = min(refused, key=lambda item: item[0])
         if manifest.adapter.untraceable:
             raise refusal
-        raise _named(nearest, checkpoint, [reading(manifest) for reading in readings]) or refusal
+        raise _hint(nearest, checkpoint, [reading(manifest) for reading in readings]) or refusal
     return fitting[0]
 
 
@@ -60,7 +60,7 @@ def check_tensors(level: NestedStateDict, where: str) -> None:
 
 
 def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict:
-    """The level that the user has chosen, or else the one with the most tensors of its own.
+    """Return the chosen level, or else the one with the most tensors of its own.
 
     Raises CheckpointError if there are no tensors, or several such levels with different values.
     """
@@ -90,21 +90,21 @@ def _where(where: str, level: NestedStateDict) -> str:
 
 
 def _tie_keys(level: NestedStateDict, match: Match) -> frozenset[object]:
-    """What the weights would be read from."""
-    found = {(weight, level.tensors[names[0]].tie_key) for weight, names in match.found.items()}
+    """Return the sources that the weights would be read from."""
+    direct = {(weight, level.tensors[names[0]].tie_key) for weight, names in match.found.items()}
     computed = {(key, level.tensors[name].tie_key) for keys in match.computed.values() for key, name in keys.items()}
-    return frozenset(found | computed)
+    return frozenset(direct | computed)
 
 
 def _several(levels: list[NestedStateDict], where: str) -> WeightsMismatch:
-    found = " and ".join(repr(level.path) if level.path else "its top level" for level in levels)
+    names = " and ".join(repr(level.path) if level.path else "its top level" for level in levels)
     both = "both" if len(levels) == 2 else "all"
     options = " or ".join(f"level={level.path!r}" for level in levels)
-    return WeightsMismatch(where, [f"{found} {both} fit, with different values"], f"Say which: {options} (--level).")
+    return WeightsMismatch(where, [f"{names} {both} fit, with different values"], f"Say which: {options} (--level).")
 
 
 def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
-    """What to say of a checkpoint in which nothing is where it is looked for."""
+    """Return the error for a checkpoint without tensors where a state dict is searched for."""
     where = _where(checkpoint.where, checkpoint.levels[0])
     deeper = {path: names for path, names in checkpoint.mappings().items() if names}
     if not deeper:
@@ -117,13 +117,13 @@ def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     )
 
 
-def _named(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Reading]) -> WeightsMismatch | None:
-    """The refusal that names the level or the prefix with which the names would be those that are wanted, if one is."""
+def _hint(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Reading]) -> WeightsMismatch | None:
+    """Return an error that names the fitting level or prefix, or None if there is none."""
     if prefix := _fitting_prefix(nearest.tensors, readings):
         others = sum(not name.startswith(prefix) for name in nearest.tensors)
         which = f"the others, {others}, are then left out" if others else "all its names begin so"
-        given = nearest.prefix + prefix
-        text = f"its names are those of the graph after {prefix!r} ({which}): pass prefix={given!r}"
+        full = nearest.prefix + prefix
+        text = f"its names are those of the graph after {prefix!r} ({which}): pass prefix={full!r}"
         return WeightsMismatch(_where(checkpoint.where, nearest), [text], f"Pass it {_PREFIX}, or rename the keys.")
     tried = {level.path for level in checkpoint.levels}
     for path, names in checkpoint.mappings().items():
@@ -134,17 +134,17 @@ def _named(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Read
 
 
 def _fitting_prefix(names: Iterable[str], readings: list[Reading]) -> str:
-    """A prefix such that the names with it are, without it, exactly what a reading wants; empty if there is none."""
+    """Return a prefix whose names, without it, are exactly those of a reading; empty if there is none."""
     groups = grouped(names, _PREFIX_DEPTH)
     return next((f"{prefix}." for prefix, rest in groups.items() if _fits(rest, readings)), "")
 
 
 def _fits(names: Iterable[str], readings: list[Reading]) -> bool:
-    found = dict.fromkeys(names)
-    return any(reading.demands and reading.complete(found) for reading in readings if found)
+    present = dict.fromkeys(names)
+    return any(reading.demands and reading.complete(present) for reading in readings if present)
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise CheckpointError with problems, if there are any; several tensors may be in one file."""
-    if found := list(dict.fromkeys(problems)):
-        raise CheckpointError(*lines_of(found, MOST_PRINTED))
+    """Raise CheckpointError with the problems, if any, each once: tensors in one file can share a problem."""
+    if distinct := list(dict.fromkeys(problems)):
+        raise CheckpointError(*lines_of(distinct, MOST_PRINTED))

@@ -1,4 +1,4 @@
-"""The levels of a checkpoint: a trainer may save the state dict below `model` or `state_dict`, beside other things."""
+"""Levels of a checkpoint: a trainer may save the state dict below `model` or `state_dict`, beside other entries."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NO_VALUES = "has no values (a skeleton's or a meta tensor)"
 
 
 class Choice(NamedTuple):
-    """What the user has said about where the weights are.
+    """User's choice of the weights in a checkpoint.
 
-    level: a dotted path of mappings in the checkpoint, empty for its top; None to look for it. prefix: what the names
-    of the weights begin with. ignore: patterns of names, before the prefix is taken away, that are left out.
+    level: dotted path of a mapping in the checkpoint, empty for its top; None to search for it. prefix: prefix of the
+    weights' names. ignore: patterns of names, with the prefix, to leave out.
     """
 
     level: str | None = None
@@ -47,12 +47,12 @@ class Choice(NamedTuple):
 
 
 class NestedStateDict(NamedTuple):
-    """A state dict in a checkpoint. `path` is empty for the checkpoint itself, `model` or `state_dict.model` below.
+    """State dict in a checkpoint. `path` is empty for the checkpoint itself, and for example `state_dict.model` below.
 
-    problems: what keeps the level's tensors from being packed. own: how many tensors are in the level itself, not in a
-    mapping in it. content: the level as its trainer saved it, tensors
-    loaded. damage: what is wrong with the values of all tensors in the content, as far as check sums tell. The names
-    of tensors and content lack `prefix`; left_out: the tensors that do not have it, and those that are ignored.
+    problems: reasons why the level's tensors cannot be packed. own: number of tensors in the level itself, without
+    mappings in it. content: returns the level as its trainer saved it, with tensors loaded. damage: returns wrong
+    checksums of all tensors in the content. The names of tensors and content lack `prefix`; left_out: names of tensors
+    without it, and of ignored ones.
     """
 
     path: str
@@ -66,15 +66,14 @@ class NestedStateDict(NamedTuple):
 
 
 ANYWHERE = Choice()
-
-
 Mappings = Callable[[], dict[str, list[str]]]
 
 
 class Levels(NamedTuple):
-    """The levels that may be meant.
+    """Levels that may have the weights.
 
-    mappings: everything that could be named as a level -> the names of its tensors; empty once a level is named.
+    mappings: returns all paths that a user could choose as a level, with the names of their tensors; empty if a level
+    is chosen.
     """
 
     likely: tuple[NestedStateDict, ...]
@@ -89,7 +88,7 @@ def nested_levels(
     *,
     deep: bool = True,
 ) -> Levels:
-    """A mapping and the mappings in it that may be the state dict, or the chosen one. Raises CheckpointError.
+    """Return the mappings in a checkpoint that may be the state dict, or the chosen one. Raises CheckpointError.
 
     Entries that are no tensors are left out.
     """
@@ -104,7 +103,7 @@ def nested_levels(
         if chosen is None:
             raise _unknown(where, choice.level, mappings())
         trees = [(choice.level, chosen)]
-    levels = _as_chosen([_nested(path, below, values_of, choice) for path, below in trees], choice, where)
+    levels = _with_prefix([_nested(path, below, values_of, choice) for path, below in trees], choice, where)
     return Levels(levels, mappings if choice.level is None else dict)
 
 
@@ -114,14 +113,13 @@ def flat_levels(
     choice: Choice = ANYWHERE,
     holders: Mapping[str, str] | None = None,
 ) -> Levels:
-    """The same for tensors whose names hold the keys of every level, joined with dots.
+    """Return the levels of a checkpoint of tensors whose names are the keys of all levels, joined with dots.
 
-    holders: the path of the mapping that each tensor was in; None where all are in the top, as far as is known: no
-    other level is then looked for.
+    holders: path of the mapping that each tensor was in; None if unknown: then only the top is searched.
     """
 
     def mappings() -> dict[str, list[str]]:
-        return {"": list(tensors)} | _by_depth(grouped(tensors, 2)) if holders is None else _held(tensors, holders)
+        return {"": list(tensors)} | _by_depth(grouped(tensors, 2)) if holders is None else _by_holder(tensors, holders)
 
     paths = [""]
     if choice.level is not None:
@@ -137,25 +135,25 @@ def flat_levels(
             levels.append(_flat(path, below, choice, own))
     if not levels:
         raise _unknown(where, paths[0], mappings())
-    return Levels(_as_chosen(levels, choice, where), mappings if choice.level is None else dict)
+    return Levels(_with_prefix(levels, choice, where), mappings if choice.level is None else dict)
 
 
 def listing(mappings: Mapping[str, Iterable[str]]) -> str:
-    """`'model' (4 tensors), 'ema' (4 tensors)`."""
+    """Return a text such as `'model' (4 tensors), 'ema' (4 tensors)`."""
     counts = {path: len(list(names)) for path, names in mappings.items()}
     texts = [f"{path!r}{'' if path else ', the top'} ({plural(count, 'tensor')})" for path, count in counts.items()]
     return listed(texts, MOST_LISTED)
 
 
 def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> CheckpointError:
-    found = {path: names for path, names in mappings.items() if names} or mappings
+    known = {path: names for path, names in mappings.items() if names} or mappings
     return CheckpointError(
-        f"{where}: has no level {level!r}; it has {listing(found)}. Give one of them, or no level to have it found."
+        f"{where}: has no level {level!r}; it has {listing(known)}. Give one of them, or no level to have it found."
     )
 
 
 def grouped(names: Iterable[str], most: int) -> dict[str, list[str]]:
-    """Names by their first component, by their first two, and so on, without these."""
+    """Group names by their first component, their first two, and so on, and remove these from the names."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -168,13 +166,13 @@ def _by_depth(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
     return dict(sorted(groups.items(), key=lambda group: group[0].count(".")))
 
 
-def _held(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names by the mapping that they are in, without its path."""
-    held: dict[str, list[str]] = {}
+def _by_holder(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group names by the mapping that they are in, and remove its path from the names."""
+    groups: dict[str, list[str]] = {}
     for name in names:
         path = holders[name]
-        held.setdefault(path, []).append(name.removeprefix(f"{path}.") if path else name)
-    return _by_depth(held)
+        groups.setdefault(path, []).append(name.removeprefix(f"{path}.") if path else name)
+    return _by_depth(groups)
 
 
 def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -185,22 +183,22 @@ def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str
 
 
 def _mappings(
-    path: str, tree: Mapping[Any, Any], depth: int, met: Counter[int] | None = None
+    path: str, tree: Mapping[Any, Any], depth: int, visits: Counter[int] | None = None
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """A mapping and all the mappings in it, by their paths; one that is at many paths, at the first MOST_PATHS.
+    """Yield a mapping and all mappings in it, by path; each object at most at MOST_PATHS paths.
 
     A small pickle can put a mapping into itself, or at a billion paths.
     """
-    met = Counter() if met is None else met
-    met[id(tree)] += 1
+    visits = Counter() if visits is None else visits
+    visits[id(tree)] += 1
     yield path, tree
     for key, below in tree.items() if depth else ():
-        if isinstance(below, Mapping) and met[id(below)] < MOST_PATHS:
-            yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1, met)
+        if isinstance(below, Mapping) and visits[id(below)] < MOST_PATHS:
+            yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1, visits)
 
 
 def _walk(tree: Mapping[Any, Any], path: str) -> Mapping[Any, Any] | None:
-    """The mapping at a path. Keys may have dots in them."""
+    """Return the mapping at a path, or None. Keys may contain dots."""
     if not path:
         return tree
     for key, below in tree.items():
@@ -208,20 +206,20 @@ def _walk(tree: Mapping[Any, Any], path: str) -> Mapping[Any, Any] | None:
             continue
         if path == str(key):
             return below
-        if path.startswith(f"{key}.") and (found := _walk(below, path.removeprefix(f"{key}."))) is not None:
-            return found
+        if path.startswith(f"{key}.") and (inner := _walk(below, path.removeprefix(f"{key}."))) is not None:
+            return inner
     return None
 
 
-def _as_chosen(levels: list[NestedStateDict], choice: Choice, where: str) -> tuple[NestedStateDict, ...]:
-    """The levels in which a name has the prefix. Raises CheckpointError if there is none.
+def _with_prefix(levels: list[NestedStateDict], choice: Choice, where: str) -> tuple[NestedStateDict, ...]:
+    """Return the levels with a name that has the prefix. Raises CheckpointError if there is none.
 
-    A pattern of what is ignored that matches nothing is a warning.
+    A pattern in `choice.ignore` that matches nothing causes a warning.
     """
     ignored_names([name for level in levels for name in level.left_out], choice.ignore, where)
-    found = tuple(level for level in levels if level.tensors or level.problems or not level.prefix)
-    if found:
-        return found
+    matching = tuple(level for level in levels if level.tensors or level.problems or not level.prefix)
+    if matching:
+        return matching
     prefix = levels[0].prefix
     groups = _by_depth(grouped((name for level in levels for name in level.left_out), 2))
     starts = {f"{path}.": names for path, names in groups.items()}
@@ -249,24 +247,24 @@ def _nested(
         values[key] = values[key]._replace(part_of=part_of)
 
     def damage() -> list[str]:
-        found = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).items()]
-        return [text for key, value in found if not any(_problems("", value)) for text in values_of(value).problems()]
+        entries = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).values()]
+        return [text for value in entries if not any(_problems("", value)) for text in values_of(value).problems()]
 
     return NestedStateDict(path, values, problems, lambda: tree, damage, prefix, left_out, len(tensors))
 
 
 def _ignored(key: Any, value: Any, choice: Choice) -> list[str]:
-    """The names under which a tensor is left out: its own, or those of its parts, which go together."""
+    """Return the ignored names of a tensor: its own, and those of its parts, which are only left out together."""
     if not isinstance(value, torch.Tensor):
         return []
     return [name for name in dict.fromkeys((str(key), *map(str, _separate(key, value)))) if choice.ignores(name)]
 
 
 def _without(tree: Mapping[Any, Any], keys: Iterable[Any]) -> Mapping[Any, Any]:
-    kept = copy(tree) if isinstance(tree, dict) else dict(tree)  # an OrderedDict may have `_metadata`
+    copied = copy(tree) if isinstance(tree, dict) else dict(tree)  # an OrderedDict may have `_metadata`
     for key in keys:
-        del kept[key]
-    return kept
+        del copied[key]
+    return copied
 
 
 def _flat(path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, own: int) -> NestedStateDict:
@@ -286,13 +284,13 @@ def _flat(path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, ow
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
-    """Of a tensor that is made of others, its parts."""
-    found = ((key, value) for key, value in tree.items() if isinstance(value, torch.Tensor))
-    return {name: part for key, value in found for name, part in _separate(key, value).items()}
+    """Return the tensors of a mapping; for composed ones, their parts."""
+    tensors = ((key, value) for key, value in tree.items() if isinstance(value, torch.Tensor))
+    return {name: part for key, value in tensors for name, part in _separate(key, value).items()}
 
 
 def _separate(key: Any, value: torch.Tensor) -> dict[Any, torch.Tensor]:
-    """What a file says of such a tensor can be anything. Raises CheckpointError."""
+    """Return the parts of a tensor. Raises CheckpointError, as an untrusted file can claim any."""
     try:
         parts = parts_of(key, value)
         if all(isinstance(part, torch.Tensor) for part in parts.values()):

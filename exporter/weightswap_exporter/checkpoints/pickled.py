@@ -1,4 +1,4 @@
-"""Checkpoints that `torch.save` wrote. Only `torch.load(weights_only=True)` opens them; nothing else is unpickled."""
+"""Checkpoints by `torch.save`. Only `torch.load(weights_only=True)` opens them; nothing else is unpickled."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .zip_records import PICKLE_NAME, SCRIPT_NAME, Record, damaged_pickle, is_da
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
 _MAPS = Path("/proc/self/maps")
-_UNWANTED = re.compile(r"GLOBAL (\S+)")
+_REFUSED_NAME = re.compile(r"GLOBAL (\S+)")
 _AGAIN = "Save it again, or copy it again."
 
 
 class Storages:
-    """The values in an open file that `torch.save` wrote, each storage a record of the zip."""
+    """Values in an open file by `torch.save`: each storage is a record of the zip."""
 
     def __init__(self, fd: int, path: Path, records: Mapping[str, Record]) -> None:
         self.fd, self.path = fd, path
@@ -44,7 +44,7 @@ class Storages:
         self._problems: dict[Record, list[str]] = {}
 
     def problems(self, offset: int) -> list[str]:
-        """What is wrong with the storage at an offset in the file. Each storage is read once."""
+        """Return the problems of the storage at an offset in the file. Each storage is read once."""
         index = bisect_right(self._sorted, offset, key=attrgetter("offset"))
         return self._check(self._sorted[index - 1]) if index else []
 
@@ -60,7 +60,7 @@ class Storages:
 
 
 class _Mapped(NamedTuple):
-    """A range of addresses that shows an open file from `offset` on."""
+    """Range of addresses to which a file is mapped from `offset` on."""
 
     start: int
     end: int
@@ -69,18 +69,18 @@ class _Mapped(NamedTuple):
 
 
 class Pickled(NamedTuple):
-    """What open files hold. The tensors of `tree` are mapped; `values_of` tells how to read them from the files."""
+    """Content of open files. The tensors of `tree` are mapped; `values_of` returns them for reading from the files."""
 
     tree: Mapping[Any, Any]
     mapped: tuple[_Mapped, ...]
 
     def values_of(self, tensor: torch.Tensor) -> CheckpointTensor:
-        """Where a tensor's values are. One that torch has put elsewhere stays there."""
+        """Return a tensor with the place of its values in a file, or as it is if it is not mapped."""
         address = tensor.data_ptr()
         for start, end, begin, storages in self.mapped if tensor.numel() else ():
             if start <= address < end:
                 offset = address - start + begin
-                if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
+                if tensor.is_conj() or tensor.is_neg():  # the file has other values
                     return values_of(tensor)._replace(problems=partial(storages.problems, offset))
                 shape, stride = tuple(tensor.shape), tuple(tensor.stride())
                 stored = Stored(str(storages.path), storages.fd, offset, tensor.dtype, shape, stride)
@@ -99,7 +99,7 @@ class Pickled(NamedTuple):
 
 @contextmanager
 def open_pickled(path: Path, files: Files) -> Iterator[Pickled]:
-    """Open a file that `torch.save` wrote. In the format before torch 1.6 it is read whole. Raises CheckpointError."""
+    """Open a file by `torch.save`; the format before torch 1.6 is read whole. Raises CheckpointError."""
     with files.open(path) as fd:
         if not _is_zip(fd, path):
             yield Pickled(_load(path), ())
@@ -142,11 +142,11 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, Pickled]
 
 
 def _mapped(storages: Storages) -> Iterator[_Mapped]:
-    """Where this process has mapped a file. Empty on systems without /proc: mapped tensors are then read in place."""
+    """Yield the mappings of a file in this process; none without /proc: mapped tensors are then read in place."""
     if not _MAPS.exists():
         return
     inode = str(os.fstat(storages.fd).st_ino)
-    name = os.path.realpath(storages.path)  # some file systems show another inode there
+    name = os.path.realpath(storages.path)  # for file systems that show another inode in the maps
     for line in os.fsdecode(_MAPS.read_bytes()).rstrip("\n").split("\n"):
         addresses, _, offset, _, *file = line.split(maxsplit=5)
         if file[0] == inode or file[1:] == [name]:
@@ -155,7 +155,7 @@ def _mapped(storages: Storages) -> Iterator[_Mapped]:
 
 
 def _is_zip(fd: int, path: Path) -> bool:
-    """Whether a file is in the format since torch 1.6. Raises CheckpointError for what is no checkpoint at all."""
+    """Return whether a file is in the format since torch 1.6. Raises CheckpointError for files of other kinds."""
     head = os.pread(fd, 64, 0)
     if not head:
         raise CheckpointError(f"{path}: the file is empty. {_AGAIN}")
@@ -168,7 +168,7 @@ def _is_zip(fd: int, path: Path) -> bool:
 
 
 def _records(fd: int, path: Path) -> dict[str, Record]:
-    """The records of a zip, whose description of the tensors is undamaged. Raises CheckpointError."""
+    """Return the records of a zip. Raises CheckpointError, also if the description of the tensors is damaged."""
     file = io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size))
     try:
         _check_kind(path, record_names(file))
@@ -182,22 +182,22 @@ def _records(fd: int, path: Path) -> dict[str, Record]:
 
 
 def _check_kind(path: Path, names: Sequence[str]) -> None:
-    """Raise CheckpointError for zips that hold no pickled checkpoint."""
+    """Raise CheckpointError for zips without a pickled checkpoint."""
     if SCRIPT_NAME in names:
         raise CheckpointError(
             f"{path}: a TorchScript archive, expected a state dict. Save that where the model's source code is: "
             "torch.save(model.state_dict(), ...)"
         )
     if PICKLE_NAME not in names:
-        found = listed(names) or "nothing"
+        content = listed(names) or "nothing"
         raise CheckpointError(
-            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {found}). Give the file of a "
+            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {content}). Give the file of a "
             "checkpoint."
         )
 
 
 def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> None:
-    """torch would turn the bytes in memory; we read them from the file."""
+    """Refuse a foreign byte order: torch would swap bytes in memory, but values are read from the file."""
     if (record := records.get("byteorder")) is None:
         return
     order = bytearray(min(record.size, 16))
@@ -207,12 +207,12 @@ def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> Non
 
 
 def _load_tensors(path: Path, mmap: bool) -> Any:
-    """What torch opens without running anything. torchao, once imported, tells it which of its classes are tensors."""
+    """Load a file with torch, without executing code. Importing torchao registers its classes with torch."""
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
-        named = _UNWANTED.search(str(error))
-        if named is None or not named[1].startswith("torchao."):
+        name = _REFUSED_NAME.search(str(error))
+        if name is None or not name[1].startswith("torchao."):
             raise
         _import_torchao(path)
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
@@ -232,14 +232,14 @@ def _load(path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
     try:
         loaded = _load_tensors(path, mmap)
     except pickle.UnpicklingError as error:
-        named = _UNWANTED.search(str(error))
+        name = _REFUSED_NAME.search(str(error))
         raise CheckpointError(
-            f"{path}: holds more than tensors{f' (it names {named[1]})' if named else ''}, and unpickling it could run "
+            f"{path}: holds more than tensors{f' (it names {name[1]})' if name else ''}, and unpickling it could run "
             "anything, so it was not opened. Save model.state_dict() alone, or a .safetensors file. If you trust where "
             "the file is from, unpickle it yourself and give what holds the weights: "
             'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)'
         ) from error
-    except Exception as error:  # what a damaged pickle raises is anybody's guess
+    except Exception as error:  # a damaged pickle can raise any error
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"{path}: not a checkpoint that torch.load can open: cut off, damaged, or something else ({reason}). "

@@ -1,4 +1,4 @@
-"""Reading what a trainer saves: a live module, a state dict, a checkpoint file or a checkpoint's folder."""
+"""Opening of checkpoints: live modules, state dicts, files and folders."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Checkpoint(NamedTuple):
-    """An open checkpoint.
+    """Open checkpoint.
 
-    levels: the state dicts in it that may be meant. mappings: as in `Levels`. names: its tensors have
-    runtime FQNs for certain; else they may have keys of its own. check_unchanged: raises if one of its files was
-    written to since it was opened.
+    levels: state dicts in it that may have the weights. mappings: as in `Levels`. names: True if its tensors certainly
+    have runtime FQNs; else they may have checkpoint keys. check_unchanged: raises CheckpointError or WeightFileError if
+    one of its files was written to since it was opened.
     """
 
     where: str
@@ -51,7 +51,7 @@ class Checkpoint(NamedTuple):
 
 @contextmanager
 def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
-    """Open a module, a state dict or a path. No values are read yet. Raises CheckpointError and WeightFileError."""
+    """Open a module, a state dict or a path; values are read later. Raises CheckpointError and WeightFileError."""
     if isinstance(source, nn.Module):
         yield from_module(source, choice=choice)
     elif isinstance(source, Mapping):
@@ -68,9 +68,9 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
 
 
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
-    """A live module's parameters and persistent buffers, under their FQNs. Nothing is copied."""
-    lasting = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: value for name, value in whole_tensors(model).items() if name in lasting}
+    """Return a live module's parameters and persistent buffers, under their FQNs, without a copy."""
+    saved = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: value for name, value in whole_tensors(model).items() if name in saved}
     where = where or type(model).__qualname__
     return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
 
@@ -87,9 +87,9 @@ def _opener(path: Path) -> Opener:
 
 
 def find_opener(path: Path) -> Opener | None:
-    """What opens a path, by its name or, of a folder, by what is in it; None for a name of no checkpoint.
+    """Return an opener for a path by its name, or for a folder by its files; None if it is no checkpoint.
 
-    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
+    Raises CheckpointError for a folder without a checkpoint, and for a file that is only part of one.
     """
     if path.is_dir():
         return _folder_opener(path)
@@ -119,8 +119,8 @@ def _folder_opener(path: Path) -> Opener:
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
-    found = f"it holds {listed(names)}" if names else "it is empty"
-    raise CheckpointError(f"{path}: no checkpoint in this folder ({found}); known are folders with {_FOLDERS}")
+    content = f"it holds {listed(names)}" if names else "it is empty"
+    raise CheckpointError(f"{path}: no checkpoint in this folder ({content}); known are folders with {_FOLDERS}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Tensors that lie uncompressed in files: read into memory of our own, never mapped.
+"""Uncompressed tensors in files: read into allocated memory, never mapped.
 
-A mapped file would count as this process's memory as far as it was read, and would end the process with a bus error if
-it were truncated meanwhile.
+The pages of a mapped file that were read would count as this process's memory, and a truncation of the file would end
+the process with a bus error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tensor import Read, copy_part
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file. `offset` of its first element in bytes from the start; `stride` in elements."""
+    """Tensor in an open file. `offset` of its first element in bytes from the start; `stride` in elements."""
 
     where: str
     fd: int
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many bytes the tensor covers in the file, from its first element to its last, both included."""
+        """Number of bytes in the file from the tensor's first element to its last, both included."""
         if 0 in self.shape:
             return 0
         steps = zip(self.shape, self.stride, strict=True)
@@ -43,16 +43,16 @@ class Stored(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements follow each other in the file as they do in a contiguous tensor."""
+        """True if the elements are in the order of a contiguous tensor, without gaps."""
         steps = zip(self.shape, self.stride, row_major(self.shape), strict=True)
         return 0 in self.shape or all(size == 1 or step == expected for size, step, expected in steps)
 
     def parts(self) -> Read | None:
-        """What reads a part; None where the tensor has to be read whole."""
+        """Return a function that reads a part; None if the tensor must be read whole."""
         return self.read if self.is_row_major else None
 
     def read(self, memory: memoryview, begin: int) -> None:
-        """Fill memory with row-major bytes from `begin` on; of another layout, all is read. Raises CheckpointError."""
+        """Fill memory with row-major bytes from `begin` on; other layouts are read whole. Raises CheckpointError."""
         if self.is_row_major:
             read_into(self.fd, memory, self.offset + begin, self.where)
         else:
@@ -66,7 +66,7 @@ class Stored(NamedTuple):
 
 
 def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
-    """Fill `target` from a file. Raises CheckpointError where the file ends early or cannot be read."""
+    """Fill `target` from a file. Raises CheckpointError if the file ends early or cannot be read."""
     done = 0
     while done < len(target):
         try:
@@ -82,14 +82,14 @@ def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
 
 
 class Files:
-    """Files that are opened for one tensor at a time, so that a checkpoint of any number of files can be read."""
+    """Files, each opened for one tensor at a time, so that checkpoints can have any number of files."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, ...]] = {}
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """A descriptor for reading. Raises CheckpointError, also if the file was replaced or written to since last."""
+        """Open a file descriptor for reading. Raises CheckpointError, also if the file has changed meanwhile."""
         try:
             fd = open_at_once(path)
         except (OSError, ValueError) as error:
@@ -99,14 +99,14 @@ class Files:
             if first:
                 outwait_clock(os.fstat(fd).st_ctime_ns)
             self._compare(path, os.fstat(fd))
-            if first and has_writer(fd):  # whose one write may have begun before, and is stamped then
+            if first and has_writer(fd):  # a write that has begun may have its time stamp already
                 raise CheckpointError(f"{path}: is open for writing, here or in another process; close it first")
             yield fd
         finally:
             os.close(fd)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file is not what it was when it was first opened."""
+        """Raise CheckpointError if a file has changed since its first opening."""
         for path in self._seen:
             with self.open(path):
                 pass
@@ -123,7 +123,7 @@ class Files:
 
 
 class Window(io.RawIOBase):
-    """A part of an open file, as a file of its own."""
+    """Part of an open file, as a file object."""
 
     def __init__(self, fd: int, begin: int, length: int) -> None:
         self._fd, self._begin, self._length = fd, begin, length

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: their types, where their values are, and their bytes."""
+"""Tensors of a checkpoint: types, places of their values, and bytes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Read = Callable[[memoryview, int], None]
 
 
 class PartOf(NamedTuple):
-    """The tensor of this kind that a tensor is a part of; `suffix` is what the part's name has after that's."""
+    """Composed tensor that a tensor is a part of: its kind, and the suffix that the part's name adds to its name."""
 
     suffix: str
     kind: Kind
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor of a checkpoint.
+    """Tensor of a checkpoint.
 
-    dtype: its safetensors name. tie_key: equal only for tensors that have the same values, without a look at them.
-    load: gets the values, in memory of their own or in the source's. problems: what would keep `load` from working, and
-    check sums that are wrong. lacking: the same, as far as it can be told without reading the values.
-    parts: gives what fills memory with the row-major bytes from a given one on, in any thread; None where that would
-    take the memory of the whole tensor. file: the one that the values are in, if it is one. offset: of the first
-    element in it, in bytes, where it can be said. part_of: what it is a part of, if it is one and that is known.
+    dtype: safetensors name. tie_key: equal only for tensors that have the same values, found without reading them.
+    load: returns the values, in their own memory or the source's. problems: returns reasons why `load` would fail, and
+    wrong checksums. lacking: returns those that are known without reading the values. parts: returns a function that
+    fills memory with row-major bytes from a given offset on, in any thread; None if that would take the memory of the
+    whole tensor. file: file of the values, if there is exactly one. offset: of the first element in it, in bytes, if
+    known. part_of: composed tensor that this is a part of, if known.
     """
 
     dtype: str
@@ -49,23 +49,23 @@ class CheckpointTensor(NamedTuple):
 
 
 def values_of(tensor: torch.Tensor) -> CheckpointTensor:
-    """The values of a tensor in memory, which is not copied."""
+    """Return a tensor in memory as a CheckpointTensor, without a copy."""
     shape, parts = tuple(tensor.shape), partial(_parts, tensor)
     return CheckpointTensor(dtype_of(tensor.dtype), shape, tie_key(tensor), lambda: tensor, parts=parts)
 
 
 def dtype_of(dtype: torch.dtype) -> str:
-    """The safetensors name of a dtype; `torch.x` where there is none."""
+    """Return the safetensors name of a dtype, or `torch.x` if it has none."""
     return DTYPE_NAMES.get(dtype, str(dtype))
 
 
 def content_of(tensor: torch.Tensor) -> TensorBytes:
-    """A tensor to be compared or written; shares its memory where that is on the CPU and contiguous."""
+    """Return a tensor's content; it shares the tensor's memory if that is contiguous and on the CPU."""
     return TensorBytes(dtype_of(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor))
 
 
 def contents_of(values: Iterable[Any]) -> list[Any]:
-    """Inputs or outputs of a call, tensors as contents."""
+    """Return the inputs or outputs of a call, with tensors as contents."""
     return [content_of(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
@@ -81,9 +81,9 @@ def copy_part(tensor: torch.Tensor, memory: memoryview, begin: int) -> None:
 def pieces(
     tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor of any layout and device, in pieces of at most 16 MiB before `change`.
+    """Yield the row-major bytes of a tensor of any layout and device, in pieces of at most 16 MiB before `change`.
 
-    change: an elementwise function, called on one piece at a time. Beside the tensor one piece is in memory.
+    change: an elementwise function, called on one piece at a time. Memory: one piece, beside the tensor.
     """
     tensor = tensor.detach()
     size = tensor.numel() * tensor.element_size()

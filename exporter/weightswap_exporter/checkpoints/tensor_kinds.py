@@ -1,6 +1,6 @@
-"""Kinds of tensors that weights are parts of, and whether a checkpoint's are parts of the same.
+"""Kinds of composed tensors in an artifact, and checks that a model or a checkpoint has the same kinds.
 
-The kind of a tensor that is made of others is a constant of the graph: parts of another kind would have other results.
+The kind of a composed tensor is a constant of the graph: with parts of another kind, calls would give other results.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weightswap_runtime.format.name_matching import Match
 from .nested_state_dicts import NestedStateDict
 from .reading_checkpoints import Checkpoint
 
-PARTS_NAME = "parts.json"  # runtimes that do not know it leave it alone
-_ADVICE = "Quantise the checkpoint as the model was that was exported, or export that of the checkpoint."
+PARTS_NAME = "parts.json"  # runtimes do not read it
+_ADVICE = "Quantise the checkpoint as the exported model was, or export the checkpoint's model."
 
 
 def kinds_file(model: nn.Module) -> dict[str, bytes]:
-    """The file of an artifact with the kind of each parameter that is made of others; none where there are none."""
+    """Return the artifact's file with the kind of each composed parameter; empty if there are none."""
     kinds = kinds_of(model)
     return {PARTS_NAME: json.dumps(kinds, indent=1).encode() + b"\n"} if kinds else {}
 
 
 def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
-    """The kinds by FQN. Raises ArtifactError."""
+    """Return the kinds of an artifact's composed parameters, by FQN. Raises ArtifactError."""
     if PARTS_NAME not in artifact.manifest.files:
         return {}
     try:
@@ -38,44 +38,44 @@ def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{artifact.path / PARTS_NAME}: no JSON ({error}). Export the artifact again.") from error
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
-        raise ArtifactError(f"{artifact.path / PARTS_NAME}: not a kind for each tensor. Export the artifact again.")
+        raise ArtifactError(f"{artifact.path / PARTS_NAME}: has no kind for each tensor. Export the artifact again.")
     return kinds
 
 
 def model_problems(model: nn.Module, artifact: Artifact) -> list[str]:
-    """Parameters that are of another kind than the graph's."""
+    """Return the parameters whose kind is not the graph's, as texts."""
     return list(_differences(artifact_kinds(artifact), kinds_of(model), "the model"))
 
 
 def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:
-    """Raise WeightsMismatch for weights that are parts of another kind of tensor than the graph's."""
-    wanted = artifact_kinds(artifact)
+    """Raise WeightsMismatch for weights that are parts of tensors whose kind is not the graph's."""
+    graph_kinds = artifact_kinds(artifact)
     pairs = [(weight, level.tensors[names[0]].part_of) for weight, names in match.found.items()]
-    found = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
-    if problems := list(_differences({name: wanted.get(name) for name in found}, found, "the checkpoint")):
+    kinds = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
+    if problems := list(_differences({name: graph_kinds.get(name) for name in kinds}, kinds, "the checkpoint")):
         raise WeightsMismatch(where, problems, _ADVICE)
 
 
 def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch | CheckpointError | None:
-    """Why names differ, where that is because tensors are of another kind than the graph's."""
-    wanted = artifact_kinds(artifact)
+    """Return an error if names differ because tensors are of another kind than the graph's, else None."""
+    graph_kinds = artifact_kinds(artifact)
     plain = {name for weight in artifact.manifest.weights for name in weight.names}
     plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
     for level in checkpoint.levels:
         parts = {name: values.part_of for name, values in level.tensors.items()}
-        found = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}
-        unsplit = wanted.keys() & level.tensors.keys()
+        kinds = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}
+        unsplit = graph_kinds.keys() & level.tensors.keys()
         if unsplit and (damage := level.tensors[min(unsplit)].problems()):  # a part file cannot say what it holds
             return CheckpointError(*damage)
-        shared = (found.keys() & (plain | wanted.keys())) | unsplit
-        wanted_here, found_here = ({name: kinds.get(name) for name in sorted(shared)} for kinds in (wanted, found))
-        if problems := list(_differences(wanted_here, found_here, "the checkpoint")):
+        shared = sorted((kinds.keys() & (plain | graph_kinds.keys())) | unsplit)
+        expected, actual = ({name: table.get(name) for name in shared} for table in (graph_kinds, kinds))
+        if problems := list(_differences(expected, actual, "the checkpoint")):
             return WeightsMismatch(checkpoint.where, problems, _ADVICE)
     return None
 
 
-def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], who: str) -> Iterator[str]:
-    for name in {**wanted, **found}:
-        if wanted.get(name) != found.get(name):
-            expected, other = describe_kind(wanted.get(name)), describe_kind(found.get(name))
-            yield f"{name}: the graph has {expected}, {who} {other}"
+def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], who: str) -> Iterator[str]:
+    for name in {**expected, **actual}:
+        if expected.get(name) != actual.get(name):
+            graphs, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
+            yield f"{name}: the graph has {graphs}, {who} {other}"

@@ -1,4 +1,4 @@
-"""Checkpoints that only the model's own code can load: they are loaded, and the model is packed."""
+"""Loading of checkpoints with the model's own code, for packing the model then."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .tensor import pieces
 
 @contextmanager
 def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
-    """Load a checkpoint into a model, which then is the checkpoint. Memory: the model and the whole checkpoint.
+    """Load a checkpoint into a model, and give the model as the checkpoint. Memory: the model and the whole checkpoint.
 
-    `load` gets what the trainer saved, with what is no tensor: the whole, then the levels that have about as many
-    tensors as the model, until it has loaded one (a safetensors file is one flat dict of tensors, and so is the whole
-    of a distributed checkpoint). It has not if it raises, or leaves the model as it was. If it raises after it has
-    changed the model, no other level is tried. A model of the library transformers has a `load` of its own; like
-    `model.load_state_dict()`, without `load`, it gets the levels alone that have about as many tensors, if any have.
+    `load` gets the trainer's content, including entries that are no tensors: the whole, then the levels that have about
+    as many tensors as the model, until it has loaded one (a safetensors file is one flat dict of tensors, and so is the
+    whole of a distributed checkpoint). It has failed if it raises or leaves the model unchanged. If it raises after it
+    has changed the model, no other level is tried. Without `load`, `model.load_state_dict()`, or for a transformers
+    model its own loading, gets only the levels that have about as many tensors, if there are any.
 
     Raises CheckpointError with the reason, and the line in `load` or a hook, if the checkpoint cannot be loaded, and
-    for check sums that are wrong; the model may then be partly loaded.
+    for wrong checksums; the model may then be partly loaded.
     """
     if isinstance(source, nn.Module):
         raise CheckpointError("`model` is what a checkpoint is loaded into; to pack a module, give it alone")
@@ -47,7 +47,7 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
 
 
 class _Failure(NamedTuple):
-    """Why a level was not loaded. `last`: no other may be tried."""
+    """Reason why a level was not loaded. `last`: no other level may be tried."""
 
     level: NestedStateDict
     full: str
@@ -69,7 +69,7 @@ def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> Nested
         if failure.last:
             break
     if load is None:
-        nearest = min(failures, key=lambda failure: len(failure.full))  # each lists what is wrong
+        nearest = min(failures, key=lambda failure: len(failure.full))  # the shortest list of problems
     else:
         nearest = next(
             (failure for failure in failures if any(failure.level is level for level in likely)), failures[0]
@@ -86,7 +86,7 @@ def _of(level: NestedStateDict) -> str:
 
 
 def _try_default(model: nn.Module, level: NestedStateDict) -> _Failure | None:
-    """Load a level as models load without a function of the user's."""
+    """Load a level without a `load` function of the user."""
     try:
         if huggingface.is_pretrained(model):
             huggingface.load(model, dict(level.content()))
@@ -112,12 +112,12 @@ def _try(model: nn.Module, level: NestedStateDict, load: Load) -> _Failure | Non
 def _failure(level: NestedStateDict, error: Exception, *, last: bool) -> _Failure:
     frame = frame_of(error)
     failure = _Failure(level, frame + reason(error), frame + first_line(error), error, last)
-    traceback.clear_frames(error.__traceback__)  # they hold the tensors of the level
+    traceback.clear_frames(error.__traceback__)  # the frames refer to the level's tensors
     return failure
 
 
 def _copied(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A level for code that may change it, while another level may have to be tried afterwards."""
+    """Return a copy of a level for code that may change it, as other levels may have to be tried afterwards."""
     return {key: _copy_of(value) for key, value in content.items()}
 
 
@@ -130,17 +130,17 @@ def _copy_of(value: Any) -> Any:
 
 
 def _fingerprint(model: nn.Module) -> list[Hashable]:
-    """Equal before and after a function that leaves the model as it was; digests, as torch does not see `.data`."""
+    """Return a value that changes with the model; it has digests, as torch counts no changes through `.data`."""
     return [_state_of(name, tensor) for name, tensor in named_tensors(model).items()]
 
 
 def _state_of(name: str, tensor: Any) -> Hashable:
     if is_fake(tensor) or tensor.layout is not torch.strided:
-        return object()  # such a model is not packed
+        return object()  # such a model cannot be packed; equal to nothing
     return name, id(tensor), tensor.data_ptr(), tensor._version, digest_of(pieces(tensor))
 
 
 def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:
-    """Levels that have about as many tensors as the model, if there are any."""
-    wanted = len(list(model.parameters()))
-    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= wanted) or levels
+    """Return the levels that have about as many tensors as the model, or all if there are none."""
+    count = len(list(model.parameters()))
+    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= count) or levels

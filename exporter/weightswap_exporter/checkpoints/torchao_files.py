@@ -1,7 +1,7 @@
-"""The names and metadata under which torchao, and transformers with it, save quantised weights as safetensors.
+"""Quantised weights in safetensors files of torchao, and of transformers with it: names and metadata.
 
-`layer.weight` is in such a file as `layer._weight_qdata`, `layer._weight_scale`, ...; the file's metadata has its class
-and everything that is no tensor as JSON, under `layer.weight` (torchao/prototype/safetensors).
+Such a file has `layer.weight` as `layer._weight_qdata`, `layer._weight_scale`, ...; the file's metadata has its class
+and all values that are no tensors as JSON, under `layer.weight` (torchao/prototype/safetensors).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = "tensor_names"
 def named_as_parts(
     tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str], where: str
 ) -> dict[str, CheckpointTensor]:
-    """The tensors of a file, parts of a quantised one as `NAME.PART`. Raises CheckpointError."""
+    """Return a file's tensors, with parts of a quantised one named `NAME.PART`. Raises CheckpointError."""
     renamed = dict(tensors)
     for name in metadata if _NAMES in metadata else ():
         for stored, part, kind in _parts(name, metadata[name], where):
@@ -34,7 +34,7 @@ def named_as_parts(
 
 
 def _parts(name: str, text: str, where: str) -> list[tuple[str, str, Kind]]:
-    """For each part the name that the file has for it, its own, and the kind of the whole."""
+    """Return, for each part, its name in the file, its own name, and the kind of the whole."""
     if not text.startswith("{"):
         return []
     try:
@@ -42,13 +42,13 @@ def _parts(name: str, text: str, where: str) -> list[tuple[str, str, Kind]]:
         kind = _plain(entry)
         parts = [str(part) for part in entry.get("_tensor_data_names", ())]
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: says of {name} what torchao does not say ({error}). Save it again.") from error
+        raise CheckpointError(f"{where}: metadata of {name} are not torchao's ({error}). Save it again.") from error
     module, dot, leaf = name.rpartition(".")
     return [(f"{module}{dot}_{leaf}_{part}", part, kind) for part in parts]
 
 
 def _plain(value: Any) -> Any:
-    """As `models.parts.kind_of` says it."""
+    """Return a value in the form of `models.parts.kind_of`."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

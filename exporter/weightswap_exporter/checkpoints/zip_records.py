@@ -1,4 +1,4 @@
-"""The zip files that `torch.save` writes: where their records are, and whether they are as they were written."""
+"""Zip files by `torch.save`: places and checksums of their records."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .stored import read_into
 
-PIECE = 1 << 20  # stays in the processor's cache
+PIECE = 1 << 20  # fits into the processor's cache
 PICKLE_NAME = "data.pkl"
-SCRIPT_NAME = "constants.pkl"  # what torch.jit.save adds
+SCRIPT_NAME = "constants.pkl"  # in files by torch.jit.save alone
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _SIGNATURE = b"PK\x03\x04"
 
 
 class Record(NamedTuple):
-    """An uncompressed record: `size` bytes of the zip from `offset` on. `crc` is 0 where none was computed."""
+    """Uncompressed record: `size` bytes of the zip from `offset` on. `crc` is 0 if none was computed."""
 
     offset: int
     size: int
@@ -26,13 +26,13 @@ class Record(NamedTuple):
 
 
 def record_names(file: IO[bytes]) -> list[str]:
-    """The names of a zip's records, without the folder in front. Raises BadZipFile, ValueError and OSError."""
+    """Return the names of a zip's records, without their folder. Raises BadZipFile, ValueError and OSError."""
     with ZipFile(file) as archive:
         return [_name(info) for info in archive.infolist()]
 
 
 def read_records(file: IO[bytes]) -> dict[str, Record]:
-    """The records of a zip by their names, without the folder in front. Raises BadZipFile, ValueError and OSError."""
+    """Return the records of a zip by name, without their folder. Raises BadZipFile, ValueError and OSError."""
     with ZipFile(file) as archive:
         return {_name(info): _record(file, info) for info in archive.infolist()}
 
@@ -53,10 +53,10 @@ def _record(file: IO[bytes], info: ZipInfo) -> Record:
 
 
 def is_damaged(fd: int, record: Record, where: str, begin: int = 0) -> bool:
-    """Whether a record of the zip at `begin` in a file is not what was written, by its CRC-32; 1 MiB at a time.
+    """Return whether a record of the zip at `begin` in a file has a wrong CRC-32. Reads 1 MiB at a time.
 
-    Always false where torch has written none (`torch.serialization.set_crc32_options(False)`, `skip_data()`). Raises
-    CheckpointError where the file cannot be read.
+    False if torch has written no CRC-32 (`torch.serialization.set_crc32_options(False)`, `skip_data()`). Raises
+    CheckpointError if the file cannot be read.
     """
     if not record.crc:
         return False
@@ -70,5 +70,5 @@ def is_damaged(fd: int, record: Record, where: str, begin: int = 0) -> bool:
 
 
 def damaged_pickle(fd: int, records: Mapping[str, Record], where: str, begin: int = 0) -> bool:
-    """Whether the description of the tensors is damaged."""
+    """Return whether the description of the tensors is damaged."""
     return PICKLE_NAME in records and is_damaged(fd, records[PICKLE_NAME], where, begin)

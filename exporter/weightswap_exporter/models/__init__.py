@@ -1,1 +1,1 @@
-"""The live nn.Module: its tensors, skeletons, stand-ins, transformers' special cases, and errors of the user's code."""
+"""Live modules: tensors, skeletons, stand-ins, support of transformers and PEFT, and errors of the user's code."""

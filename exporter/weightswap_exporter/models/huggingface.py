@@ -1,8 +1,8 @@
-"""transformers models: what their checkpoints look like, and how `from_pretrained` turns one into a model's tensors.
+"""Checkpoints of transformers' models, and their loading as in `from_pretrained`.
 
 Files of transformers differ from the model's state dict: tied weights are left out, names change, and values are
 split and joined (a file has one tensor for each expert, the model one for all). transformers does this in
-`save_pretrained` and `from_pretrained`; both directions are here without a disk and without memory.
+`save_pretrained` and `from_pretrained`; here it is done without files and without copies.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from weightswap_runtime.errors import CheckpointError, Unsupported
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether transformers saves and loads the model. It is not imported where it is not in use."""
+    """Return whether a model is one of transformers, which is not imported for this."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a model of transformers ask for no key-value cache meanwhile: a cache cannot be the output of a graph."""
+    """Switch off the key-value cache of a transformers model in the block: a cache cannot be an output of a graph."""
     config: Any = model.config if is_pretrained(model) else None
     configs = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
-    asking = [config for config in configs if getattr(config, "use_cache", False)]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
     try:
-        for config in asking:
+        for config in caching:
             config.use_cache = False
         yield
     finally:
-        for config in asking:
+        for config in caching:
             config.use_cache = True
 
 
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained()` writes: its keys, with tensors of the right shape and dtype on the meta device.
+    """Return the keys that `model.save_pretrained()` writes, with tensors of their shape and dtype on the meta device.
 
-    The model may be real or a skeleton; its values are not looked at. Raises Unsupported for a quantised model and for
-    one with adapters, whose files hold something else.
+    The model may be real or a skeleton; its values are not read. Raises Unsupported for a quantised model and for one
+    with adapters, whose files have other content.
     """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     owner: Any = model
     _check_plain(owner)
-    # on the meta device transformers knows ties by the parameters' identity, else by addresses, which fakes lack
+    # transformers finds ties of meta tensors by identity, of others by address, which fake tensors lack
     state = {key: _hollow(value) for key, value in owner.state_dict().items() if isinstance(value, torch.Tensor)}
     for key in owner._keys_to_ignore_on_save or ():
         state.pop(key, None)
@@ -63,10 +63,10 @@ def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
 def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     """Put a checkpoint's tensors into a model as `from_pretrained` does: renamed, converted, cast, tied.
 
-    Parameters are replaced, not written into, so that a skeleton can be loaded, and a tracer sees every operation. As
-    with `from_pretrained`, keys that the model has no use for are left out, and tied weights may be absent. Unlike it,
-    a checkpoint that does not fit is refused: CheckpointError lists the keys that are missing, of another shape, or
-    fail to convert. The model is then left partly loaded.
+    Parameters are replaced, not written to, so that a skeleton can be loaded, and a tracer sees every operation. As in
+    `from_pretrained`, unexpected keys are skipped, and tied weights may be absent. Unlike it, this refuses a checkpoint
+    that does not fit: CheckpointError lists the keys that are missing, have another shape, or fail to convert. The
+    model is then partly loaded.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -77,13 +77,13 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     conversions: list[Any] = get_model_conversion_mapping(owner)
     device = next((str(tensor.device) for tensor in checkpoint.values()), "cpu")
     config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype, device_map={"": device})
-    # transformers converts in a pool of threads, where a tracer would not see it
+    # transformers converts tensors in a thread pool, which a tracer does not see
     in_this_thread = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     with torch.no_grad(), in_this_thread, _silent():
-        found, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
-        owner.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
-        owner._adjust_missing_and_unexpected_keys(found)
-    if problems := list(_problems(found)):
+        report, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
+        owner.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+        owner._adjust_missing_and_unexpected_keys(report)
+    if problems := list(_problems(report)):
         head = f"{type(model).__qualname__}: cannot load the checkpoint"
         raise CheckpointError(head, *(f"  - {problem}" for problem in problems))
 
@@ -105,7 +105,7 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No progress bar, whatever the process has set up."""
+    """Disable transformers' progress bars in the block."""
     from transformers.utils import logging
 
     previous = logging.set_tqdm_hook(lambda _, args, __: args[0])
@@ -115,9 +115,9 @@ def _silent() -> Iterator[None]:
         logging.set_tqdm_hook(previous)
 
 
-def _problems(found: Any) -> Iterator[str]:
-    yield from (f"{key}: missing" for key in sorted(found.missing_keys))
-    for key, shape, expected in sorted(found.mismatched_keys):
+def _problems(report: Any) -> Iterator[str]:
+    yield from (f"{key}: missing" for key in sorted(report.missing_keys))
+    for key, shape, expected in sorted(report.mismatched_keys):
         yield f"{key}: has shape {list(shape)}, the model {list(expected)}"
-    for key, text in sorted(found.conversion_errors.items()):
+    for key, text in sorted(report.conversion_errors.items()):
         yield f"{key}: cannot be converted: {text.strip().splitlines()[-1]}"

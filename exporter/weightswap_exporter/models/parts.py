@@ -1,8 +1,8 @@
-"""Tensors that are made of others, such as torchao's quantised weights: taken apart, and put together again.
+"""Composed tensors, which are made of others, such as torchao's quantised weights: taken apart and put together.
 
 torch's protocol for such classes (`__tensor_flatten__`) names the plain tensors, here the *parts*, and gives the rest,
-which is a constant of every graph: block sizes, dtypes, what is done with activations. The class and that rest are the
-tensor's *kind*.
+a constant of every graph: block sizes, dtypes, how activations are quantised. The class and that rest are the tensor's
+*kind*.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Kind = dict[str, Any]
-"""What is no tensor, as JSON has it. `type` is the class; the kinds of parts that have one are under `parts`."""
+"""JSON of what is no tensor. `type` is the class; `parts` has the kinds of those parts that are composed, too."""
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others that can stand for it. A sharded one is not: it has a part of the values."""
+    """Return whether a tensor is composed of others. A sharded one is not: it has only a part of the values."""
     composed: bool = is_traceable_wrapper_subclass(tensor)
     return composed and not is_sharded(tensor)
 
@@ -31,20 +31,20 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors that a tensor is made of, as `NAME.PART`; a plain one alone, under its name."""
+    """Return the parts of a tensor as `NAME.PART`; for a plain tensor, itself under its name."""
     if not is_composed(tensor):
         return {name: tensor}
     return {key: value for part, inner in _inner(tensor) for key, value in parts_of(f"{name}.{part}", inner).items()}
 
 
 def put_together(name: str, like: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor of the kind of `like`, made of other parts, which have their names in `parts`."""
+    """Return a tensor of the kind of `like`, composed of the parts that have its names in `parts`."""
     if not is_composed(like):
         return parts[name]
     inner = {part: put_together(f"{name}.{part}", value, parts) for part, value in _inner(like)}
     kind: Any = type(like)
-    made: torch.Tensor = kind.__tensor_unflatten__(inner, like.__tensor_flatten__()[1], like.size(), like.stride())
-    return made
+    composed: torch.Tensor = kind.__tensor_unflatten__(inner, like.__tensor_flatten__()[1], like.size(), like.stride())
+    return composed
 
 
 def _inner(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,21 +52,21 @@ def _inner(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
-    """The kind of each parameter that is made of others, by FQN."""
+    """Return the kind of each composed parameter, by FQN."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {name: kind_of(parameter) for name, parameter in parameters if is_composed(parameter)}
 
 
 def kind_of(tensor: Any) -> Kind:
-    """The kind of a tensor that is made of others. What JSON cannot say of it is there as `{"unknown": CLASS}`."""
+    """Return the kind of a composed tensor. A value that JSON cannot express is there as `{"unknown": CLASS}`."""
     context = _plain(tensor.__tensor_flatten__()[1])
-    found = context if isinstance(context, dict) else {} if context is None else {"context": context}
+    entries = context if isinstance(context, dict) else {} if context is None else {"context": context}
     nested = {name: kind_of(value) for name, value in _inner(tensor) if is_composed(value)}
-    return {"type": type(tensor).__qualname__} | found | ({"parts": nested} if nested else {})
+    return {"type": type(tensor).__qualname__} | entries | ({"parts": nested} if nested else {})
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; of enumerations and torch's own constants the name."""
+    """Return a value as JSON; enumerations and torch's own constants as their names."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -89,7 +89,7 @@ def _with_type(value: Any, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_in(kind: Any) -> list[str]:
-    """The classes of what a kind cannot say."""
+    """Return the classes of values that a kind cannot express."""
     if isinstance(kind, list):
         return [name for item in kind for name in unknown_in(item)]
     if not isinstance(kind, dict):
@@ -98,11 +98,11 @@ def unknown_in(kind: Any) -> list[str]:
 
 
 def describe_kind(kind: Any) -> str:
-    """`Int8Tensor(block_size=[1, 64], dtype=bfloat16)`; None is a plain tensor's."""
+    """Return a text such as `Int8Tensor(block_size=[1, 64], dtype=bfloat16)`; the kind of a plain tensor is None."""
     return "a plain tensor" if kind is None else _text(kind)
 
 
-_DEEPEST = 20  # of what a kind is shown to have in it
+_DEEPEST = 20  # levels of nesting to show
 
 
 def _text(value: Any, depth: int = 0) -> str:

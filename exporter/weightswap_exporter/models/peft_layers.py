@@ -1,4 +1,4 @@
-"""PEFT's layers in a model: the model that they were put into, and what of them a graph would fix."""
+"""PEFT's layers in a model: checks, scaling factors, and the base model without them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOADED = "_hf_peft_config_loaded"
 
 
 def peft_base(model: nn.Module) -> nn.Module:
-    """The model that PEFT has put its layers into, for what `get_peft_model()` returns; any other as it is."""
+    """Return the base model of a model by `get_peft_model()`; any other model itself."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
@@ -33,7 +33,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def check_active(model: nn.Module) -> None:
-    """Raise CaptureError unless every layer of PEFT applies one set of its tensors, which is not merged."""
+    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, unmerged and without DoRA."""
     for name, layer in _layers(model).items():
         if layer.merged:
             raise CaptureError(f"{name}: its variant is merged into the base; call unmerge_adapter() first")
@@ -44,16 +44,16 @@ def check_active(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module, variable: Collection[str]) -> None:
-    """Raise CaptureError where a layer of PEFT's has tensors of its own that are not variable: no base has them."""
+    """Raise CaptureError if a layer of PEFT has tensors of its own that are not variable: the base lacks them."""
     for name, layer in _layers(model).items():
         own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
-        if left := [fqn for fqn in own if fqn not in variable]:
-            raise CaptureError(f"variants: {listed(left)} would be of the base; declare all that PEFT has put in")
+        if undeclared := [fqn for fqn in own if fqn not in variable]:
+            raise CaptureError(f"variants: {listed(undeclared)} would be of the base; declare all that PEFT has put in")
 
 
 @contextmanager
 def unscaled(model: nn.Module) -> Iterator[None]:
-    """A block in which the factors of LoRA's layers are one."""
+    """Set the scaling factors of LoRA's layers to 1 in the block."""
     with ExitStack() as stack:
         for layer in _layers(model).values():
             if isinstance(scaling := getattr(layer, "scaling", None), dict):
@@ -63,9 +63,9 @@ def unscaled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unwrapped_layers(model: nn.Module) -> Iterator[Mapping[str, str]]:
-    """A block in which the model has its own layers, without PEFT's: its checkpoints and its loading code fit it.
+    """Remove PEFT's layers in the block, so that the base model's checkpoints and loading code fit the model.
 
-    Gives the prefixes of FQNs with PEFT's layers, each with what it is without them.
+    Gives a mapping from prefixes of FQNs with PEFT's layers to those without them.
     """
     layers = _layers(model)
     prefixes = {f"{name}.base_layer.": f"{name}." for name in layers if hasattr(layers[name], "base_layer")}

@@ -1,7 +1,7 @@
 """Skeletons: modules whose parameters have shape and dtype but no memory, while buffers stay real.
 
-A parameter is replaced by a fake CPU tensor when a module registers it. Meta tensors would not do: they bake
-`device="meta"` into the graph, and buffers computed in `__init__` would lose their values.
+A parameter is replaced by a fake CPU tensor when a module registers it. Meta tensors would put `device="meta"` into the
+graph, and buffers computed in `__init__` would lose their values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _patching = threading.Lock()
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Modules built in this block, by this thread, get parameters that cost no memory.
+    """Context manager: modules that this thread builds in its block get parameters without memory.
 
     Shapes, dtypes, ties (one Parameter registered twice), buffers and everything that `__init__` computes from them
-    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; a
-    call gives tensors without values. The block runs without gradients.
+    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; its
+    calls return tensors without values. The block runs without gradients.
 
-    Raises CaptureError where `__init__` needs the value of a parameter.
+    Raises CaptureError if `__init__` needs the value of a parameter.
     """
     builder = _Builder()
     # autograd's graph of a tensor computed from parameters would keep Module.to() and .half() from replacing them
@@ -57,7 +57,7 @@ def _no_memo(t: torch.Tensor, v: FakeTensor) -> None: ...
 
 
 def _copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """What copy.deepcopy does with a fake tensor; torch's own way asks for its address."""
+    """Copy a fake tensor for copy.deepcopy; torch's own implementation needs its address."""
     if id(tensor) not in memo:
         with tensor.fake_mode:
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -71,7 +71,7 @@ class _Builder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         # the memo's weak references to new tensors would keep Module.to() and .half() from swapping parameters
         self._mode.fake_tensor_converter.set_tensor_memo = _no_memo  # type: ignore[method-assign]
-        self._made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
+        self._replacements: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
         self._thread = threading.get_ident()
         self.last = "no module yet"
 
@@ -82,7 +82,7 @@ class _Builder:
         try:
             register = self._registering(nn.Module.register_parameter)
             initialisers: dict[str, Any] = {
-                name: self._idle(function)
+                name: self._skipping_fakes(function)
                 for name, function in vars(nn.init).items()
                 if callable(function) and name.endswith("_") and not name.startswith("__")
             }
@@ -111,15 +111,15 @@ class _Builder:
             raise CaptureError(f"{self.last}: is a {kind}, which a skeleton cannot hold. Export the whole model.")
         if is_lazy(param):
             raise CaptureError(f"{self.last}: a lazy parameter has no shape yet; give the layer its sizes")
-        if param not in self._made:
+        if param not in self._replacements:
             parts = {name: stand_in(part, self._mode) for name, part in parts_of("", param).items()}
-            made = nn.Parameter(put_together("", param, parts), requires_grad=param.requires_grad)
+            fake = nn.Parameter(put_together("", param, parts), requires_grad=param.requires_grad)
             for key, value in vars(param).items():
-                made.__dict__.setdefault(key, value)
-            self._made[param] = made
-        return self._made[param]
+                fake.__dict__.setdefault(key, value)
+            self._replacements[param] = fake
+        return self._replacements[param]
 
-    def _idle(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _skipping_fakes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return tensor if isinstance(tensor, FakeTensor) else function(tensor, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Running a model's own code on stand-ins for its tensors, and putting everything back afterwards."""
+"""Stand-ins for a model's tensors, on which its own code runs, and restoring of the model afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .parts import is_composed, parts_of, put_together
 from .tensors import TieKey, named_tensors, tie_key
 
-_DEEPEST = 6  # of what attributes hold in one another
+_DEEPEST = 6  # levels of nesting in attributes
 
 
 def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:
-    """A tensor of the same type on the CPU, without values."""
+    """Return a fake CPU tensor with the same shape, dtype and, unless `contiguous`, strides."""
     with mode:
         if contiguous:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -28,41 +28,41 @@ def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = F
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put every attribute of every module back when the block ends, also what its lists and dicts hold."""
+    """Reset all attributes of all modules when the block ends, and the contents of their containers and objects."""
     saved = [(module, dict(vars(module))) for module in model.modules()]
-    found = (value for _, attributes in saved for each in attributes.values() for value in _containers(each))
-    contents = {id(value): (value, value.copy()) for value in found}
+    containers = (item for _, attributes in saved for value in attributes.values() for item in _containers(value))
+    contents = {id(item): (item, item.copy()) for item in containers}
     try:
         yield
     finally:
-        for value, content in contents.values():
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for item, content in contents.values():
+            item.clear()
+            item.extend(content) if isinstance(item, list | deque) else item.update(content)
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of a plain object of somebody's own class; None of what torch and the standard library make."""
+    """Return the attributes of an object of a user's class; None for others, as of torch or the standard library."""
     origin = type(value).__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch" or isinstance(value, nn.Module | torch.Tensor | type):
         return None
-    found = getattr(value, "__dict__", None)
-    return found if type(found) is dict else None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict else None
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """What can be put back of an attribute: its lists, deques, dicts and sets, objects, also those in one another."""
-    for _, each in within("", value):
-        if isinstance(each, list | dict | set | deque) and type(each).__module__ in ("builtins", "collections"):
-            yield each
-        if (attributes := attributes_of(each)) is not None:
+    """Yield the lists, deques, dicts and sets nested in a value, and the attributes of objects."""
+    for _, item in within("", value):
+        if isinstance(item, list | dict | set | deque) and type(item).__module__ in ("builtins", "collections"):
+            yield item
+        if (attributes := attributes_of(item)) is not None:
             yield attributes
 
 
 def within(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """A value, and what lists, tuples, deques, dicts and plain objects hold, by path; `seen` are the ids of objects."""
+    """Yield a value and those nested in it (in containers and objects), by path; `seen` has the ids of objects."""
     yield path, value
     seen = set() if seen is None else seen
     items: list[tuple[str, Any]] = []
@@ -78,16 +78,16 @@ def within(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) 
 
 
 def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors where parameters and buffers are, by FQN; one for two names ties them.
+    """Replace parameters and buffers by tensors, by FQN; one tensor for two names ties them.
 
-    Parameters keep their attributes, but for those that are made of others: they are made of the given parts.
+    Parameters keep their attributes, except composed ones, which are composed of the given parts.
     """
-    made: dict[tuple[int, ...], torch.Tensor] = {}
+    composed: dict[tuple[int, ...], torch.Tensor] = {}
     whole = dict(tensors)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if is_composed(parameter) and (parts := parts_of(name, parameter)).keys() <= tensors.keys():
-            given = [whole.pop(part) for part in parts]
-            whole[name] = made.setdefault(tuple(map(id, given)), put_together(name, parameter, tensors))
+            key = tuple(id(whole.pop(part)) for part in parts)
+            whole[name] = composed.setdefault(key, put_together(name, parameter, tensors))
     _install(model, whole)
 
 
@@ -109,12 +109,12 @@ def _install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def without_values(model: nn.Module, mode: FakeTensorMode, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """A stand-in for each parameter and buffer of these FQNs; those of tied ones are not tied."""
+    """Return a stand-in for each parameter and buffer of these FQNs; tied tensors have separate ones."""
     return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if name in names}
 
 
 def tied(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with one stand-in for all names of a tied tensor."""
+    """Return the stand-ins with the same one for all names of a tied tensor."""
     first: dict[TieKey, torch.Tensor] = {}
     tensors = named_tensors(model)
     return {name: first.setdefault(tie_key(tensors[name]), value) for name, value in stand_ins.items()}

@@ -1,4 +1,4 @@
-"""The tensors of a model: their names, their types, and which of them are one."""
+"""Tensors of a model: names, dtypes and ties."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TieKey = tuple[object, ...]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself: its names, not a wrapper's, are those of the artifact. Raises CaptureError."""
+    """Return the model without wrappers, whose names the artifact shall not have. Raises CaptureError for no module."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported, a second's work, where anything is compiled
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second; compiling imports it
     compiled = compiler.OptimizedModule if compiler else ()
     while isinstance(model, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model._orig_mod if isinstance(model, compiled) else model.module
@@ -29,28 +29,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by FQN, tied ones under each of theirs; of what is made of others, its parts."""
+    """Return parameters and buffers by FQN, tied ones under each name; for composed ones, their parts."""
     return {
         key: value for name, tensor in whole_tensors(model).items() for key, value in parts_of(name, tensor).items()
     }
 
 
 def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same without taking anything apart."""
+    """Return parameters and buffers by FQN, composed ones whole."""
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def named_parameters(model: nn.Module) -> set[str]:
-    """The FQNs of parameters, or of their parts."""
+    """Return the FQNs of parameters; for composed ones, of their parts."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {key for name, parameter in parameters for key in parts_of(name, parameter)}
 
 
 def check_separable(model: nn.Module) -> None:
-    """Raise Unsupported for what is made of other tensors and cannot be taken apart."""
+    """Raise Unsupported for composed tensors that cannot be taken apart."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
-    if problems := [f"{name} is a {text}" for name, text in found.items() if text]:
+    texts = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
+    if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
         raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done to it.")
 
 
@@ -67,7 +67,7 @@ def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """FQNs of the buffers that belong to a checkpoint."""
+    """Return the FQNs of the buffers that belong to a checkpoint."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -77,7 +77,7 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def tie_key(tensor: torch.Tensor) -> TieKey:
-    """Equal for tensors that are one: the same elements of the same storage. Empty tensors are never tied."""
+    """Return a key that tied tensors share: those of the same elements of a storage. Empty tensors are never tied."""
     if not tensor.numel():
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata
@@ -85,7 +85,7 @@ def tie_key(tensor: torch.Tensor) -> TieKey:
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """The safetensors name of a torch dtype. Raises CaptureError where there is none."""
+    """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise CaptureError(f"{where}: {dtype} is no dtype of the safetensors format")
@@ -93,5 +93,5 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has shape and dtype but no values."""
+    """Return whether a tensor has shape and dtype but no values."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -1,4 +1,4 @@
-"""Finding the user's code in an error that torch has raised below it."""
+"""Errors that torch has raised in the user's code: its frame, and the reason."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ _TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata
 
 
 class Unrecordable(Exception):
-    """Loading code does something that a recording of it would lose."""
+    """Error for an operation of loading code that a recording would lose."""
 
 
 def wants_values(error: BaseException) -> bool:
-    """Whether an operation failed because it needs the values of a tensor that has none, or cannot be recorded."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # half a second's import
+    """Return whether an operation failed because it needs values of a fake tensor or cannot be recorded."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # its import takes half a second
 
     kinds = (*_WANTS_VALUES, GuardOnDataDependentSymNode, Unrecordable)
     return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
 
 
 def frame_of(error: BaseException) -> str:
-    """`hook (model.py, line 12): `, the innermost frame that is neither torch's nor ours; empty if there is none."""
-    found = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in found if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<")]
+    """Return `hook (model.py, line 12): `, the innermost frame outside torch and weightswap; empty without one."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<")]
     if not frames:
         return ""
     return f"{frames[-1].name} ({Path(frames[-1].filename).name}, line {frames[-1].lineno}): "
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, after the name of its class."""
+    """Return the name of an error's class and the first line of its text."""
     return reason(error, lines=1)
 
 
 def reason(error: BaseException, lines: int = 60) -> str:
-    """An error's text, after the name of its class."""
+    """Return the name of an error's class and at most `lines` lines of its text."""
     if isinstance(error, Unrecordable):
         return str(error)
-    found = str(error).strip().splitlines()
-    more = f"\n... and {len(found) - lines} lines more" if len(found) > lines > 1 else ""
-    return f"{type(error).__name__}: " + "\n".join(found[:lines]) + more
+    text = str(error).strip().splitlines()
+    more = f"\n... and {len(text) - lines} lines more" if len(text) > lines > 1 else ""
+    return f"{type(error).__name__}: " + "\n".join(text[:lines]) + more

@@ -1,4 +1,4 @@
-"""Recording the adapter: what is a rename, what cannot be recorded, and what is said about it."""
+"""Recording of the adapter: renames, transforms, code that cannot be recorded, and the messages about it."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_the_last_of_two_tied_tensors_that_have_to_be_cast_counts(tmp_path: Path
 
 
 class Relative(nn.Module):
-    """Checkpoints hold the difference to what the model has; a hook keeps the parameter itself."""
+    """Checkpoints have the difference to the model's values; a hook keeps the parameter itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def test_an_operator_that_the_server_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is known to change no weight: what is recorded without it is what tracing records."""
+    """This code is known to change no weight: the recording without a trace equals the traced one."""
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)).eval()
     tables = classify(model, {"forward": capture(model, "forward", MethodSpec("forward", (torch.ones(1, 2, 4, 4),)))})
     traced: list[str] = []

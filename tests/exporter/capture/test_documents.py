@@ -1,4 +1,4 @@
-"""What torch is given of an artifact's graph: nothing that it would run."""
+"""Documents of an artifact's graph: torch gets nothing that it would execute."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def opened(exported: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Opens the graph after a change, as compilers do."""
+    """Function that changes the graph and opens it, as compilers do."""
     path = tmp_path / "b"
     export(Branching().eval(), (torch.ones(2, 3), torch.ones(1)), out=path)
     monkeypatch.chdir(tmp_path)
@@ -70,7 +70,7 @@ def calls(document: Document, name: str) -> Any:
 
 
 def rename(document: Document, old: str, new: str) -> None:
-    """Every mention of a value."""
+    """Rename every mention of a value."""
     for spec in (*graph(document)["inputs"], *document["graph_module"]["signature"]["input_specs"]):
         found = spec.get("user_input", {}).get("arg", spec).get("as_tensor", {})
         if found.get("name") == old:
@@ -188,7 +188,7 @@ def test_torch_says_nothing_in_words_of_the_file(opened: Callable[..., Any], cap
 
 
 def test_records_on_top_of_each_other_are_refused(exported: bytes, tmp_path: Path) -> None:
-    """Each would be read as all that follow it: a small file of gigabytes."""
+    """Each record would be read with all that follow it: a small file could expand to gigabytes."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(exported)) as source, zipfile.ZipFile(written, "w") as target:
         for name in source.namelist():

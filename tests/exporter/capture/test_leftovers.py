@@ -1,4 +1,4 @@
-"""Tensors that a call stores in attributes: let through where no later call reads them, refused where one may."""
+"""Tensors that a call stores in attributes: accepted if no later call reads them, refused if one may."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIZES = {"x": {0: Dim("batch", max=9)}}
 
 
 class Plain:
-    """An object of somebody's, which may hold itself."""
+    """Object of a user's class, which may contain itself."""
 
     last: torch.Tensor | None = None
     itself: Plain | None = None
 
 
 class Stores(nn.Module):
-    """Calls `act(self, x)`, which may store what it likes."""
+    """Module that calls `act(self, x)`, which may store anything."""
 
     def __init__(self, act: Act) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def list_of_the_call(model: Stores, x: torch.Tensor) -> torch.Tensor:
 
 
 def cache_of_weights(model: Stores, x: torch.Tensor) -> torch.Tensor:
-    """As LeViT keeps its attention biases."""
+    """Like LeViT's attention biases."""
     if str(x.device) not in model.cache:
         model.cache[str(x.device)] = model.linear.weight[:, torch.tensor([2, 0, 1])]
     return x @ model.cache[str(x.device)]
@@ -127,7 +127,7 @@ def recurrent(model: Stores, x: torch.Tensor) -> torch.Tensor:
 
 
 def pair_of_before(model: Stores, x: torch.Tensor) -> torch.Tensor:
-    """As recurrent models keep their states. torch does not warn of tuples."""
+    """Like the states of recurrent models. torch does not warn of tuples."""
     hidden, cell = model.last or (torch.zeros(3), torch.ones(3))
     model.last = (hidden + x.sum(0), cell * 2)  # type: ignore[assignment]
     return x + hidden * cell
@@ -203,7 +203,7 @@ def list_that_grows(model: Stores, x: torch.Tensor) -> torch.Tensor:
 
 
 def delayed_by_two(model: Stores, x: torch.Tensor) -> torch.Tensor:
-    """What a call leaves is read two calls later."""
+    """Each value is read two calls later."""
     y = model.linear(x) + model.start
     model.start = torch.zeros(3) if model.last is None else model.last
     model.last = x.sum(0)
@@ -373,7 +373,7 @@ def test_of_a_skeleton_and_of_another_method(tmp_path: Path) -> None:
 
 
 class Counts(nn.Module):
-    """Counts its calls, and looks at the number or not."""
+    """Module that counts its calls, and may read the number."""
 
     def __init__(self, looks: Callable[[int], int]) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ def test_a_number_that_the_next_call_looks_at_is_refused(looks: Callable[[int], 
 
 
 class Sees(nn.Module):
-    """Keeps the size of what it has seen, which each call finds anew."""
+    """Module that stores the size of its input, which each call computes anew."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.width = x.shape[1]

@@ -1,4 +1,4 @@
-"""Finding what a call changes: the quick look at a program never misses what functionalising it finds."""
+"""Detection of mutations: the quick analysis of a program finds all that functionalising it finds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.ones(2, 4)
 
 
 class Does(nn.Module):
-    """Calls `act(self, x)`, which may change `state`."""
+    """Module that calls `act(self, x)`, which may change `state`."""
 
     def __init__(self, act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random numbers that a call seeds itself: refused in our own words, with what to do instead."""
+"""Random numbers that a call seeds itself: refused, with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that puts other tensors in the places of buffers: the next one sees them, as in eager, or it is refused."""
+"""Calls that replace buffers by other tensors: the next call sees them, as in eager mode, or they are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime import CaptureError, load
 
 
 class Does(nn.Module):
-    """Calls `act(self, x)`, which replaces buffers."""
+    """Module that calls `act(self, x)`, which replaces buffers."""
 
     def __init__(self, act: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "an alias": (
         Does(lambda m, x: doing(setattr(m, "one", m.two.view(2, 4)), m.two.add_(x))),
-        "a call changes with which others 0.one share memory",
+        "a call changes which tensors share memory with 0.one,",
     ),
     "tied no longer": (
         Does(lambda m, x: doing(setattr(m, "calls", m.calls + 1), x * m.tied)),
-        "a call changes with which others 0.calls share memory",
+        "a call changes which tensors share memory with 0.calls,",
     ),
     "other values": (
         Does(lambda m, x: doing(setattr(m.one, "data", m.one + x), m.one * m.weight)),

@@ -1,4 +1,4 @@
-"""Dicts whose keys are tuples, as heterogeneous graphs have them, under names that tell them apart."""
+"""Dicts with tuples as keys, as in heterogeneous graphs, under unambiguous names."""
 
 from __future__ import annotations
 

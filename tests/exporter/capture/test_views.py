@@ -1,4 +1,4 @@
-"""A write through whatever may be a view: what the look at a program finds is what a call of eager really changes."""
+"""Writes through possible views: the analysis of a program finds exactly what an eager call changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CHAINED = VIEWS.keys() - {"meshgrid", "an index", "linear", "einsum", "tensor_sp
 
 
 class Writes(nn.Module):
-    """Adds to what `views` make of a parameter or a buffer."""
+    """Module that adds to the result of `views` of a parameter or a buffer."""
 
     def __init__(self, name: str, views: list[View]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Writes(nn.Module):
 
 
 def changed_by_a_call(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers that a call of eager changes."""
+    """Return the FQNs of parameters and buffers that an eager call changes."""
     before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
     with torch.no_grad():
         model(X)

@@ -59,7 +59,7 @@ def renamed(tmp_path: Path) -> Artifact:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have saved; rows over both, columns over both, copies, and an uneven share of each."""
+    """Checkpoint of two processes: rows over both, columns over both, copies, and an uneven share of each."""
     folder = tmp_path_factory.mktemp("sharded") / "dcp"
     command = [warm.python(), "-c", RANK]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -143,7 +143,7 @@ def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) ->
 
 
 def remade(folder: Path, change: Callable[[Any], None]) -> Path:
-    """A checkpoint whose metadata are what `change` makes of them."""
+    """Return a checkpoint whose metadata are changed by `change`."""
     path = folder / ".metadata"
     document = pickle.loads(path.read_bytes())
     change(document)

@@ -134,7 +134,7 @@ def test_a_distributed_checkpoint_is_refused(artifact: Artifact, tmp_path: Path)
 )
 def test_metadata_that_torchao_does_not_write_are_refused(text: str, artifact: Artifact, tmp_path: Path) -> None:
     path = torchao_file(quantised(KIND), tmp_path, **{"0.weight": text})
-    with pytest.raises(CheckpointError, match=r"saved.safetensors: says of 0.weight what torchao does not say"):
+    with pytest.raises(CheckpointError, match=r"saved.safetensors: metadata of 0.weight are not torchao's"):
         pack(path, artifact, out=tmp_path / "v1.safetensors")
 
 

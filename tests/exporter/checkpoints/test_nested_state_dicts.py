@@ -1,4 +1,4 @@
-"""Where in a checkpoint the weights are: said by the caller, or by the message that refuses the checkpoint."""
+"""Place of the weights in a checkpoint: given by the caller, or named by the error for a refused checkpoint."""
 
 from __future__ import annotations
 

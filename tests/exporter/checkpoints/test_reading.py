@@ -1,4 +1,4 @@
-"""Checkpoints that torch wrote, looked at: what inspect and diff say of them, how they are read, what they refuse."""
+"""Checkpoints by torch in inspect and diff: results, ways of reading, and refusals."""
 
 from __future__ import annotations
 

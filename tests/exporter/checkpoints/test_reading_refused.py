@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read, are damaged, or change: what inspect and diff say of them."""
+"""Messages of inspect and diff for checkpoints that cannot be read, are damaged, or change."""
 
 from __future__ import annotations
 

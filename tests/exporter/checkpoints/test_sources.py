@@ -1,4 +1,4 @@
-"""What trainers write, in files and folders, whole or below other things: it packs to the same bytes, or is refused."""
+"""Trainers' files and folders, with the weights at the top or deeper: they pack to the same bytes, or are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def renamed(tmp_path: Path) -> Artifact:
 
 
 def whole(state: State) -> State:
-    """What a trainer saves beside the weights."""
+    """Return a state dict with other entries of a trainer beside it."""
     optimizer = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(3, 3)}}, "param_groups": [{"lr": 0.1}]}
     return {"model": state, "optimizer": optimizer, "epoch": 3, "loss": torch.tensor(0.5)}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that only the model's own code can load: loaded into a model, which is packed."""
+"""Checkpoints that only the model's own code can load: it loads them, and the model is packed."""
 
 from __future__ import annotations
 

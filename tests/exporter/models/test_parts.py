@@ -1,4 +1,4 @@
-"""Tensors that are made of others: what they are taken apart into, and which are refused by name."""
+"""Composed tensors: their parts, and tensors that are refused by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 class Opaque(nn.Module):
-    """A call that the class of its weight has no function for."""
+    """Module with a call that the class of its weight does not implement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Opaque(nn.Module):
 
 
 def test_a_call_that_a_class_does_not_take_apart_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"has to take what is called apart in __torch_function__"):
+    with pytest.raises(CaptureError, match=r"must decompose this call in __torch_function__"):
         export(Opaque().eval(), (X,), out=tmp_path / "a.artifact")
 
 

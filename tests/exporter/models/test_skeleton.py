@@ -106,7 +106,7 @@ def loaded() -> nn.Module:
 
 
 def initialised() -> nn.Module:
-    """By references that were taken before the skeleton began, as libraries hold them."""
+    """The references were taken before the skeleton began, as libraries do."""
     model = nn.Linear(8, 8)
     for initialise in INITIALISERS:
         initialise(model.weight)

@@ -505,7 +505,7 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         export_decoder(linear, out=tmp_path / "a", length=8)
     with pytest.raises(Unsupported, match="has learned 64 positions"):
         export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
-    with pytest.raises(Unsupported, match="Phi3ForCausalLM turns all keys otherwise beyond 23 tokens"):
+    with pytest.raises(Unsupported, match="Phi3ForCausalLM rotates all keys differently beyond 23 tokens"):
         export_decoder(long_phi(23), out=tmp_path / "a", length=LENGTH)
     with pytest.raises(Unsupported, match="length=1"):
         export_decoder(built("Llama"), out=tmp_path / "a", length=1)
