@@ -106,7 +106,7 @@ def test_a_report_takes_the_place_of_a_report_alone(target: str, diff: Diff) -> 
     before = path.read_bytes()
     said = diff("--html", str(path))
     assert said.status == 2
-    assert "is there and is no report, and would be" in said.err
+    assert "exists, is not a report, and would be overwritten" in said.err
     assert path.read_bytes() == before
     page = diff.folder / "d.html"
     page.touch()
