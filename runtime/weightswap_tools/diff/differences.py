@@ -13,14 +13,15 @@ from weightswap_runtime.tensors.dtypes import has_fractions
 from .moments import Floats, Moments, Numbers, dot, workspace
 from .report import BINS
 
-EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats do not have all of them
+EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats cannot represent all of them
 _MANTISSA_BITS = 52
 
 
 class Differences(NamedTuple):
-    """Two sides of a block, where both are finite; sums are infinite if too large; `largest` is at `largest_at`.
+    """Differences of a block, over elements that are finite on both sides. Sums that overflow are infinite.
 
-    `squares` are of the differences, `before_squares` and `after_squares` of either side, whose `product` is inner.
+    `squares` sums the squared differences, `before_squares` and `after_squares` the squares of either side; `product`
+    is the inner product of the sides. `largest` is at the index `largest_at`.
     """
 
     changed: int
@@ -39,7 +40,7 @@ class Differences(NamedTuple):
 
 
 class _ValuePair(NamedTuple):
-    """What is finite in both: `chosen` of the elements, None for all; the sizes of the changes."""
+    """Elements that are finite on both sides, and the sizes of their changes. `chosen` is the mask; None for all."""
 
     before: Floats
     after: Floats
@@ -48,14 +49,14 @@ class _ValuePair(NamedTuple):
 
 
 def unchanged(side: Moments) -> Differences:
-    """What is found where both sides have the same bytes."""
+    """Return the differences of a block with the same bytes on both sides."""
     return Differences(0, 0.0, side.squares, side.squares, side.squares, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
 
 
 def differences(
     contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]
 ) -> tuple[Differences, NDArray[Any]]:
-    """What changed, and the histogram of by how much: a count for each exponent of a 64-bit float."""
+    """Return the differences, and a histogram of their sizes with a count per exponent of a 64-bit float."""
     differ = _differ(contents, sides)
     pair = _pair(contents, sides)
     changed = int(np.count_nonzero(differ))
@@ -98,13 +99,13 @@ def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbe
 
 
 def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
-    """|B - A| of integers, rounded once."""
+    """Return |B - A| of integers, rounded once."""
     distances = after.view(np.uint64) - before.view(np.uint64)  # modulo 2**64
     return np.where(after >= before, distances, -distances).astype(np.float64)
 
 
 def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
-    """The largest change, its index in the block, and what was and is there."""
+    """Return the largest change, its index in the block, and the values before and after."""
     if not len(pair.sizes):
         return 0.0, 0, 0.0, 0.0
     index = int(pair.sizes.argmax())
@@ -125,7 +126,7 @@ def _sign_flips(pair: _ValuePair) -> int:
 
 
 def _new(before: Numbers, after: Numbers) -> tuple[int, int]:
-    """How many elements are NaN that were not, or an Inf that they were not."""
+    """Count the elements that became NaN, and those that became an Inf."""
     if after.finite is None:
         return 0, 0
     old, new = before.values[~after.finite], after.values[~after.finite]
@@ -137,6 +138,6 @@ def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
     spare = workspace("spare", len(pair.sizes)).view(np.int64)
     exponents = np.right_shift(pair.sizes.view(np.int64), _MANTISSA_BITS, out=spare)
     counts = np.bincount(exponents, minlength=BINS + 1)
-    counts[0] += changed - len(pair.sizes)  # what did not change has no exponent
-    counts[BINS - 1] += counts[BINS]  # those of infinite changes
+    counts[0] += changed - len(pair.sizes)  # elements that did not change were counted here
+    counts[BINS - 1] += counts[BINS]  # infinite changes
     return counts[:BINS]

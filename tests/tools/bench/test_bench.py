@@ -91,7 +91,7 @@ def test_a_process_that_ends_is_a_failure(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = running._run(request(tiny, weight_file(1)))
-    assert found.failed == "the process that measured it ended with status 1: it said nothing"
+    assert found.failed == "the measuring process exited with status 1: no output"
 
 
 @pytest.fixture

@@ -32,10 +32,10 @@ MOST = np.finfo(np.float64).max
 
 def scan(*tensors: torch.Tensor) -> Summary:
     """What the reader finds in one tensor, or in a pair."""
-    found = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
-    Reader(0, None).run([found])
-    assert found.found.summary is not None
-    return found.found.summary
+    scan = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
+    Reader(0, None).run([scan])
+    assert scan.result.summary is not None
+    return scan.result.summary
 
 
 def compare(before: torch.Tensor, after: torch.Tensor) -> tuple[Values, Values, Change]:
@@ -151,10 +151,10 @@ def test_any_bits_of_any_dtype(dtype: str, one: bytes, other: bytes) -> None:
     contents = [TensorBytes(dtype, (count,), memoryview(side[: count * size])) for side in (one, other)]
     if dtype == "BOOL":
         contents = [content._replace(data=memoryview(bytes(code & 1 for code in content.data))) for content in contents]
-    found = Scan([TensorBytes(*content) for content in contents], hashed=True)
-    Reader(0, None).run([found])
-    assert found.found.summary is not None
-    (old, new), change = found.found.summary
+    scan = Scan([TensorBytes(*content) for content in contents], hashed=True)
+    Reader(0, None).run([scan])
+    assert scan.result.summary is not None
+    (old, new), change = scan.result.summary
     assert change is not None
     before, after = (np.ascontiguousarray(as_float64(content)).view(np.float64) for content in contents)
     both = np.isfinite(before) & np.isfinite(after)
@@ -366,8 +366,8 @@ def test_elements_that_do_not_fill_bytes_are_compared_by_their_bytes() -> None:
         sides = [TensorBytes("F4", (4,), memoryview(data)) for data in (b"\x12\x34", codes)]
         pair = Scan(sides, hashed=True)
         Reader(0, None).run([pair])
-        assert pair.found.summary is None
-        found.append(pair.found.equal)
+        assert pair.result.summary is None
+        found.append(pair.result.equal)
     assert found == [True, False]
 
 
