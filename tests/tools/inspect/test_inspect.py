@@ -229,7 +229,7 @@ def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
     assert "F32[3, 4]" in said
     seen, data = report(inspect, path)
     assert "Goldens: 1 recorded call" in seen
-    assert rows(data, "What goes in, and what the eager model gave") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
+    assert rows(data, "Inputs, and the outputs of the eager model") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
     assert "goldens have no modules" in inspect(path, "--tree", status=2)
 
 
@@ -251,7 +251,7 @@ def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
 
 
 def test_one_answer_is_asked_for(inspect: Inspect) -> None:
-    assert "give one of them" in inspect("layers.artifact", "--tree", "--json", status=2)
+    assert "--tree and --json: give one" in inspect("layers.artifact", "--tree", "--json", status=2)
     document = json.loads(inspect("layers.artifact", "--json", "--html", "both.html"))
     assert document["kind"] == "artifact"
     assert Path("both.html").exists()

@@ -98,7 +98,7 @@ def test_modules_are_searched_by_name_class_and_operator(page: Any) -> None:
     assert names(page) == ["(model)", "embed"]
     assert page.locator("[aria-selected=true] .name").text_content() == "embed"
     box.fill("nowhere")
-    assert page.get_by_text("No module is called so.").is_visible()
+    assert page.get_by_text("No module matches.").is_visible()
     box.fill("")
     assert len(names(page)) == 18
 
@@ -195,7 +195,7 @@ def test_a_search_opens_what_is_folded(folded: Any) -> None:
 
 def test_an_entry_of_modules_is_no_module(folded: Any) -> None:
     folded.get_by_role("searchbox", name="Search modules").fill("0-14")
-    assert folded.get_by_text("No module is called so.").is_visible()
+    assert folded.get_by_text("No module matches.").is_visible()
     folded.get_by_role("searchbox", name="Search modules").fill("")
     folded.get_by_role("button", name="Expand all").click()
     assert len(names(folded)) == 5 + 15 * 3
