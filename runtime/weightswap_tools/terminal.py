@@ -61,14 +61,12 @@ def _is_html(path: Path) -> bool:
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        callback=_check_report_path, help="Write an HTML report to this file; an existing report is replaced."
-    ),
+    typer.Option(callback=_check_report_path, help="Write an HTML report here; an existing report is replaced."),
 ]
 LevelOption = Annotated[
     str | None,
     typer.Option(
-        help="Where the weights are in a pickled or distributed checkpoint: keys joined with dots, such as ema."
+        help="Where the weights are in a pickled or distributed checkpoint: keys joined with dots, as in ema."
     ),
 ]
 IgnoreOption = Annotated[
@@ -76,9 +74,7 @@ IgnoreOption = Annotated[
     typer.Option(help="Ignore tensors whose names match, such as `*.position_ids` of an older model; may be repeated."),
 ]
 DeviceOption = Annotated[str, typer.Option(help="The device that holds the model: cpu, cuda, cuda:1.")]
-EngineOption = Annotated[
-    EngineName, typer.Option(help="The engine that runs the graphs; auto takes the fastest one available.")
-]
+EngineOption = Annotated[EngineName, typer.Option(help="The engine for the graphs; auto takes the fastest available.")]
 _CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]")  # DEL and the C1 controls, which JSON leaves unescaped
 _SHOWN_WARNINGS = (UserWarning, RuntimeWarning)
 _USAGE_ERRORS = (MissingExtra, RecipeError, Unsupported)

@@ -18,9 +18,7 @@ from .push import ModelOption, TokenOption, UrlArgument, WhyOption, only_model, 
 canary_command = typer.Typer(add_completion=False)
 ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
 ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
-PromoteIfOption = Annotated[
-    str, typer.Option(help="When to promote, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")
-]
+PromoteIfOption = Annotated[str, typer.Option(help="When to promote: `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
 AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
 _POLL_SECONDS = 0.3
@@ -105,15 +103,13 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         print_json(status)
         return
     say(f"serves      {status['served']['weights_id']}")
-    if (current := status["canary"]) is None:
+    if (trial := status["canary"]) is None:
         return
-    say(
-        f"canary      {current['weights_id']}, {100 * current['share']:g} %{' and shadow' if current['shadow'] else ''}"
-    )
-    if current["promote_if"]:
-        say(f"promote if  {current['promote_if']} (held for {current['promote_held']:.0f} s)")
-    say(f"abort if    {current['abort_if']}")
-    print_measurements(current["values"])
+    say(f"canary      {trial['weights_id']}, {100 * trial['share']:g} %{' and shadow' if trial['shadow'] else ''}")
+    if trial["promote_if"]:
+        say(f"promote if  {trial['promote_if']} (held for {trial['promote_held']:.0f} s)")
+    say(f"abort if    {trial['abort_if']}")
+    print_measurements(trial["values"])
 
 
 def print_measurements(values: Mapping[str, float | None]) -> None:

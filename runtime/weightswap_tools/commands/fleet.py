@@ -31,9 +31,7 @@ from .fleet_cluster import (
 if TYPE_CHECKING:
     from weightswap_fleet import Fleet, NodeStatus
 
-fleet_command = typer.Typer(
-    add_completion=False, help="Deploy on a Ray cluster, and change the weights of all nodes together."
-)
+fleet_command = typer.Typer(add_completion=False, help="Deploy on Ray, and change the weights of all nodes together.")
 for _command in (canary, promote, abort):
     fleet_command.command()(_command)
 
@@ -51,20 +49,18 @@ def deploy(
         int | None, typer.Option(help="Let Ray Serve scale up to this many replicas under load.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model's name in requests; by default the artifact's.")] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="The most rows of several requests to batch into one call.")
-    ] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum rows to batch into one call.")] = 1,
     route: Annotated[str, typer.Option(help="The route prefix at Ray Serve's proxies.")] = "/",
     require_signature: Annotated[
         list[str] | None,
-        typer.Option(help="Serve only weights signed with the key to this public key (PEM); may be repeated."),
+        typer.Option(help="A public key (PEM); weights whose signature it does not verify are refused; repeatable."),
     ] = None,
     allow_nonfinite: Annotated[
         list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
     ] = None,
     relay: Annotated[
         bool,
-        typer.Option("--relay/--no-relay", help="Read a URL on one node and relay it to the others, or on each node."),
+        typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node."),
     ] = True,
     address: AddressOption = "auto",
     as_json: JsonOption = False,

@@ -36,9 +36,7 @@ def canary(
     ] = None,
     name: NameOption = NAME,
     share: ShareOption = None,
-    of: Annotated[
-        str, typer.Option(help="A share of `requests` on each node, or of `nodes` with all their requests.")
-    ] = "",
+    of: Annotated[str, typer.Option(help="Share of each node's `requests`, or of the `nodes`.")] = "",
     steps: Annotated[str | None, typer.Option(help="Shares in turn, such as `0.01,0.1,0.5,1`.")] = None,
     step_seconds: Annotated[float | None, typer.Option(help="The duration of each step.")] = None,
     shadow: ShadowOption = False,

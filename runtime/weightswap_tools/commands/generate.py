@@ -25,9 +25,7 @@ def generate(
     weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to load, as for swap.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; with --tokens, token ids such as 5,17,3.")],
     tokens: Annotated[bool, typer.Option("--tokens", help="Read and print token ids; needs no tokenizer.")] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", help="Default: until the cache is full.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="By default until the cache is full.")] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest with this total probability.")] = None,

@@ -57,7 +57,7 @@ def run(
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Call a method once.
+    """Call a method of an artifact once.
 
     Inputs have the names of the signature, which `weightswap inspect` shows. Elements of lists and dicts are named like
     x.0 or x.key. Outputs are named in the same way; a single one is named output.

@@ -47,23 +47,23 @@ def serve(
         ),
     ] = None,
     max_variants: Annotated[
-        int, typer.Option(help="Resident variants of each group; the least recently used one is evicted.")
+        int, typer.Option(help="Maximum resident variants of a group; the least recently used one is evicted.")
     ] = 16,
     interval: Annotated[float, typer.Option(help="Seconds between polls of --watch and --follow.")] = 5.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The HTTP port; 0 picks a free one.")] = 8000,
     grpc_port: Annotated[int | None, typer.Option(help="The gRPC port; without it, gRPC is off.")] = None,
-    max_batch: Annotated[int, typer.Option(help="The most rows of several requests to batch into one call.")] = 1,
-    max_delay_ms: Annotated[float, typer.Option(help="How long to wait for more; 0 takes what is queued.")] = 0.0,
+    max_batch: Annotated[int, typer.Option(help="Maximum rows of several requests to batch into one call.")] = 1,
+    max_delay_ms: Annotated[float, typer.Option(help="Wait this long to fill a batch; 0 takes what is queued.")] = 0.0,
     batch_dim: Annotated[str, typer.Option(help="The batch dimension.")] = "batch",
-    max_queue: Annotated[int, typer.Option(help="The most waiting requests of a model; others get 503.")] = 256,
-    max_body_mb: Annotated[int, typer.Option(help="The largest request body, in MiB.")] = 64,
-    max_bodies_mb: Annotated[int, typer.Option(help="The most bytes of all request bodies in flight, in MiB.")] = 1024,
+    max_queue: Annotated[int, typer.Option(help="Maximum waiting requests of a model; others get 503.")] = 256,
+    max_body_mb: Annotated[int, typer.Option(help="Maximum size of a request body, in MiB.")] = 64,
+    max_bodies_mb: Annotated[int, typer.Option(help="Maximum size of all request bodies in flight, in MiB.")] = 1024,
     body_timeout: Annotated[float, typer.Option(help="Seconds within which a request body must arrive.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds within which a request must be answered.")] = 60.0,
-    max_connections: Annotated[int, typer.Option(help="The most concurrent connections.")] = 1024,
-    max_streams: Annotated[int, typer.Option(help="The most concurrent generations, each with its own context.")] = 16,
-    stream_timeout: Annotated[float, typer.Option(help="The most seconds that a generation may take.")] = 300.0,
+    max_connections: Annotated[int, typer.Option(help="Maximum concurrent connections.")] = 1024,
+    max_streams: Annotated[int, typer.Option(help="Maximum concurrent generations, each with its own context.")] = 16,
+    stream_timeout: Annotated[float, typer.Option(help="Maximum seconds of a generation.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds that accepted requests get to finish on shutdown.")] = 30.0,
     traces: Annotated[
         bool, typer.Option("--traces", help="Export OpenTelemetry spans as the environment variables OTEL_* configure.")
@@ -83,14 +83,14 @@ def serve(
         typer.Option(help="A directory, or a prefix of URLs, that operators may load from; may be repeated."),
     ] = None,
     upload_dir: Annotated[str | None, typer.Option(help="Accept uploads from operators into this directory.")] = None,
-    max_uploads_gb: Annotated[float, typer.Option(help="The most bytes of all uploads together, in GiB.")] = 64.0,
+    max_uploads_gb: Annotated[float, typer.Option(help="Maximum size of all uploads together, in GiB.")] = 64.0,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which staged weights are discarded.")] = 3600.0,
     audit_log: Annotated[
         str | None, typer.Option(help="Append a line of JSON for each admin request to this file.")
     ] = None,
     require_signature: Annotated[
         list[str] | None,
-        typer.Option(help="Serve only weights signed with the key to this public key (PEM); may be repeated."),
+        typer.Option(help="A public key (PEM); weights whose signature it does not verify are refused; repeatable."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="The number of worker processes, which share one copy of the weights.")

@@ -91,7 +91,7 @@ def swap(
     ignore: IgnoreOption = None,
     expect: Annotated[str | None, typer.Option(help="Refuse the last file unless it gives this weights id.")] = None,
     rate_limit: Annotated[
-        float | None, typer.Option(help="The most bytes to read and copy per second, such as 200e6.")
+        float | None, typer.Option(help="Maximum bytes to read and copy per second, such as 200e6.")
     ] = None,
     html: HtmlOption = None,
     op_library: OpLibraryOption = None,

@@ -44,9 +44,7 @@ def diff(
     ] = False,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Exit with 1 if a tensor meets this, such as 'new_nan or rel_change > 0.5'; may be repeated."
-        ),
+        typer.Option(help="Exit with 1 if a tensor meets this: 'new_nan or rel_change > 0.5'; may be repeated."),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the 30 most alarming.")] = False,
     html: HtmlOption = None,

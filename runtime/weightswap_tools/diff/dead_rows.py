@@ -20,8 +20,8 @@ Flags = NDArray[np.bool_]
 class RowTally(NamedTuple):
     """The dead rows of a piece: how many of its inner rows are dead on each side, and how many are newly dead.
 
-    `parts` are the first and the last row, which may continue in other pieces: the row's index, and for each side
-    whether the elements in this piece are zero.
+    `parts` are its first and last row, which other pieces may share: the index, and for each side whether it is zero
+    here.
     """
 
     dead: tuple[int, ...]

@@ -40,12 +40,12 @@ class Differences(NamedTuple):
 
 
 class _ValuePair(NamedTuple):
-    """Elements that are finite on both sides, and the sizes of their changes. `chosen` is the mask; None for all."""
+    """Elements that are finite on both sides, and the sizes of their changes. `mask` selects them; None for all."""
 
     before: Floats
     after: Floats
     sizes: Floats
-    chosen: NDArray[np.bool_] | None
+    mask: NDArray[np.bool_] | None
 
 
 def unchanged(side: Moments) -> Differences:
@@ -71,7 +71,7 @@ def differences(
         _sign_flips(pair),
         *_new(*sides),
     )
-    return changes, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
+    return changes, _histogram(pair, changed if pair.mask is None else int(np.count_nonzero(differ[pair.mask])))
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
@@ -88,14 +88,14 @@ def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Num
 def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> _ValuePair:
     before, after = sides
     masks = [side.finite for side in sides if side.finite is not None]
-    chosen = np.logical_and.reduce(masks) if masks else None
-    old, new = before.picked(chosen), after.picked(chosen)
+    mask = np.logical_and.reduce(masks) if masks else None
+    old, new = before.masked(mask), after.masked(mask)
     if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
         sizes = _distances(as_array(contents[0]), as_array(contents[1]))
     else:
         sizes = np.subtract(new, old, out=workspace("gaps", len(old)))
         np.abs(sizes, out=sizes)
-    return _ValuePair(old, new, sizes, chosen)
+    return _ValuePair(old, new, sizes, mask)
 
 
 def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
@@ -109,7 +109,7 @@ def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
     if not len(pair.sizes):
         return 0.0, 0, 0.0, 0.0
     index = int(pair.sizes.argmax())
-    in_block = index if pair.chosen is None else int(np.flatnonzero(pair.chosen)[index])
+    in_block = index if pair.mask is None else int(np.flatnonzero(pair.mask)[index])
     return float(pair.sizes[index]), in_block, float(pair.before[index]), float(pair.after[index])
 
 

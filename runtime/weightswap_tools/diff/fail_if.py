@@ -71,7 +71,7 @@ class Policy:
 
     @property
     def needs_values(self) -> bool:
-        """Whether the condition needs values of tensors that did not change."""
+        """True if the condition needs values of tensors that did not change."""
         return not self.quantities.isdisjoint(OF_VALUES)
 
     def meets(self, tensor: TensorDiff) -> bool:

@@ -29,7 +29,7 @@ class TensorPair(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        """Whether the two tensors can be compared element by element."""
+        """True if the two tensors can be compared element by element."""
         if self.before is None or self.after is None or self.before.shape != self.after.shape:
             return False
         whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)

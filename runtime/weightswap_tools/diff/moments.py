@@ -52,8 +52,8 @@ class Numbers(NamedTuple):
     values: Floats
     finite: NDArray[np.bool_] | None
 
-    def picked(self, chosen: NDArray[np.bool_] | None) -> Floats:
-        return self.values if chosen is None else self.values[chosen]
+    def masked(self, mask: NDArray[np.bool_] | None) -> Floats:
+        return self.values if mask is None else self.values[mask]
 
 
 def cut(content: TensorBytes, start: int, stop: int) -> TensorBytes:
@@ -76,7 +76,7 @@ def numbers(content: TensorBytes, side: Literal["before", "after"], *, parts: bo
 
 def moments(side: Numbers) -> Moments:
     """Return the moments of one side."""
-    values = side.picked(side.finite)
+    values = side.masked(side.finite)
     count, nan = len(values), int(np.isnan(side.values).sum()) if side.finite is not None else 0
     sum_, squares = float(values.sum()), dot(values, values)
     spread = squares - sum_ * sum_ / count if count else 0.0

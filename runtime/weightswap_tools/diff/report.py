@@ -118,7 +118,7 @@ class TensorDiff(DiffDocument, frozen=True):
 
     @property
     def counts(self) -> bool:
-        """Whether the elements are wide integers, such as steps and indices, whose relative change means little."""
+        """True for wide integers, such as steps and indices, whose relative change means little."""
         return all(side.dtype in COUNTING for side in (self.before, self.after) if side)
 
 

@@ -73,9 +73,7 @@ def _weights_section(manifest: Manifest) -> Section:
         modules_table(sizes),
         _tensor_table(manifest.weights, "Weights"),
     )
-    return Section(
-        "Weights", blocks, "The tensors that a weight file must have: parameters, and buffers that no call changes."
-    )
+    return Section("Weights", blocks, "The contents of a weight file: parameters, and buffers that no call changes.")
 
 
 def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str) -> Table:

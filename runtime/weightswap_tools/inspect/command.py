@@ -31,9 +31,7 @@ def inspect(
     path: Annotated[
         str, typer.Argument(help="An artifact, a weight file, a checkpoint, a delta or a goldens file, or its URL.")
     ],
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Print the modules as a tree, with the sizes of their tensors.")
-    ] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Print a tree of the modules with their sizes.")] = False,
     level: LevelOption = None,
     html: HtmlOption = None,
     as_json: JsonOption = False,

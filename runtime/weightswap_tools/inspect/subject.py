@@ -44,7 +44,7 @@ class WeightsSubject(NamedTuple):
 
     @property
     def swappable(self) -> bool:
-        """Whether swaps accept the file."""
+        """True if swaps accept the file."""
         return self.weights.weights is not None
 
     @property
@@ -97,15 +97,12 @@ class GoldensSubject(NamedTuple):
     def calls(self) -> list[tuple[int, str, str, str]]:
         """The number and method of each recorded call, and its inputs and outputs as text."""
         cases = enumerate(self.record.cases)
-        return [
-            (number, case.method, self._values_text(case.inputs), self._values_text(case.outputs))
-            for number, case in cases
-        ]
+        return [(number, case.method, self._texts(case.inputs), self._texts(case.outputs)) for number, case in cases]
 
-    def _values_text(self, values: Iterable[Value]) -> str:
-        return ", ".join(map(self._value_text, values))
+    def _texts(self, values: Iterable[Value]) -> str:
+        return ", ".join(map(self._text, values))
 
-    def _value_text(self, value: Value) -> str:
+    def _text(self, value: Value) -> str:
         """Return a value as `F32[2, 10]`, as an integer, or as "fixed" for a literal of the signature."""
         if isinstance(value, str):
             tensor = self.tensors.get(value)

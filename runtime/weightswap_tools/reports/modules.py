@@ -41,7 +41,7 @@ def _run(modules: tuple[ModuleNode, ...], parent_path: str, parent_name: str) ->
     children = [_node(module, parent_path, parent_name) for module in modules]
     counts = [child["calls"] for child in children]
     least, most, calls = map(number_text, (min(counts), max(counts), sum(counts)))
-    each = least if least == most else f"{least} to {most}"
+    per_module = least if least == most else f"{least} to {most}"
     return {
         "name": _joined(parent_name, names),
         "path": _joined(parent_path, names),
@@ -49,7 +49,7 @@ def _run(modules: tuple[ModuleNode, ...], parent_path: str, parent_name: str) ->
         "detail": first.detail and f"each: {first.detail}",
         "alike": len(modules),
         "calls": sum(counts),
-        "told": f"{each} each, {calls} in all" if sum(counts) else "none of its own",
+        "told": f"{per_module} each, {calls} in all" if sum(counts) else "none of its own",
         "children": children,
         **dict.fromkeys(("ops", "takes", "gives"), ()),
     }

@@ -24,9 +24,7 @@ POLICY = (
 )
 HERE = Path(__file__).parent
 ASSETS = HERE / "assets"
-LOOK = (
-    HERE.parents[1] / "weightswap_server" / "admin" / "page"
-)  # by path, as the server's dependencies may not be installed
+LOOK = HERE.parents[1] / "weightswap_server" / "admin" / "page"  # not imported: the server's extra may be absent
 STYLES = (LOOK / "colours.css", LOOK / "look.css", ASSETS / "page.css", ASSETS / "blocks.css")
 SCRIPTS = tuple(ASSETS / name for name in ("page.js", "table.js", "modules.js", "charts.js", "start.js"))
 CHART_LIBRARY = HERE / "vendor" / "echarts" / "echarts.min.js"

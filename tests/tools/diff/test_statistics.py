@@ -31,7 +31,7 @@ MOST = np.finfo(np.float64).max
 
 
 def scan(*tensors: torch.Tensor) -> Summary:
-    """What the reader finds in one tensor, or in a pair."""
+    """The summary of one tensor, or of a pair."""
     scan = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
     Reader(0, None).run([scan])
     assert scan.result.summary is not None
@@ -64,7 +64,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
 
 
 def expected_change(old: np.ndarray, new: np.ndarray) -> dict[str, float]:
-    """By numpy, in one go; of finite values."""
+    """Expected statistics of the finite values, computed by numpy at once."""
     gaps = new - old
     ratios = np.abs(gaps[old != 0] / old[old != 0])
     return {
@@ -197,7 +197,7 @@ def test_norms_of_64_bit_floats_are_exact_to_twelve_digits(pairs: list[tuple[flo
     assert change.changed == sum(gap != 0 for gap in gaps) == sum(change.histogram.counts)
 
 
-def test_what_overflows_is_infinite_and_raises_no_warning() -> None:
+def test_overflow_is_infinite_and_raises_no_warning() -> None:
     most = torch.tensor([MOST, MOST, 1.0], dtype=torch.float64)
     old, new, change = compare(most, -most)
     assert (old.norm, new.norm, old.mean, new.mean, change.norm) == (INF, INF, INF, -INF, INF)
@@ -259,12 +259,12 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
         (NAN, 1.0, (0, 0)),
     ],
 )
-def test_what_is_not_finite_in_a_new_way_is_new(before: float, after: float, new: tuple[int, int]) -> None:
+def test_each_new_kind_of_nonfinite_value_is_counted(before: float, after: float, new: tuple[int, int]) -> None:
     change = compare(torch.tensor([2.0, before]), torch.tensor([3.0, after]))[2]
     assert (change.new_nan, change.new_inf) == new
 
 
-def test_where_nothing_is_finite() -> None:
+def test_tensors_without_finite_values() -> None:
     old, _, change = compare(torch.tensor([NAN, INF]), torch.tensor([NAN, INF]))
     assert (old.mean, old.std, old.norm) == (None, None, 0.0)
     assert (change.changed, change.norm, change.rel_change, change.cosine, change.largest) == (0, 0.0, 0.0, 1.0, None)
@@ -288,7 +288,7 @@ def test_relative_change_of_zero() -> None:
     assert compare(zero, zero)[2].cosine == compare(zero, -zero)[2].cosine == 1.0
 
 
-def test_signs() -> None:
+def test_sign_flips_ignore_zeros() -> None:
     before = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0, 1e-40])
     after = torch.tensor([-1.0, 1.0, -0.0, 1.0, 0.0, -1e-40])
     change = compare(before, after)[2]
