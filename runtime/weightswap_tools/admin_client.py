@@ -134,7 +134,7 @@ def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
 
 
 def read_token(path: Path | None) -> str:
-    """Return the last word of a token file's first line, or the token of the environment. Raises Unsupported."""
+    """Return the token of a file, the last word of its first line, or of the environment. Raises Unsupported."""
     if path is None:
         token = os.environ.get(ENVIRONMENT, "").strip()
         if not token:

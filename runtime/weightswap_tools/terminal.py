@@ -65,9 +65,7 @@ HtmlOption = Annotated[
 ]
 LevelOption = Annotated[
     str | None,
-    typer.Option(
-        help="Where the weights are in a pickled or distributed checkpoint: keys joined with dots, as in ema."
-    ),
+    typer.Option(help="The place of the weights in a pickled or distributed checkpoint: dotted keys, such as ema."),
 ]
 IgnoreOption = Annotated[
     list[str] | None,

@@ -24,7 +24,7 @@ def desired(
     rollback_to: Annotated[
         str | None, typer.Option(help="Desire earlier weights, by a prefix of their id or as `last`, and hold.")
     ] = None,
-    hold: Annotated[bool, typer.Option("--hold", help="Hold: let nothing be promoted.")] = False,
+    hold: Annotated[bool, typer.Option("--hold", help="Hold, so that nothing is promoted.")] = False,
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
     revision: Annotated[int | None, typer.Option(help="The revision to replace; required for changes.")] = None,

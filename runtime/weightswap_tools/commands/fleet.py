@@ -59,8 +59,7 @@ def deploy(
         list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
     ] = None,
     relay: Annotated[
-        bool,
-        typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node."),
+        bool, typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node.")
     ] = True,
     address: AddressOption = "auto",
     as_json: JsonOption = False,

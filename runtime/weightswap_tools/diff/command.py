@@ -35,7 +35,7 @@ def diff(
     level: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where the weights are in a pickled or distributed checkpoint: keys joined with dots, such as ema. "
+            help="The place of the weights in a pickled or distributed checkpoint: dotted keys, such as ema. "
             "Give it twice if they differ: first for BEFORE, then for AFTER."
         ),
     ] = None,
