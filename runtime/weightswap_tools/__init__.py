@@ -1,1 +1,1 @@
-"""What people look through: the commands, inspect, diff, bench, reports. Never imports the exporter."""
+"""Command-line tools: the commands, inspect, diff, bench and reports. Never imports the exporter."""

@@ -1,4 +1,4 @@
-"""Calls of a server's admin plane, over HTTP or a Unix socket."""
+"""Client of a server's admin API, over HTTP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.sources.location import printable
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
-_PIECE = 1 << 16
-_PATIENCE = 10.0  # seconds for a connection, and for each piece of a request to be taken
+_CHUNK = 1 << 16
+_PATIENCE = 10.0  # seconds to connect, and to send each chunk of a request
 
 
 class AdminRefused(WeightswapError):
-    """A server has refused a call; `kind` is the class of its error, or empty. What it serves is as it was."""
+    """The server refused a call; what it serves did not change. `kind` is the class of the server's error, or empty."""
 
     def __init__(self, *lines: str, status: int = 0, kind: str = "") -> None:
         super().__init__(*lines)
@@ -30,7 +30,7 @@ class AdminRefused(WeightswapError):
 
 
 class AdminUnreachable(WeightswapError):
-    """No server answers there."""
+    """No server answers at the URL."""
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -45,7 +45,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class AdminClient:
-    """One server's admin plane."""
+    """Client of the admin API of one server."""
 
     def __init__(self, url: str, token: str) -> None:
         """url: http://HOST:PORT, https://..., or unix:///PATH. Raises Unsupported."""
@@ -54,31 +54,31 @@ class AdminClient:
         self._headers = {"Authorization": f"Bearer {token}"}
 
     def get(self, path: str) -> Any:
-        """A document. Raises AdminRefused and AdminUnreachable."""
+        """Fetch a document. Raises AdminRefused and AdminUnreachable."""
         return self._call("GET", path, None, {})
 
     def post(self, path: str, document: Any) -> Any:
-        """A change; it may take as long as it likes. Raises as `get`."""
+        """Request a change and wait for it, without a timeout. Raises as `get`."""
         return self._call("POST", path, msgspec.json.encode(document), {"Content-Type": "application/json"})
 
     def delete(self, path: str) -> Any:
-        """Raises as `get`."""
+        """Delete what is at the path. Raises as `get`."""
         return self._call("DELETE", path, None, {})
 
-    def upload(self, path: Path, name: str, digest: str, told: Callable[[int, int], None]) -> Any:
-        """Send a file. told: called with bytes done and of how many. Raises as `get`, and OSError."""
+    def upload(self, path: Path, name: str, digest: str, progress: Callable[[int, int], None]) -> Any:
+        """Upload a file. progress: called with bytes sent and bytes in all. Raises as `get`, and OSError."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
 
-            def pieces() -> Iterator[bytes]:
+            def chunks() -> Iterator[bytes]:
                 done = 0
-                while piece := file.read(_PIECE):
-                    yield piece
-                    done += len(piece)
-                    told(done, size)
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+                    done += len(chunk)
+                    progress(done, size)
 
             headers = {"Content-Length": str(size), "X-Weightswap-Blake3": digest}
-            return self._call("PUT", f"/admin/uploads/{quote(name)}", pieces(), headers)
+            return self._call("PUT", f"/admin/uploads/{quote(name)}", chunks(), headers)
 
     def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Any:
         with closing(self._connect()) as connection:
@@ -88,20 +88,20 @@ class AdminClient:
                 raise AdminUnreachable(f"{self.where}: no server answers there ({error})") from error
             try:
                 self._send(connection, method, path, body, {**self._headers, **headers})
-                connection.sock.settimeout(None)  # a change may take as long as it likes
-                reply = connection.getresponse()
-                content = reply.read()
+                connection.sock.settimeout(None)  # staging may take minutes
+                response = connection.getresponse()
+                content = response.read()
             except (OSError, http.client.HTTPException) as error:
                 raise AdminUnreachable(f"{self.where}: the connection broke off ({error!r})") from error
-        if reply.status >= 300:
-            raise _refusal(self.where, reply.status, content)
+        if response.status >= 300:
+            raise _refusal(self.where, response.status, content)
         return msgspec.json.decode(content) if content else None
 
     @staticmethod
     def _send(connection: Any, method: str, path: str, body: Any, headers: Mapping[str, str]) -> None:
         try:
             connection.request(method, path, body, dict(headers))
-        except (BrokenPipeError, ConnectionResetError):  # it has refused an upload before all was sent: see why
+        except (BrokenPipeError, ConnectionResetError):  # an upload refused midway: the response says why
             if method != "PUT":
                 raise
 
@@ -124,17 +124,17 @@ def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
 
 def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
     try:
-        said = msgspec.json.decode(content)
-        text, kind = str(said["error"]), str(said.get("kind", ""))
-        other = status == 404 and not kind  # no page of that name
-        said = f"{text}. Is {where} the port for operators?" if other else text
-        return AdminRefused(*said.split("\n"), status=status, kind=kind)
+        document = msgspec.json.decode(content)
+        text, kind = str(document["error"]), str(document.get("kind", ""))
+        if status == 404 and not kind:  # no such endpoint
+            text = f"{text}. Is {where} the port for operators?"
+        return AdminRefused(*text.split("\n"), status=status, kind=kind)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
         return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status=status)
 
 
 def read_token(path: Path | None) -> str:
-    """The token of a file, whose first line has it as its last word; or of the environment. Raises Unsupported."""
+    """Return the token of a file, the last word of its first line, or of the environment. Raises Unsupported."""
     if path is None:
         token = os.environ.get(ENVIRONMENT, "").strip()
         if not token:
@@ -144,7 +144,7 @@ def read_token(path: Path | None) -> str:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise Unsupported(f"{path}: the token cannot be read ({error})") from error
-    found = next((words[-1] for words in lines if words and not words[0].startswith("#")), None)
-    if found is None or not found.isascii():
+    token = next((words[-1] for words in lines if words and not words[0].startswith("#")), "")
+    if not token or not token.isascii():
         raise Unsupported(f"{path}: has no token")
-    return found
+    return token

@@ -1,4 +1,4 @@
-"""A call's arguments from tensors by name, as files of inputs have them, and its outputs as contents."""
+"""Conversion of named tensors to the arguments of a call, and of its outputs to tensor contents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weightswap_runtime.tensors.dtypes import describe, has_fractions
 
 
 def named_inputs(method: str, signature: Signature, tensors: Mapping[str, TensorBytes]) -> list[Any]:
-    """Flat inputs in the graph's order: tensors as contents, integers and literals as they are.
+    """Return flat inputs in the graph's order: tensors as contents, integers and literals as Python values.
 
-    Raises InputMismatch for names that are missing or unknown, and for an integer that is not a single whole number.
+    Raises InputMismatch for missing and unknown names, and for an integer input that is not a single whole number.
     """
     expected = input_leaves(signature)
     names = {leaf.name for leaf in expected if not isinstance(leaf, Literal)}
@@ -37,17 +37,17 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
 
 
 def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:
-    """Flat inputs, contents as the engine's tensors."""
+    """Return flat inputs with contents converted to the engine's tensors."""
     return [engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
 
 
 def output_contents(flat: Iterable[Any], engine: Engine) -> list[Any]:
-    """Flat outputs, the engine's tensors as contents."""
+    """Return flat outputs with the engine's tensors converted to contents."""
     return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in flat]
 
 
 def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
-    """The flat outputs of a call with flat inputs, tensors as contents on both sides. variants: as in a call."""
+    """Call a method with flat inputs and return its flat outputs; tensors are contents. variants: as in a call."""
     engine, signature = engine_of(model), model.signatures[method]
     args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
     if variants:

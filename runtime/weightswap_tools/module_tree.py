@@ -1,4 +1,4 @@
-"""The hierarchy of modules that the names of tensors spell: `encoder.layers.0.weight` is in `encoder.layers.0`."""
+"""The module hierarchy in the names of tensors: `encoder.layers.0.weight` belongs to `encoder.layers.0`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 
 _NUMBERED = re.compile("([^0-9]*)([0-9]*)")
-MOST_LEVELS = 32  # below, the dots of a name are part of it: whoever wrote a file chose its names
+MOST_LEVELS = 32  # further dots belong to the tensor's own name, as a file can hold arbitrary names
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A module: the names that lead to it from the model, the full names of what is directly in it, and its modules.
+    """A module: its path from the root, the full names of its own tensors, and its submodules.
 
-    Names and modules keep the order in which they came.
+    Tensors and submodules keep the order in which they were added.
     """
 
     parts: tuple[str, ...] = ()
@@ -23,27 +23,27 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Its own name; empty for the model."""
+        """The last part of its path; empty for the model."""
         return self.parts[-1] if self.parts else ""
 
     @property
     def path(self) -> str:
-        """`encoder.layers.0`; empty for the model."""
+        """The dotted path, such as `encoder.layers.0`; empty for the model."""
         return ".".join(self.parts)
 
     def walk(self) -> Iterator[Branch]:
-        """This module and all below, each before those that are in it."""
+        """Yield this module and all below it, parents first."""
         yield self
         for branch in self.branches.values():
             yield from branch.walk()
 
     def every_name(self) -> Iterator[str]:
-        """The full names in this module and below."""
+        """Yield the full names of the tensors in this module and below."""
         for branch in self.walk():
             yield from branch.names
 
     def reach(self, path: Sequence[str]) -> Branch:
-        """The module at a path below this one; what is missing on the way is made."""
+        """Return the module at a path below this one, creating missing modules on the way."""
         branch = self
         for part in path:
             if part not in branch.branches:
@@ -53,19 +53,19 @@ class Branch:
 
 
 def split_name(name: str) -> tuple[list[str], str]:
-    """The modules that a tensor's name leads through, and its own name in the last of them."""
+    """Split a tensor's name into the path of its module and its own name there."""
     *path, own = name.split(".", MOST_LEVELS)
     return path, own
 
 
 def natural(name: str) -> tuple[list[tuple[str, int, str]], str]:
-    """A key to sort names by, so that `layers.10` follows `layers.9`, and `h10` follows `h9`. No two are equal."""
+    """Return a sort key that puts `layers.10` after `layers.9` and `h10` after `h9`. Keys of different names differ."""
     parts = [(text, number.lstrip("0")) for text, number in _NUMBERED.findall(name)]
     return [(text, len(number), number) for text, number in parts], name
 
 
 def grow(names: Iterable[str]) -> Branch:
-    """The hierarchy of these names."""
+    """Build the module hierarchy of these names, and return its root."""
     root = Branch()
     for name in names:
         path, _ = split_name(name)
@@ -74,7 +74,7 @@ def grow(names: Iterable[str]) -> Branch:
 
 
 def sizes_below(root: Branch, sizes: Mapping[str, int]) -> dict[Branch, int]:
-    """The sum of the sizes in each module and below."""
+    """Return for each module the sum of the sizes of the tensors in it and below."""
     sums: dict[Branch, int] = {}
     for branch in reversed(list(root.walk())):
         own = sum(sizes[name] for name in branch.names)
@@ -83,7 +83,7 @@ def sizes_below(root: Branch, sizes: Mapping[str, int]) -> dict[Branch, int]:
 
 
 def totals(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """The path of each module, how many of these tensors are in it or below, and the sum of their sizes."""
+    """Return for each module its path, and the number and total size of the tensors in it and below."""
     root = grow(sizes)
     sums = sizes_below(root, sizes)
     return [(branch.path, len([*branch.every_name()]), sums[branch]) for branch in root.walk()]
@@ -92,22 +92,22 @@ def totals(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
 def fingerprints(
     root: Branch, describe: Callable[[str], Hashable], kind: Callable[[str], Hashable]
 ) -> dict[Branch, int]:
-    """A number for each module: equal for modules whose contents are alike.
+    """Return a number for each module, equal for modules with equal contents.
 
-    describe: what has to be equal of their tensors, by full name. kind: what has to be equal of the modules
-    themselves, such as their class, by path.
+    describe: the properties of a tensor, given its full name, that have to be equal. kind: the same of a module, given
+    its path, such as its class.
     """
     known: dict[Hashable, int] = {}
     marks: dict[Branch, int] = {}
     for branch in reversed(list(root.walk())):
         own = tuple((split_name(name)[1], describe(name)) for name in branch.names)
-        below = tuple((name, marks[found]) for name, found in branch.branches.items())
+        below = tuple((name, marks[child]) for name, child in branch.branches.items())
         marks[branch] = known.setdefault((kind(branch.path), own, below), len(known))
     return marks
 
 
 def runs(branches: Iterable[Branch], marks: Mapping[Branch, int]) -> list[list[Branch]]:
-    """Neighbours that are alike and have consecutive numbers for names (`0`, `1`, …) together, others alone."""
+    """Group neighbours with equal fingerprints and consecutive numbers as names (`0`, `1`, …); others stay alone."""
     groups: list[list[Branch]] = []
     for branch in branches:
         if groups and follows(groups[-1][-1].name, branch.name) and marks[groups[-1][-1]] == marks[branch]:
@@ -118,6 +118,6 @@ def runs(branches: Iterable[Branch], marks: Mapping[Branch, int]) -> list[list[B
 
 
 def follows(name: str, other: str) -> bool:
-    """Whether the names are a number and the next one."""
+    """Return whether both names are numbers and `other` is the next one."""
     numbers = name.isascii() and name.isdecimal() and other.isascii() and other.isdecimal()
     return numbers and max(len(name), len(other)) < 10 and int(other) == int(name) + 1

@@ -1,4 +1,4 @@
-"""The program `weightswap`. Its commands are entry points; one is imported only when it is called or listed."""
+"""The program `weightswap`. Its commands are entry points, imported only when they are called or listed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typer.main import get_command
 from weightswap_runtime._version import __version__
 
 GROUP = "weightswap.commands"
-_AS_BY_SIGPIPE = 128 + 13  # what a shell says of other programs whose reader has left
+_SIGPIPE_STATUS = 128 + 13  # what a shell reports for a program that SIGPIPE killed
 
 
 class Commands(TyperGroup):
-    """The commands that the installed distributions offer under the entry point group `weightswap.commands`."""
+    """Commands that installed distributions register in the entry point group `weightswap.commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(entry_points(group=GROUP).names)
@@ -34,25 +34,25 @@ class Commands(TyperGroup):
         return None
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with _readers_may_leave():
+        with _exit_on_broken_pipe():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with _readers_may_leave():
+        with _exit_on_broken_pipe():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _readers_may_leave() -> Iterator[None]:
-    """End the program where whoever reads its output has enough, as `| head` has."""
+def _exit_on_broken_pipe() -> Iterator[None]:
+    """Exit quietly when the reader of standard output has closed the pipe, as `| head` does."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        _read_by_nobody(1)
-        raise typer.Exit(_AS_BY_SIGPIPE) from None
+        _redirect_to_null(1)
+        raise typer.Exit(_SIGPIPE_STATUS) from None
 
 
 app = typer.Typer(
@@ -66,8 +66,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"weightswap {__version__}")
         raise typer.Exit
 
@@ -75,34 +75,34 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None: ...
 
 
-def _read_by_nobody(number: int) -> None:
-    opened = os.open(os.devnull, os.O_RDWR)
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
+def _redirect_to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
 
 
 def _open_closed_streams() -> None:
-    """Put a null device where a standard stream is closed: nothing else could be written, or it took the next file."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    """Open /dev/null for each closed standard stream; else the next opened file would take its descriptor."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            _read_by_nobody(number)
+            _redirect_to_null(descriptor)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r"))
 
 
 def main() -> None:
-    """The program; it ends the process. A closed standard stream is read and written as if it were /dev/null."""
+    """Run the program and exit the process. A closed standard stream behaves like /dev/null."""
     _open_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are not text
     app()
 
 

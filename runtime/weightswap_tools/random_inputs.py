@@ -1,4 +1,4 @@
-"""Inputs that a signature allows, and weights of a manifest, made from random numbers."""
+"""Random inputs that fit a signature, and random weights that fit a manifest."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from weightswap_runtime.format.weight_file import canonical_order, write_weight_
 from weightswap_runtime.tensors.content import TensorBytes, array_content, is_numpys, numpy_dtype
 from weightswap_runtime.tensors.dtypes import has_fractions
 
-COMMON = (2, 3, 5)  # sizes that dynamic dimensions have, one after another
-MOST_ELEMENTS = 1 << 18  # of all inputs together, where a range has no end or one that is far away
-MOST_INTEGERS = 1 << 11  # the same: tokens give outputs, and each has a row of them
-UNBOUNDED = 64  # the largest size of a range without an end
-_INTEGERS = 2  # random integers are below this where nothing tells more
+COMMON = (2, 3, 5)  # sizes of dynamic dimensions, in turn
+MOST_ELEMENTS = 1 << 18  # of all inputs together, for the largest sizes of dimensions
+MOST_INTEGERS = 1 << 11  # likewise for integers: each token adds a row of outputs
+UNBOUNDED = 64  # the largest size of a dimension without a maximum
+_INTEGERS = 2  # the exclusive bound of random integers, unless the caller gives one
 
 
 def common_sizes(signature: Signature) -> list[Sizes]:
-    """Small, uneven sizes for the dynamic dimensions, as far as the signature allows them; at least one set of them.
+    """Return sets of small, different sizes for the dynamic dimensions, within the limits of the signature.
 
-    Without dynamic dimensions that is one empty set. With conditions that none of them meets, there is none.
+    Without dynamic dimensions, returns one empty set. Returns none if no set meets the signature's conditions.
     """
     starts = range(len(COMMON) if signature.dims else 1)
-    return _allowed(signature, (_turned(signature, start) for start in starts))
+    return _allowed(signature, (_rotated_sizes(signature, start) for start in starts))
 
 
 def edge_sizes(signature: Signature, most: int = MOST_ELEMENTS) -> list[Sizes]:
-    """The ends of the ranges: all dimensions at their least size from 1, then each in turn at its largest, and at 0
-    where the range has it.
+    """Return sets of sizes at the ends of the ranges.
 
-    A range without an end is taken to end at UNBOUNDED. A largest size that would give the inputs more than `most`
-    elements, or MOST_INTEGERS integers, is halved until it does not.
+    The first has all dimensions at their minimum, but at least 1. The others have one dimension each at its maximum, or
+    at 0 where its range includes 0. A dimension without a maximum ends at UNBOUNDED. A maximum that would give the
+    inputs more than `most` elements, or more than MOST_INTEGERS integers, is halved until it does not.
     """
     least = {name: max(1, limits.min) for name, limits in signature.dims.items()}
     largest = [least | {name: _largest(signature, least, name, most)} for name in least]
@@ -59,23 +59,26 @@ def edge_sizes(signature: Signature, most: int = MOST_ELEMENTS) -> list[Sizes]:
 def random_values(
     signature: Signature, sizes: Sizes, rng: np.random.Generator, bounds: Mapping[str, int] | None = None
 ) -> list[Any]:
-    """Flat inputs of one call in the graph's order, tensors as contents.
+    """Return flat inputs of one call in the graph's order, tensors as contents.
 
-    Fractions are normally distributed; integers are from 0 up to the bound of the input of that name, 2 without one,
-    which is not among them.
+    Floats are normally distributed. Integers are uniform from 0 to the exclusive bound of the input of that name, by
+    default 2.
     """
     return [_value(leaf, sizes, rng, (bounds or {}).get(leaf.name, _INTEGERS)) for leaf in input_leaves(signature)]
 
 
 def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generator, group: str | None = None) -> None:
-    """A weight file for an artifact, or for a group of its variants. Matrices keep the scale of what is multiplied;
-    vectors, which may be variances, are positive. One tensor is in memory at a time."""
+    """Write a weight file of random values for an artifact, or for a group of its variants.
+
+    Matrices preserve the scale of their inputs. Vectors are positive, as they may be variances. One tensor is in memory
+    at a time.
+    """
     rows = canonical_order(row.row for row in (manifest.weights if group is None else manifest.variants[group]))
     data = ((row.name, [_weight(row.dtype, row.shape, rng).data]) for row in rows)
     write_weight_file(path, rows, data, graph_id=manifest.graph_id)
 
 
-def _turned(signature: Signature, start: int) -> Sizes:
+def _rotated_sizes(signature: Signature, start: int) -> Sizes:
     sizes = {}
     for index, (name, limits) in enumerate(signature.dims.items()):
         size = max(limits.min, COMMON[(start + index) % len(COMMON)])
@@ -84,7 +87,7 @@ def _turned(signature: Signature, start: int) -> Sizes:
 
 
 def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]) -> list[Sizes]:
-    """Those that meet the conditions, each once."""
+    """Return the distinct sets that meet the signature's conditions."""
     unique = {tuple(sizes.items()): sizes for sizes in candidates}
     return [sizes for sizes in unique.values() if all_hold(signature.conditions, sizes)]
 
@@ -92,12 +95,12 @@ def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]
 def _largest(signature: Signature, least: Sizes, name: str, most: int) -> int:
     limits = signature.dims[name]
     size = UNBOUNDED if limits.max is None else limits.max
-    while size > least[name] and _is_much(signature, {**least, name: size}, most):
+    while size > least[name] and _is_too_large(signature, {**least, name: size}, most):
         size //= 2
     return max(size, least[name])
 
 
-def _is_much(signature: Signature, sizes: Sizes, most: int) -> bool:
+def _is_too_large(signature: Signature, sizes: Sizes, most: int) -> bool:
     tensors = [leaf for leaf in input_leaves(signature) if isinstance(leaf, Tensor)]
     counts = [(leaf.dtype, math.prod(size_at(size, sizes) for size in leaf.shape)) for leaf in tensors]
     integers = sum(count for dtype, count in counts if not has_fractions(dtype))
@@ -110,8 +113,8 @@ def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int) -> An
     if isinstance(leaf, Integer):
         return size_at(leaf.value, sizes)
     shape = [size_at(size, sizes) for size in leaf.shape]
-    drawn = rng.normal(0, 1, shape) if has_fractions(leaf.dtype) else rng.integers(0, bound, shape)
-    return encoded(np.asarray(drawn), leaf.dtype)
+    values = rng.normal(0, 1, shape) if has_fractions(leaf.dtype) else rng.integers(0, bound, shape)
+    return encoded(np.asarray(values), leaf.dtype)
 
 
 def _weight(dtype: str, shape: Sequence[int], rng: np.random.Generator) -> TensorBytes:
@@ -123,7 +126,7 @@ def _weight(dtype: str, shape: Sequence[int], rng: np.random.Generator) -> Tenso
 
 
 def encoded(values: NDArray[Any], dtype: str) -> TensorBytes:
-    """Numbers as a tensor of any dtype whose elements fill whole bytes, rounded and clipped to what it has."""
+    """Return numbers as a tensor of a dtype with elements of whole bytes, rounded and clipped to its range."""
     kind = numpy_dtype(dtype)
     if not is_numpys(dtype):
         limits = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Inputs and outputs of `weightswap run` as files: named tensors in .safetensors or .npz."""
+"""Files of inputs and outputs of `weightswap run`: named tensors in .safetensors or .npz."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SUFFIXES = (".safetensors", ".npz")
 
 
 def read_tensors(path: Path) -> dict[str, TensorBytes]:
-    """Every tensor of a .safetensors or .npz file. Raises WeightFileError and Unsupported."""
+    """Read every tensor of a .safetensors or .npz file. Raises WeightFileError and Unsupported."""
     _check_suffix(path)
     try:
         return _read_npz(path) if path.suffix == ".npz" else parse_file(path.read_bytes(), str(path))[0]
     except WeightswapError:
         raise
-    except Exception as error:  # numpy's and zipfile's own, for files of another kind
+    except Exception as error:  # numpy and zipfile raise various ones for other files
         raise WeightFileError(f"{path}: cannot be read ({error})") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes]) -> None:
-    """Write tensors to a .safetensors or .npz file, which appears whole or not at all. Raises Unsupported."""
+    """Write tensors atomically to a .safetensors or .npz file. Raises Unsupported."""
     _check_suffix(path)
     if path.suffix == ".npz":
         arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes]) -> None:
 
 
 def describe_value(value: Any) -> Any:
-    """`F32[2, 10]` for a tensor; another value as it is."""
+    """Return the type of a tensor as text, such as `F32[2, 10]`, and any other value unchanged."""
     return describe(value) if isinstance(value, TensorBytes) else value
 
 
@@ -65,6 +65,6 @@ def _content(path: Path, name: str, array: NDArray[Any]) -> TensorBytes:
 
 
 def _array(name: str, tensor: TensorBytes) -> Any:
-    if not is_numpys(tensor.dtype):  # the file would not tell which type of ml_dtypes it was
+    if not is_numpys(tensor.dtype):  # .npz does not record the type of ml_dtypes
         raise Unsupported(f"{name}: numpy has no {tensor.dtype}; write a .safetensors file")
     return as_array(tensor)

@@ -1,7 +1,7 @@
-"""Sets of named tensors that are looked at: files of ours, and checkpoints that installed distributions can read.
+"""Sets of named tensors to inspect and compare: weight files, and checkpoints that installed distributions can read.
 
-A distribution offers a `Reader` under the entry point group `weightswap.checkpoints`. It is asked for local paths alone
-that the runtime does not know.
+A distribution registers a `Reader` in the entry point group `weightswap.checkpoints`. Readers are called only for local
+paths that the runtime does not recognise.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ GROUP = "weightswap.checkpoints"
 class SetTensor(NamedTuple):
     """A tensor of a set.
 
-    nbytes: of its row-major, little-endian elements. file: where these are; the set's own path if that is not one
-    file. offset: of the first in the file, in bytes; None where that cannot be said. tie_key: equal for tensors that
-    are one. read_into: fills memory with the bytes from a place on, also in several threads; raises WeightswapError.
-    whole: reading any part of it takes the memory of all of it.
+    nbytes: the size of its row-major, little-endian elements. file: the path of the file that holds them, or of the set
+    if that is not one file. offset: of the first element in the file, in bytes; None if unknown. tie_key: equal for
+    tied tensors. read_into: fills memory with the bytes from an offset on; thread-safe; raises WeightswapError.
+    whole: whether reading any part takes the memory of the whole tensor.
     """
 
     dtype: str
@@ -55,10 +55,10 @@ class SetTensor(NamedTuple):
 class TensorSet(NamedTuple):
     """An open set.
 
-    files: what the files are called in short. check: raises WeightswapError if a file was written to
-    since it was opened, or if check sums tell that the bytes of tensors of these names are damaged. weights: the set as
-    swaps open it, if they can. level: where in its file the set is, such as `model`, empty for the top; None for files
-    without levels. others: what else could be named as the level, with the number of its tensors.
+    files: short names of the files, by path. check: raises WeightswapError if a file was written to since it was
+    opened, or if the tensors of these names fail their checksums. weights: the set as swaps open it, or None if they
+    cannot. level: the path of the set inside its file, such as `model`; empty for the top; None for files without
+    levels. others: the other levels of the file, with their numbers of tensors.
     """
 
     where: str
@@ -71,12 +71,12 @@ class TensorSet(NamedTuple):
 
     @property
     def full_where(self) -> str:
-        """The path with the level."""
+        """The path, followed by the level if there is one."""
         return f"{self.where}, {self.level}" if self.level else self.where
 
     @property
     def ties(self) -> dict[str, tuple[str, ...]]:
-        """The names of a tensor that has several, by each of them: the others."""
+        """The other names of each tensor, by name; empty for a tensor with one name."""
         groups: dict[Hashable, list[str]] = {}
         for name, tensor in self.tensors.items():
             groups.setdefault(tensor.tie_key, []).append(name)
@@ -84,8 +84,8 @@ class TensorSet(NamedTuple):
 
 
 class SetRequest(NamedTuple):
-    """Which of a checkpoint's levels to open: the one of this name; else the one that has the manifest's weights, by
-    one of the readings; without either, the one with the most tensors.
+    """The choice of a checkpoint's level: the one of this name; else the one that holds the manifest's weights, under
+    one of the readings; else the one with the most tensors.
     """
 
     level: str | None = None
@@ -94,36 +94,36 @@ class SetRequest(NamedTuple):
 
 
 Opener = Callable[[SetRequest], AbstractContextManager[TensorSet]]
-Reader = Callable[[Path], Opener | None]  # None: nothing that this reader knows
+Reader = Callable[[Path], Opener | None]  # None: the reader does not recognise the path
 
 
 @contextmanager
 def open_set(path: str | os.PathLike[str], request: SetRequest | None = None) -> Iterator[TensorSet]:
-    """Open a path or URL as `open_weights` does, or a checkpoint that an installed reader knows. Values are not read.
+    """Open a path or URL as `open_weights` does, or a checkpoint with an installed reader. Reads no values.
 
-    What the request says is for readers alone.
+    request: used by readers only.
 
-    Raises WeightFileError, CheckpointError, WeightsMismatch for a checkpoint without the weights that are asked for,
-    Unsupported, and MissingExtra if nothing that is installed reads what is there.
+    Raises WeightFileError, CheckpointError, Unsupported, WeightsMismatch for a checkpoint without the requested
+    weights, and MissingExtra if no installed reader recognises the path.
     """
     location = as_location(path)
-    opener = _opener(location) if isinstance(location, Path) and not _is_ours(location) else None
+    opener = _opener(location) if isinstance(location, Path) and not _is_runtime_format(location) else None
     if opener is not None:
-        with opener(request or SetRequest()) as found:
-            yield found
+        with opener(request or SetRequest()) as opened:
+            yield opened
         return
     with open_weights(path) as weights:
-        yield _ours(weights)
+        yield _runtime_set(weights)
 
 
-def check_levels(asked: Iterable[str | None], sets: Sequence[TensorSet]) -> None:
-    """Raise Unsupported if a level was asked for where no set could have one."""
-    if any(level is not None for level in asked) and all(found.level is None for found in sets):
-        where = " and ".join(dict.fromkeys(found.where for found in sets))
+def check_levels(levels: Iterable[str | None], sets: Sequence[TensorSet]) -> None:
+    """Raise Unsupported if a level is given but no set has levels."""
+    if any(level is not None for level in levels) and all(opened.level is None for opened in sets):
+        where = " and ".join(dict.fromkeys(opened.where for opened in sets))
         raise Unsupported(f"{where}: only pickled and distributed checkpoints have levels; leave --level out")
 
 
-def _ours(weights: WeightSet) -> TensorSet:
+def _runtime_set(weights: WeightSet) -> TensorSet:
     tensors = {
         name: SetTensor(
             stored.dtype, stored.shape, stored.nbytes, stored.file.where, stored.offset, name, partial(_read, stored)
@@ -138,24 +138,24 @@ def _read(stored: StoredTensor, memory: memoryview, begin: int) -> None:
     stored.file.source.read_into([memory], stored.offset + begin)
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether the runtime opens what is there; what is not there is also its to refuse."""
+def _is_runtime_format(path: Path) -> bool:
+    """Return whether the runtime opens the path, or reports that it is missing."""
     names = local_names(path)
     if names is not None:
         return any(name == MANIFEST_NAME or name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
-    return path.name.endswith((SUFFIX, INDEX_SUFFIX)) or not is_file(path) or _begins_with_a_header(path)
+    return path.name.endswith((SUFFIX, INDEX_SUFFIX)) or not is_file(path) or _has_safetensors_header(path)
 
 
-def _begins_with_a_header(path: Path) -> bool:
+def _has_safetensors_header(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(9)[8:] == b"{"
     except OSError:
-        return True  # it cannot be opened, and `open_weights` says why
+        return True  # `open_weights` raises the error
 
 
 def _opener(path: Path) -> Opener | None:
-    """What opens a path that the runtime does not know. Raises MissingExtra."""
+    """Return the opener of the first reader that recognises the path, or None. Raises MissingExtra."""
     missing: ImportError | None = None
     for point in sorted(entry_points(group=GROUP)):
         try:

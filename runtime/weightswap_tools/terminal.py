@@ -1,4 +1,4 @@
-"""How commands speak: text or a table for people, one JSON document with --json, errors on standard error."""
+"""Output of commands: text or tables for people, one JSON document with --json, errors on standard error."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from weightswap_runtime.messages import encode_json, visible
 from weightswap_runtime.sources.atomic import check_reportable, is_file
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-LabelOption = Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")]
+LabelOption = Annotated[list[str] | None, typer.Option(help="A label name=text to store in the file; may be repeated.")]
 OpLibraryOption = Annotated[
     list[str] | None,
-    typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
+    typer.Option("--op-library", help="A package or an .so file that registers operators; may be repeated."),
 ]
 
 
-def _writable(path: Path | None) -> Path | None:
-    """Refuse a report's path before the work that the report would be about."""
+def _check_report_path(path: Path | None) -> Path | None:
+    """Return the path of a report. Raises BadParameter, before any work is done, if it cannot be written."""
     if path is None:
         return None
     where = visible(str(path))
@@ -48,12 +48,12 @@ def _writable(path: Path | None) -> Path | None:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
         raise typer.BadParameter(f"{where} cannot be written: {error.strerror}") from error
-    if is_file(path) and not _is_page(path):
-        raise typer.BadParameter(f"{where} is there and is no report, and would be lost; name another file")
+    if is_file(path) and not _is_html(path):
+        raise typer.BadParameter(f"{where} exists, is not a report, and would be overwritten; name another file")
     return path
 
 
-def _is_page(path: Path) -> bool:
+def _is_html(path: Path) -> bool:
     with path.open("rb") as file:
         beginning = file.read(64)
     return not beginning or beginning.lstrip().lower().startswith(b"<!doctype html")
@@ -61,27 +61,25 @@ def _is_page(path: Path) -> bool:
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(callback=_writable, help="Write a report for browsers, in one file; a report there is replaced."),
+    typer.Option(callback=_check_report_path, help="Write an HTML report here; an existing report is replaced."),
 ]
 LevelOption = Annotated[
     str | None,
-    typer.Option(help="Where in a pickled or distributed checkpoint the weights are: keys joined with dots, as ema."),
+    typer.Option(help="The place of the weights in a pickled or distributed checkpoint: dotted keys, such as ema."),
 ]
 IgnoreOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Leave out tensors of this name, as `*.position_ids`, which an older model had; may be repeated."
-    ),
+    typer.Option(help="Ignore tensors whose names match, such as `*.position_ids` of an older model; may be repeated."),
 ]
-DeviceOption = Annotated[str, typer.Option(help="Where the model serves: cpu, cuda, cuda:1.")]
-EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs; auto takes the fastest that there is.")]
-_CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]")  # DEL and C1, which JSON does not make anybody escape
-_SAID = (UserWarning, RuntimeWarning)
-_USAGE = (MissingExtra, RecipeError, Unsupported)
+DeviceOption = Annotated[str, typer.Option(help="The device that holds the model: cpu, cuda, cuda:1.")]
+EngineOption = Annotated[EngineName, typer.Option(help="The engine for the graphs; auto takes the fastest available.")]
+_CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]")  # DEL and the C1 controls, which JSON leaves unescaped
+_SHOWN_WARNINGS = (UserWarning, RuntimeWarning)
+_USAGE_ERRORS = (MissingExtra, RecipeError, Unsupported)
 
 
 def parse_labels(texts: list[str] | None) -> dict[str, str]:
-    """The labels of `--label name=text`, which may be repeated."""
+    """Return the labels of repeated `--label name=text` options. Raises BadParameter."""
     return dict(map(_label, texts or ()))
 
 
@@ -93,40 +91,40 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def say(line: str, err: bool = False) -> None:
-    """One line for people, on standard output or standard error; what a terminal would obey is spelled out."""
+    """Print one line on standard output or standard error, with terminal control characters escaped."""
     typer.echo(visible(line), err=err)
 
 
 @contextmanager
 def warnings_said() -> Iterator[list[str]]:
-    """What the block warns of, as lines on standard error when it ends."""
-    said: list[str] = []
+    """Print the warnings of a block on standard error when it ends. Yields a list that then holds their texts."""
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
-        for kind in _SAID:
-            warnings.simplefilter("always", kind)
+        for category in _SHOWN_WARNINGS:
+            warnings.simplefilter("always", category)
         try:
-            yield said
+            yield texts
         finally:
-            said += [str(warning.message) for warning in caught if issubclass(warning.category, _SAID)]
-            for message in said:
-                say(f"warning: {message}", err=True)
+            texts += [str(warning.message) for warning in caught if issubclass(warning.category, _SHOWN_WARNINGS)]
+            for text in texts:
+                say(f"warning: {text}", err=True)
 
 
 def print_json(document: Any) -> None:
-    """A document over several lines."""
+    """Print a document as indented JSON."""
     typer.echo(msgspec.json.format(printable_json(document), indent=2).decode())
 
 
 def printable_json(document: Any) -> bytes:
-    """One line, in which controls have escapes: a terminal would obey them."""
+    """Return a document as one line of JSON, with terminal control characters escaped."""
     return _CONTROLS.sub(lambda letter: b"\\u00%02x" % letter[0][-1], encode_json(document))
 
 
 @contextmanager
 def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn an error of ours into a message and an exit status: 2 where the request was wrong, else 1.
+    """Turn a WeightswapError or OSError into a message and an exit status: 2 for a wrong request, else 1.
 
-    `more` is what the JSON document of an error says, too.
+    as_json: also print a WeightswapError as a JSON document, together with the fields of `more`.
     """
     try:
         yield
@@ -136,7 +134,7 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
             problems = getattr(error, "problems", ())
             document = {"error": type(error).__name__, "message": str(error), "problems": problems}
             print_json({**document, **(more or {})})
-        raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
+        raise typer.Exit(2 if isinstance(error, _USAGE_ERRORS) else 1) from error
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -146,16 +144,16 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
 
 class _TableConsole(Console):
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704 - called where the error is handled; the program ends as it does elsewhere
+        raise  # noqa: PLE0704 - rich calls this in its `except`; `program` handles the error as for other output
 
 
 def table_console() -> Console:
-    """Standard output: as wide as the terminal; elsewhere as wide as is needed, so that nothing is cut."""
+    """Return a console for standard output: as wide as the terminal, or unwrapped elsewhere, so that nothing is cut."""
     return _TableConsole(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table as wide as `table_console` is; what a terminal would obey is spelled out."""
+    """Print a table on `table_console`, with terminal control characters escaped."""
     table = Table(title=escape(visible(title)), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -166,7 +164,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 @contextmanager
 def progress_bar(what: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes, or other things, done of those in all, on a terminal only."""
+    """Show a progress bar on a terminal; the yielded function takes the amount done and the total, bytes or items."""
     console = Console(stderr=True)
     measures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) if of_bytes else (MofNCompleteColumn(),)
     with Progress(
@@ -178,7 +176,7 @@ def progress_bar(what: str, *, of_bytes: bool = True) -> Iterator[Callable[[int,
 
 @contextmanager
 def status_line(what: str) -> Iterator[Callable[[str], object]]:
-    """A line that says what is being done, on a terminal only."""
+    """Show a status line on a terminal; the yielded function replaces its text."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
@@ -188,7 +186,7 @@ def status_line(what: str) -> Iterator[Callable[[str], object]]:
 
 
 def human_bytes(size: int) -> str:
-    """`1.2 MB`, in powers of a thousand."""
+    """Return a size as text, such as `1.2 MB`, in powers of a thousand."""
     value, units = float(size), iter(("B", "kB", "MB", "GB"))
     unit = next(units)
     for larger in units:

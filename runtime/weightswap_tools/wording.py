@@ -1,4 +1,4 @@
-"""Signatures, types and names in words: a short form for those who know it, a sentence for everybody else."""
+"""Text of signatures, types and names: a short notation for experts, and plain English sentences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = {"BOOL": "truth value", "BF16": "bfloat16 number", "C64": "64-bit compl
 
 
 def signature_text(name: str, signature: Signature) -> str:
-    """`forward(x: F32[batch, 1, 8, 8]) -> F32[batch, 10], batch in 0..256`."""
+    """Return a signature as `forward(x: F32[batch, 1, 8, 8]) -> F32[batch, 10], batch in 0..256`."""
     parameters = [f"{parameter}: {node_text(node)}" for parameter, node in signature.args]
     if signature.kwargs:
         parameters += ["*", *(f"{parameter}: {node_text(node)}" for parameter, node in signature.kwargs)]
@@ -35,7 +35,7 @@ def signature_text(name: str, signature: Signature) -> str:
 
 
 def node_text(node: Node) -> str:
-    """`F32[batch, 10]`, `{y: F32[3], n: int rows}`."""
+    """Return a node as `F32[batch, 10]` or `{y: F32[3], n: int rows}`."""
     match node:
         case Tensor():
             return f"{node.dtype}[{', '.join(map(str, node.shape))}]"
@@ -52,28 +52,28 @@ def node_text(node: Node) -> str:
 
 
 def signature_sentence(name: str, signature: Signature) -> str:
-    """`forward takes x (a tensor of 32-bit floats, batch × 64) and returns a tensor of …; batch is from 0 to 256.`"""
+    """Return `forward takes x (a tensor of 32-bit floats, batch × 64), and returns …; batch is from 0 to 256.`"""
     parts = [_argument(*parameter) for parameter in signature.args]
     keywords = [_argument(*parameter) for parameter in signature.kwargs]
-    taken = enumerated(parts) if parts else "" if keywords else "nothing"
+    arguments = enumerated(parts) if parts else "" if keywords else "nothing"
     if keywords:
-        taken += f"{', and ' if parts else ''}by keyword only {enumerated(keywords)}"
-    limits = [_limits(dim, found) for dim, found in signature.dims.items()]
-    more = [enumerated(limits)] if limits else []
-    more += [f"where {enumerated(signature.conditions)}"] if signature.conditions else []
-    return "; ".join([f"{name} takes {taken}, and returns {node_words(signature.output)}", *more]) + "."
+        arguments += f"{', and ' if parts else ''}by keyword only {enumerated(keywords)}"
+    ranges = [_range_words(dim, limits) for dim, limits in signature.dims.items()]
+    clauses = [enumerated(ranges)] if ranges else []
+    clauses += [f"where {enumerated(signature.conditions)}"] if signature.conditions else []
+    return "; ".join([f"{name} takes {arguments}, and returns {node_words(signature.output)}", *clauses]) + "."
 
 
 def _argument(name: str, node: Node) -> str:
     return f"{name} ({f'fixed at {node.content!r}' if isinstance(node, Literal) else node_words(node)})"
 
 
-def _limits(dim: str, limits: Dimension) -> str:
+def _range_words(dim: str, limits: Dimension) -> str:
     return f"{dim} is {limits.min} or more" if limits.max is None else f"{dim} is from {limits.min} to {limits.max}"
 
 
 def node_words(node: Node) -> str:
-    """`a tensor of 32-bit floats, batch × 10`, `a dict with y (…)`."""
+    """Return a node as `a tensor of 32-bit floats, batch × 10` or `a dict with y (…)`."""
     match node:
         case Tensor():
             return _tensor_words(node)
@@ -86,8 +86,8 @@ def node_words(node: Node) -> str:
         case Tuple():
             return _sequence_words("tuple", node.items)
         case Dict():
-            inside = enumerated([f"{key_text(key)} ({node_words(item)})" for key, item in node.items])
-            return f"a dict with {inside}" if inside else "an empty dict"
+            entries = enumerated([f"{key_text(key)} ({node_words(item)})" for key, item in node.items])
+            return f"a dict with {entries}" if entries else "an empty dict"
 
 
 def _sequence_words(kind: str, nodes: Sequence[Node]) -> str:
@@ -108,12 +108,12 @@ def _tensor_words(tensor: Tensor) -> str:
 
 
 def size_words(size: Size) -> str:
-    """`2·rows` for `2*rows`."""
+    """Return a size with `·` for `*`: `2·rows`."""
     return str(size).replace("*", "·")
 
 
 def element_words(dtype: str) -> str:
-    """One element of a safetensors dtype, such as `32-bit float`."""
+    """Return the name of one element of a safetensors dtype, such as `32-bit float`."""
     if dtype in _PLAIN or dtype not in DTYPES:
         return _PLAIN.get(dtype, dtype)
     bits = DTYPES[dtype].bits
@@ -123,5 +123,5 @@ def element_words(dtype: str) -> str:
 
 
 def enumerated(parts: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Join texts as `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,4 +1,4 @@
-"""The hierarchy that names spell, against that of torch's modules; and names that nobody should trust."""
+"""The module hierarchy of names, compared with that of torch's modules; and hostile names."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def grouped(names: list[str], types: dict[str, str] | None = None, kinds: dict[s
 LAYERS = [f"layers.{place}.{name}" for place in range(12) for name in ("attention.weight", "bias")]
 
 
-def test_layers_that_are_alike_are_one_group() -> None:
+def test_equal_layers_are_one_group() -> None:
     assert grouped(LAYERS) == ["0-11"]
 
 
-def test_what_differs_parts_a_group() -> None:
+def test_a_different_layer_splits_a_group() -> None:
     assert grouped(LAYERS, {"layers.4.attention.weight": "F16"}) == ["0-3", "4-4", "5-11"]
     assert grouped(LAYERS, kinds={"layers.5.attention": "Sliding"}) == ["0-4", "5-5", "6-11"]
     assert grouped([*LAYERS, "layers.3.extra"]) == ["0-2", "3-3", "4-11"]

@@ -104,7 +104,7 @@ def test_random_weights_are_taken_by_the_model(tmp_path: Path) -> None:
 
 
 class Tables(nn.Module):
-    """Two tables, of which one is reached through views, and an integer that indexes nothing."""
+    """Two embedding tables, one of them indexed through views, and an integer that indexes nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Signatures in words, and texts of which everything is visible."""
+"""Signatures in words, and visible texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_sentence_says_it_all() -> None:
         "one": (signature(("y", Y)), "f takes y (a single 64-bit integer), and returns"),
     }.values(),
 )
-def test_what_a_method_takes(given_to: Signature, says: str) -> None:
+def test_sentences_of_arguments(given_to: Signature, says: str) -> None:
     assert signature_sentence("f", given_to).startswith(says)
 
 
@@ -71,7 +71,7 @@ def test_lists_in_words(parts: list[str], text: str) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_everything_is_visible(text: str) -> None:
+def test_visible_text_is_printable(text: str) -> None:
     shown = visible(text)
     assert shown.isprintable() or not shown
     shown.encode()

@@ -1,4 +1,4 @@
-"""How fast an artifact's engines answer, and what swaps cost."""
+"""Benchmarks of an artifact's engines: latency and throughput of calls, cost of swaps."""
 
 from .report import BenchReport, CallTimes, EngineBench, Memory, SwapTimes
 from .running import bench

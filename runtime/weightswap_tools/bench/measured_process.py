@@ -1,6 +1,6 @@
-"""Measures one engine in one residency; run as a process of its own: a request as JSON comes in, and a result goes out.
+"""A process that measures one engine in one residency: reads a request as JSON, and writes the result as JSON.
 
-So memory is that of one engine alone, and what ends a process ends one measurement.
+In a separate process, memory is that of one engine alone, and a crash ends one measurement only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weightswap_tools.tensor_files import read_tensors
 
 from .report import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes
 
-WARM_UP = 5  # calls that do not count
+WARM_UP = 5  # calls that are not counted
 Call = Callable[[], object]
 
 
 def measure(request: BenchRequest) -> EngineBench:
-    """Load, call and swap. Raises what these do."""
+    """Load the model, then measure calls and swaps. Raises as these do."""
     before = resident("VmRSS")
     start = time.perf_counter()
     model = load(
@@ -40,9 +40,9 @@ def measure(request: BenchRequest) -> EngineBench:
     )
     loaded = time.perf_counter() - start
     after = resident("VmRSS")
-    calls = tuple(_times(_call(model, request, sizes), sizes, request) for sizes in request.sizes)
+    calls = tuple(_measure_calls(_call(model, request, sizes), sizes, request) for sizes in request.sizes)
     reset_peak()
-    _swap(model, request.weights)  # the first makes room, and its trial calls are the first of a second session
+    _swap(model, request.weights)  # not counted: it allocates the second arena and first calls its session
     swaps = tuple(_swap(model, request.weights) for _ in range(request.swaps))
     memory = Memory(before_load=before, after_load=after, peak_swapping=resident("VmHWM"))
     return EngineBench(
@@ -57,7 +57,7 @@ def measure(request: BenchRequest) -> EngineBench:
 
 
 def resident(field: str) -> int:
-    """Memory of this process in bytes: VmRSS now, VmHWM at most since the last `reset_peak`; 0 where nobody tells."""
+    """Return this process's memory in bytes: VmRSS now, VmHWM the peak since `reset_peak`; 0 if unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -66,15 +66,15 @@ def resident(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Let VmHWM begin again."""
+    """Reset VmHWM to the current memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # the peak is then that since the start
+    except OSError:  # the peak is then since the start of the process
         return
 
 
 def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Call:
-    """A call of the method with inputs that are ready."""
+    """Return a function that calls the method with prepared inputs."""
     signature, engine = model.signatures[request.method], engine_of(model)
     if request.inputs is None:
         flat = random_values(signature, sizes, np.random.default_rng(0))
@@ -85,34 +85,34 @@ def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Call
     return lambda: method(*args, **kwargs)
 
 
-def _times(call: Call, sizes: dict[str, int], request: BenchRequest) -> CallTimes:
+def _measure_calls(call: Call, sizes: dict[str, int], request: BenchRequest) -> CallTimes:
     for _ in range(WARM_UP):
         call()
-    taken: list[list[float]] = [[] for _ in range(request.threads)]
+    times: list[list[float]] = [[] for _ in range(request.threads)]
     start = time.perf_counter()
-    threads = [threading.Thread(target=_call_until, args=(call, start + request.seconds, times)) for times in taken]
+    threads = [threading.Thread(target=_call_until, args=(call, start + request.seconds, own)) for own in times]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     seconds = time.perf_counter() - start
-    every = np.concatenate(taken)
-    p50, p90, p99 = np.percentile(every, (50, 90, 99)).tolist()
+    latencies = np.concatenate(times)
+    p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
     batch = sizes.get(request.batch_dimension or "")
     return CallTimes(
         sizes=sizes,
         threads=request.threads,
-        calls=len(every),
+        calls=len(latencies),
         seconds=seconds,
         p50=p50,
         p90=p90,
         p99=p99,
-        samples_per_second=None if batch is None else batch * len(every) / seconds,
+        samples_per_second=None if batch is None else batch * len(latencies) / seconds,
     )
 
 
 def _call_until(call: Call, end: float, times: list[float]) -> None:
-    """At least once."""
+    """Call until the time `end`, at least once, and record the seconds of each call."""
     begin = time.perf_counter()
     while not times or begin < end:
         call()
@@ -135,7 +135,7 @@ def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchRequest)
     try:
         result = measure(request)
-    except Exception as error:  # of the graph's operators, too: the reader prints it
+    except Exception as error:  # also of operators; the parent process prints it
         text = f"{type(error).__name__}: {error}"
         result = EngineBench(engine=request.engine, residency=request.residency, failed=text)
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(result) + b"\n")

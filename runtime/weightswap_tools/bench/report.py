@@ -1,4 +1,4 @@
-"""The report of what was measured, and what was asked for. Times in seconds, memory in bytes."""
+"""Requests for measurements, and reports of them. Times are in seconds, memory in bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class _BenchPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """`batch=8, length=3`."""
+    """Return sizes as `batch=8, length=3`."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 class BenchRequest(_BenchPart, frozen=True):
-    """What one process is to measure. `sizes` are of the dynamic dimensions, one set for each measurement.
+    """A request to one process. `sizes` has a set of sizes of the dynamic dimensions for each measurement.
 
-    `batch_dimension` is the one whose size is the number of samples in a call, None if that is not known.
-    `inputs` is a file of inputs, instead of random ones; there is one set of sizes then, which says nothing.
+    `batch_dimension` is the dimension whose size is the number of samples in a call; None if there is none. `inputs` is
+    a file of inputs to use instead of random ones; `sizes` then has one empty set.
     """
 
     artifact: str
@@ -40,11 +40,11 @@ class BenchRequest(_BenchPart, frozen=True):
 
 
 class CallTimes(_BenchPart, frozen=True):
-    """Calls with inputs of one set of sizes, made by `threads` at once for `seconds`, after a few that do not count.
+    """Calls with inputs of one set of sizes, made by `threads` concurrent threads for `seconds`, without warm-up calls.
 
-    The percentiles are of the time that one call took. `samples_per_second` are those of all threads together: calls
-    per second times the size of the batch dimension. It is None where that size is not known: the method has no dynamic
-    dimension, or the inputs come from a file.
+    The percentiles are of the latency of one call. `samples_per_second` is the number of calls per second of all
+    threads together times the batch size. It is None if the batch size is unknown: the method has no dynamic dimension,
+    or the inputs come from a file.
     """
 
     sizes: dict[str, int]
@@ -62,7 +62,7 @@ class CallTimes(_BenchPart, frozen=True):
 
 
 class SwapTimes(_BenchPart, frozen=True):
-    """One swap of the same file, as its receipt tells."""
+    """One swap of the same file, from its receipt."""
 
     staged: float
     verified: float
@@ -71,9 +71,9 @@ class SwapTimes(_BenchPart, frozen=True):
 
 
 class Memory(_BenchPart, frozen=True):
-    """Resident memory of a process that has only this: before the load, after it, and at most while it swapped.
+    """Resident memory of the measuring process: before the load, after it, and the peak while swapping.
 
-    The load brings in the engine's library, too.
+    The load includes the engine's library.
     """
 
     before_load: int
@@ -82,7 +82,7 @@ class Memory(_BenchPart, frozen=True):
 
 
 class EngineBench(_BenchPart, frozen=True):
-    """One engine in one residency, in a process of its own. `failed` says why there is nothing; else it is empty."""
+    """Measurements of one engine in one residency. `failed` is the reason if there are none, else empty."""
 
     engine: str
     residency: ResidencyName
@@ -95,10 +95,10 @@ class EngineBench(_BenchPart, frozen=True):
 
 
 class BenchReport(_BenchPart, frozen=True):
-    """Everything. `left_out`: an engine or sizes -> why they were not measured. `machine`: processors and system.
+    """The measurements of all engines.
 
-    `batch_dimension`: the dynamic dimension whose size is the number of samples in a call; None if there is none, or
-    if the inputs came from a file.
+    `left_out`: an engine or sizes -> why they were not measured. `machine`: processors and system. `batch_dimension`:
+    the dynamic dimension whose size is the number of samples in a call; None if there is none, or for inputs of a file.
     """
 
     artifact: str
@@ -112,5 +112,5 @@ class BenchReport(_BenchPart, frozen=True):
 
     @property
     def weights_id(self) -> str:
-        """Of what was served; empty if every engine failed."""
-        return next((each.weights_id for each in self.engines if each.weights_id), "")
+        """The id of the served weights; empty if every engine failed."""
+        return next((result.weights_id for result in self.engines if result.weights_id), "")

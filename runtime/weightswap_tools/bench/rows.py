@@ -1,4 +1,4 @@
-"""Rows of figures, as both the terminal and the page show them."""
+"""Rows of measurements for the tables on the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[Cell, ...]
 
 
 def call_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """What the calls took, in the order of CALLS."""
+    """Return the rows of the table CALLS."""
     return [
         (
             result.engine,
@@ -46,7 +46,7 @@ def call_rows(results: Sequence[EngineBench]) -> list[Row]:
 
 
 def swap_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """Medians of what the swaps took, in the order of SWAPS."""
+    """Return the rows of the table SWAPS: medians, and the longest pause."""
     return [
         (
             result.engine,
@@ -64,7 +64,7 @@ def swap_rows(results: Sequence[EngineBench]) -> list[Row]:
 
 
 def memory_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """What the processes took, in the order of MEMORY."""
+    """Return the rows of the table MEMORY."""
     return [
         (
             result.engine,
@@ -80,10 +80,10 @@ def memory_rows(results: Sequence[EngineBench]) -> list[Row]:
 
 
 def milli(seconds: float) -> float:
-    """Milliseconds, to the microsecond."""
+    """Return seconds as milliseconds, rounded to a microsecond."""
     return round(seconds * 1e3, 3)
 
 
 def micro(seconds: float) -> float:
-    """Microseconds, to a tenth."""
+    """Return seconds as microseconds, rounded to a tenth."""
     return round(seconds * 1e6, 1)

@@ -1,4 +1,4 @@
-"""Processes that measure, one after another, and what they are asked."""
+"""The benchmark: what to measure, and the processes that measure it, one after another."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def bench(
 ) -> BenchReport:
     """Measure calls and swaps of every engine on the CPU, each in processes of its own, one for each residency.
 
-    engines: names; by default those that the artifact and this machine offer. batches: sizes of the dimension that is
-    called "batch", or of the first dynamic one; those that the signature does not allow are left out. sizes: of other
-    dynamic dimensions, by name; else 2, 3 or 5. inputs: a .safetensors or .npz file with inputs by name, instead of
-    random ones. threads: that call at once. seconds: of calls, for each batch in each residency. swaps: of the same
-    file. op_libraries: packages and .so files that register operators, as `load` takes them. progress: called with
-    processes done, and processes in all.
+    engines: names; by default those that the artifact has and this machine can run. batches: sizes of the dimension
+    named "batch", or of the first dynamic one; sizes that the signature does not allow are left out. sizes: of other
+    dynamic dimensions, by name; by default 2, 3 or 5. inputs: a .safetensors or .npz file with inputs by name, instead
+    of random ones. threads: the number of concurrent callers. seconds: the duration of calls for each batch in each
+    residency. swaps: the number of swaps of the same file. op_libraries: packages and .so files that register
+    operators, as for `load`. progress: called with the processes done and the processes in all.
 
-    An engine that fails has the reason as its result. Raises ArtifactError, WeightFileError, and Unsupported for an
+    If an engine fails, its result holds the reason. Raises ArtifactError, WeightFileError, and Unsupported for an
     engine, a method or sizes that the artifact does not have.
     """
     opened = Artifact.open(artifact)
@@ -58,16 +58,16 @@ def bench(
     if name not in opened.methods:
         raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
     signature = opened.manifest.methods[name].signature
-    chosen = _chosen(opened, engines, name)
+    chosen = _choose_engines(opened, engines, name)
     with open_weights(weights):
-        pass  # what cannot be opened is told once
+        pass  # report a file that cannot be opened once, not for each engine
     dimension = None if inputs is not None else _batch_dimension(signature, sizes or {})
-    wanted = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
-    allowed = [found for found in wanted if in_range(found, signature.dims) and all_hold(signature.conditions, found)]
-    if wanted and not allowed:
-        raise Unsupported(f"the method takes none of {', '.join(map(str, wanted))}; it has {_ranges(signature)}")
-    refused = {sizes_text(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
-    lacking = {engine: _lacking(opened, engine, name) for engine in ENGINES if engine not in chosen}
+    requested = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
+    allowed = [item for item in requested if in_range(item, signature.dims) and all_hold(signature.conditions, item)]
+    if requested and not allowed:
+        raise Unsupported(f"the method takes none of {', '.join(map(str, requested))}; it has {_ranges(signature)}")
+    refused = {sizes_text(item): f"the method has {_ranges(signature)}" for item in requested if item not in allowed}
+    unavailable = {engine: _why_unavailable(opened, engine, name) for engine in ENGINES if engine not in chosen}
     request = BenchRequest(
         artifact=os.fspath(artifact),
         weights=os.fspath(weights),
@@ -88,60 +88,60 @@ def bench(
         weights=printable(os.fspath(weights)),
         method=name,
         machine=f"{len(os.sched_getaffinity(0))} processors, {platform.machine()}, {platform.system()}",
-        engines=tuple(_measured(request, chosen, progress)),
-        left_out=({} if engines else lacking) | refused,
+        engines=tuple(_measure(request, chosen, progress)),
+        left_out=({} if engines else unavailable) | refused,
         batch_dimension=dimension,
     )
 
 
-def _chosen(artifact: Artifact, engines: Sequence[str], method: str) -> list[str]:
-    """Engines by name, each once; without names all that run the method. Raises Unsupported for others."""
+def _choose_engines(artifact: Artifact, engines: Sequence[str], method: str) -> list[str]:
+    """Return the engines of these names, or all that run the method. Raises Unsupported for one that does not."""
     offered = [engine for engine in available_engines(artifact) if method in compiled_methods(engine, artifact)]
-    wanted = [choose_engine(engine, artifact) for engine in engines]
-    if AUTO in engines and wanted[engines.index(AUTO)] not in offered:
-        wanted[engines.index(AUTO)] = "torch"  # which runs the method beside that engine
-    chosen = list(dict.fromkeys(wanted)) or offered
+    named = [choose_engine(engine, artifact) for engine in engines]
+    if AUTO in engines and named[engines.index(AUTO)] not in offered:
+        named[engines.index(AUTO)] = "torch"  # it runs the methods that the chosen engine lacks
+    chosen = list(dict.fromkeys(named)) or offered
     if missing := [engine for engine in chosen if engine not in offered]:
-        raise Unsupported(f"engine {missing[0]!r}: {_lacking(artifact, missing[0], method)}")
+        raise Unsupported(f"engine {missing[0]!r}: {_why_unavailable(artifact, missing[0], method)}")
     return chosen
 
 
-def _lacking(artifact: Artifact, engine: str, method: str) -> str:
+def _why_unavailable(artifact: Artifact, engine: str, method: str) -> str:
     compiled = compiled_methods(engine, artifact)
     if method in compiled:
         return "this machine cannot run it"
-    some = f" --method {method}" if compiled else ""
-    return f"not compiled: weightswap compile {artifact.path} --engine {engine}{some}"
+    option = f" --method {method}" if compiled else ""
+    return f"not compiled: weightswap compile {artifact.path} --engine {engine}{option}"
 
 
 def _ranges(signature: Signature) -> str:
-    found = [
+    ranges = [
         f"{name} from {limits.min} to {'any' if limits.max is None else limits.max}"
         for name, limits in signature.dims.items()
     ]
-    return ", ".join([*found, *signature.conditions]) or "no dynamic dimensions"
+    return ", ".join([*ranges, *signature.conditions]) or "no dynamic dimensions"
 
 
 def _batch_dimension(signature: Signature, sizes: Mapping[str, int]) -> str | None:
-    """The one that is called "batch", or else the first dynamic one that has no size of its own yet."""
+    """Return the dimension named "batch", else the first dynamic one without a given size."""
     return BATCH if BATCH in signature.dims else next((name for name in signature.dims if name not in sizes), None)
 
 
 def _size_sets(
-    signature: Signature, varied: str | None, batches: Sequence[int], sizes: Mapping[str, int]
+    signature: Signature, batch_dimension: str | None, batches: Sequence[int], sizes: Mapping[str, int]
 ) -> list[dict[str, int]]:
-    """The dynamic dimensions' sizes, one set for each batch; a single empty one without such dimensions."""
+    """Return a set of sizes for each batch; one empty set without dynamic dimensions."""
     unknown = [name for name in sizes if name not in signature.dims]
     if unknown:
         known = ", ".join(signature.dims) or "none"
         raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
     common = next(iter(common_sizes(signature)), {})
-    if varied is None or varied in sizes:
+    if batch_dimension is None or batch_dimension in sizes:
         return [{**common, **sizes}]
-    return [{**common, **sizes, varied: batch} for batch in batches]
+    return [{**common, **sizes, batch_dimension: batch} for batch in batches]
 
 
-def _measured(
+def _measure(
     request: BenchRequest, engines: Sequence[str], progress: Callable[[int, int], None] | None
 ) -> Iterator[EngineBench]:
     runs = [(engine, residency) for engine in engines for residency in RESIDENCIES]
@@ -152,14 +152,14 @@ def _measured(
 
 
 def _run(request: BenchRequest) -> EngineBench:
-    """Measure in a process of its own."""
+    """Measure one engine in a separate process."""
     command = [sys.executable, "-m", f"{__package__}.measured_process"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=msgspec.json.encode(request), capture_output=True, env=environment, check=False
     )
-    if done.returncode:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        text = f"the process that measured it ended with status {done.returncode}: {last}"
+    if process.returncode:
+        last = (process.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        text = f"the measuring process exited with status {process.returncode}: {last}"
         return EngineBench(engine=request.engine, residency=request.residency, failed=text)
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=EngineBench)
+    return msgspec.json.decode(process.stdout.splitlines()[-1], type=EngineBench)

@@ -1,4 +1,4 @@
-"""Measurements as a report."""
+"""The HTML report of a benchmark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .rows import CALLS, MEMORY, SWAPS, call_rows, memory_rows, milli, swap_rows
 
 
 def bench_report(report: BenchReport) -> Report:
-    """Calls as plots over the size of a batch and as a table, swaps on a time line, and memory."""
+    """Return a report: calls as plots over the batch size and as a table, swaps on a timeline, and memory."""
     failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in report.engines if result.failed]
     facts = [("artifact", report.artifact), ("graph id", report.graph_id), ("weights", report.weights)]
     facts.append(("weights id", report.weights_id or "unknown"))
@@ -43,10 +43,10 @@ def bench_report(report: BenchReport) -> Report:
     return Report("How fast it serves and swaps", report.artifact, sections, verdict, not failures and None)
 
 
-_CALLS_NOTE = """The time of one call, with inputs that are ready; percentiles over all calls of all threads.
-What is told per second is of all threads together."""
+_CALLS_NOTE = """The latency of one call with prepared inputs; percentiles over all calls of all threads.
+Calls and samples per second are of all threads together."""
 _SWAPS_NOTE = "The same file, swapped in again and again. Calls wait for the pause alone."
-_MEMORY_NOTE = "Resident memory of a process that has one engine and one model. A load brings in the engine's library."
+_MEMORY_NOTE = "Resident memory of a process with one engine and one model. The load includes the engine's library."
 
 
 def _swaps(results: Sequence[EngineBench]) -> Iterator[Block]:
@@ -66,14 +66,14 @@ def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
             now += seconds
 
 
-WIDE = 20  # times as much: a linear axis would press the least values together
+WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together
 
 
 class _Quantity(NamedTuple):
-    """What is drawn, and how it follows from the calls of one size, by the style of its line."""
+    """A quantity to plot: its axis, and for each line style the function that gives its value."""
 
     caption: str
-    what: str
+    label: str
     unit: str
     figures: dict[str, Callable[[CallTimes], float | None]]
 
@@ -91,7 +91,7 @@ _QUANTITIES = (
 
 
 def call_plots(report: BenchReport) -> Iterator[LinePlot]:
-    """Latency, calls and samples per second over the batch dimension; nothing unless it was measured in two sizes."""
+    """Yield plots over the batch size of latency, and of calls and samples per second, if there are several sizes."""
     name = report.batch_dimension
     batches = {calls.sizes[name] for result in report.engines for calls in result.calls} if name else set()
     if name and len(batches) > 1:
@@ -100,12 +100,12 @@ def call_plots(report: BenchReport) -> Iterator[LinePlot]:
 
 
 def fitting_scale(values: Sequence[float]) -> Scale:
-    """Logarithmic for positive values of which the largest is many times the least."""
+    """Return "log" for positive values that span more than a factor of WIDE, else "linear"."""
     return "log" if values and min(values) > 0 and max(values) >= WIDE * min(values) else "linear"
 
 
 def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, across: Axis) -> LinePlot:
-    """A line for each engine, residency and figure."""
+    """Return a plot with a line for each engine, residency and figure of the quantity."""
     lines = tuple(
         Line(f"{result.engine}, {result.residency}", _points(result.calls, dimension, figure), style)
         for result in results
@@ -113,11 +113,11 @@ def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, a
         for style, figure in quantity.figures.items()
     )
     heights = [height for line in lines for _, height in line.points]
-    return LinePlot(lines, across, Axis(quantity.what, quantity.unit, fitting_scale(heights)), quantity.caption)
+    return LinePlot(lines, across, Axis(quantity.label, quantity.unit, fitting_scale(heights)), quantity.caption)
 
 
 def _points(
     calls: Sequence[CallTimes], dimension: str, figure: Callable[[CallTimes], float | None]
 ) -> tuple[tuple[float, float], ...]:
-    found = ((one.sizes[dimension], figure(one)) for one in calls)
-    return tuple(sorted((size, value) for size, value in found if value is not None))
+    points = ((one.sizes[dimension], figure(one)) for one in calls)
+    return tuple(sorted((size, value) for size, value in points if value is not None))

@@ -1,4 +1,4 @@
-"""Measurements on a terminal."""
+"""The terminal output of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_rows
 
 
 def print_bench(report: BenchReport) -> None:
-    """Tables of calls, swaps and memory; and what was not measured."""
+    """Print tables of calls, swaps and memory, and what was not measured."""
     say(f"artifact    {report.artifact}, graph id {report.graph_id[:12]}")
     say(f"weights     {report.weights}, weights id {report.weights_id[:12] or 'unknown'}")
     say(f"machine     {report.machine}")

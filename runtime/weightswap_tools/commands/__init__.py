@@ -1,1 +1,1 @@
-"""Commands that call models, change their weights, serve them, and ask servers and fleets."""
+"""Commands that call models, swap their weights, serve them, and control servers and fleets."""

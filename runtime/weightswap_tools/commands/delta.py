@@ -1,4 +1,4 @@
-"""`weightswap delta`: what changes from one weight file to another, as a file of its own."""
+"""`weightswap delta`: a file with only the changes from one weight file to another."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ delta_command = typer.Typer(add_completion=False)
 
 @delta_command.command()
 def delta(
-    base: Annotated[str, typer.Argument(help="The weight file that servers have, or its URL.")],
-    new: Annotated[str, typer.Argument(help="The weight file that they are to get, or its URL.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="The delta file; a file there is replaced.")],
+    base: Annotated[str, typer.Argument(help="The weight file that the servers have, or its URL.")],
+    new: Annotated[str, typer.Argument(help="The weight file that they are to serve next, or its URL.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The delta file to write; an existing file is replaced.")],
     label: LabelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what changes from one weight file to another, for servers that have the first.
+    """Write the changes from one weight file to another, for servers that have the first.
 
-    Both are files that weightswap packed. A server swaps the delta in as it does a weight file; the cost follows the
-    bytes that changed, and the result is proven to be the second file's weights.
+    Both must be packed by weightswap. A server swaps a delta in like a weight file: the cost grows with the bytes that
+    changed, and the result is verified to be exactly the second file's weights.
     """
     labels = parse_labels(label)
     with errors_as_exit(as_json):

@@ -1,10 +1,10 @@
-"""`weightswap desired`: what a service should serve, shown and changed."""
+"""`weightswap desired`: show and change the weights that a service should serve."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,27 +19,26 @@ Change = Callable[[int], DesiredState]
 
 @desired_command.command()
 def desired(
-    place: Annotated[str, typer.Argument(help="The directory of a desired.json, or its folder's URL.")],
-    weights: Annotated[str | None, typer.Option("--set", help="Desire this weight file, or its URL.")] = None,
+    place: Annotated[str, typer.Argument(help="The directory that holds desired.json, or its URL.")],
+    weights: Annotated[str | None, typer.Option("--set", help="Desire this weight file, a path or URL.")] = None,
     rollback_to: Annotated[
-        str | None,
-        typer.Option(help="Desire earlier weights, by the beginning of their id, and hold; `last`: those before."),
+        str | None, typer.Option(help="Desire earlier weights, by a prefix of their id or as `last`, and hold.")
     ] = None,
-    hold: Annotated[bool, typer.Option("--hold", help="Let nothing be promoted.")] = False,
+    hold: Annotated[bool, typer.Option("--hold", help="Hold, so that nothing is promoted.")] = False,
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
-    release: Annotated[bool, typer.Option("--release", help="End a hold.")] = False,
-    revision: Annotated[int | None, typer.Option(help="The revision that you have seen; needed to change.")] = None,
-    by: Annotated[str, typer.Option(help="Who asks.")] = "",
-    why: Annotated[str, typer.Option(help="The reason, for those who come after.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
+    revision: Annotated[int | None, typer.Option(help="The revision to replace; required for changes.")] = None,
+    by: Annotated[str, typer.Option(help="Who makes the change.")] = "",
+    why: Annotated[str, typer.Option(help="The reason for the change.")] = "",
     allow_other_graph: Annotated[
-        bool, typer.Option("--allow-other-graph", help="Set a file that was packed for another graph.")
+        bool, typer.Option("--allow-other-graph", help="Allow a file that was packed for another graph.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which weights a service should serve, or say which.
+    """Show or change which weights a service should serve.
 
-    A change names the revision that it follows on (--revision), so that nobody undoes what he has not seen; if somebody
-    has written meanwhile, nothing is changed, with status 1.
+    A change names the revision that it replaces (--revision), so that nobody undoes a change they have not seen. If
+    another revision was written meanwhile, nothing changes and the exit status is 1.
     """
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
@@ -56,26 +55,26 @@ def desired(
         if release:
             changes.append(lambda seen: opened.release(revision=seen))
         if changes and revision is None:
-            _refuse_unseen(opened, as_json)
-        state = _changed(opened, changes, revision)
+            _require_revision(opened, as_json)
+        state = _apply(opened, changes, revision)
         if as_json:
             print_json({"place": opened.where, **state.as_dict()})
         else:
             _print(opened, state)
 
 
-def _changed(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
+def _apply(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
     if len(changes) > 1:
         raise typer.BadParameter("--set, --rollback-to, --hold and --release are changes of their own: give one")
     return changes[0](revision) if changes and revision is not None else place.read()
 
 
-def _refuse_unseen(place: DesiredPlace, as_json: bool) -> None:
-    """Show what would be changed, instead."""
-    found = place.read()
+def _require_revision(place: DesiredPlace, as_json: bool) -> NoReturn:
+    """Show the current state, and raise BadParameter with its revision."""
+    state = place.read()
     if not as_json:
-        _print(place, found)
-    raise typer.BadParameter(f"say --revision {found.revision}, if this is what you want to change")
+        _print(place, state)
+    raise typer.BadParameter(f"say --revision {state.revision}, if this is what you want to change")
 
 
 def _print(place: DesiredPlace, state: DesiredState) -> None:
@@ -85,31 +84,31 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
         say("desired     nothing yet")
     else:
         say(f"desired     {printable(state.weights.source)}")
-        say(f"weights id  {state.weights.weights_id}{labels_said(state.weights.labels)}")
-        say(f"since       {since_said(state.weights)}")
+        say(f"weights id  {state.weights.weights_id}{labels_text(state.weights.labels)}")
+        say(f"since       {since_text(state.weights)}")
     if state.hold is not None:
-        say(f"on hold     {since_said(state.hold)}")
-    for title, found in (("history", state.history), ("withdrawn", state.withdrawn)):
-        if found:
-            print_table(title, ["weights id", "source", "since", "by", "why"], [_row(each) for each in reversed(found)])
+        say(f"on hold     {since_text(state.hold)}")
+    for title, entries in (("history", state.history), ("withdrawn", state.withdrawn)):
+        if entries:
+            print_table(title, ["weights id", "source", "since", "by", "why"], [*map(_row, reversed(entries))])
 
 
 def _row(weights: DesiredWeights) -> list[str]:
     source = printable(weights.source)
-    return [weights.weights_id[:SHOWN], source, time_said(weights.since), weights.by, weights.why]
+    return [weights.weights_id[:SHOWN], source, time_text(weights.since), weights.by, weights.why]
 
 
-def labels_said(labels: Mapping[str, str]) -> str:
-    """Labels behind a weights id; nothing where there are none."""
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Return labels as text to append to a weights id; empty if there are none."""
     text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
     return f"  ({text})" if text else ""
 
 
-def since_said(what: DesiredWeights | Hold) -> str:
-    """Since when, by whom and why."""
-    return f"{time_said(what.since)}{f' by {what.by}' if what.by else ''}{f': {what.why}' if what.why else ''}"
+def since_text(entry: DesiredWeights | Hold) -> str:
+    """Return since when, by whom and why, as text."""
+    return f"{time_text(entry.since)}{f' by {entry.by}' if entry.by else ''}{f': {entry.why}' if entry.why else ''}"
 
 
-def time_said(seconds: float) -> str:
-    """A time in seconds since the epoch, for people."""
+def time_text(seconds: float) -> str:
+    """Return a time in seconds since the epoch as text."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

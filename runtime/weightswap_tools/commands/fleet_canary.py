@@ -1,4 +1,4 @@
-"""`weightswap fleet canary`, `promote` and `abort`: weights answer some requests of a fleet, before all of them."""
+"""`weightswap fleet canary`, `promote` and `abort`: try weights on some requests of a fleet before all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from weightswap_runtime.errors import StageClosed
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, say, status_line
 
-from .canary import AbortIfOption, PromoteIfOption, ShadowOption, ShareOption, WaitOption, print_measured
+from .canary import AbortIfOption, PromoteIfOption, ShadowOption, ShareOption, WaitOption, print_measurements
 from .fleet_cluster import (
     NAME,
     PREPARE,
@@ -27,20 +27,20 @@ from .fleet_cluster import (
 if TYPE_CHECKING:
     from weightswap_fleet import Fleet, TrialReport
 
-_LOOK = 0.5  # seconds between two looks
+_POLL_SECONDS = 0.5
 
 
 def canary(
     weights: Annotated[
-        str | None, typer.Argument(help="A packed weight file, as for swap; without it, what is on trial is shown.")
+        str | None, typer.Argument(help="A packed weight file, as for swap; without it, show the current trial.")
     ] = None,
     name: NameOption = NAME,
     share: ShareOption = None,
-    of: Annotated[str, typer.Option(help="`requests`: of each node; `nodes`: of the nodes, for all of theirs.")] = "",
-    steps: Annotated[str | None, typer.Option(help="Shares one after another, as `0.01,0.1,0.5,1`.")] = None,
-    step_seconds: Annotated[float | None, typer.Option(help="How long each step lasts.")] = None,
+    of: Annotated[str, typer.Option(help="Share of each node's `requests`, or of the `nodes`.")] = "",
+    steps: Annotated[str | None, typer.Option(help="Shares in turn, such as `0.01,0.1,0.5,1`.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="The duration of each step.")] = None,
     shadow: ShadowOption = False,
-    tolerance: Annotated[float | None, typer.Option(help="The relative difference that makes answers differ.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Relative difference above which outputs differ.")] = None,
     promote_if: PromoteIfOption = "",
     abort_if: AbortIfOption = None,
     wait: WaitOption = False,
@@ -50,7 +50,7 @@ def canary(
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Let weights answer some requests on all nodes (--share, --steps, --shadow), or show what is on trial."""
+    """Try weights on some requests of all nodes (--share, --steps, --shadow), or show the current trial."""
     plan = {
         "share": share,
         "of": of or None,
@@ -61,19 +61,19 @@ def canary(
         "promote_if": promote_if or None,
         "abort_if": abort_if,
     }
-    given: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
-    if given and weights is None:
+    options: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
+    if options and weights is None:
         raise typer.BadParameter("give the weights that are to be tried")
     if step_seconds is not None and steps is None:
         raise typer.BadParameter("--step-seconds: give --steps, too")
     with errors_as_exit(as_json), connected(name, address) as fleet:
         if weights is not None:
-            fleet.canary(weights, by=by, why=why, deadlines=deadlines(prepare_seconds), **given)
-        trial = _waited(fleet) if wait else fleet.trial
+            fleet.canary(weights, by=by, why=why, deadlines=deadlines(prepare_seconds), **options)
+        trial = _wait_for_end(fleet) if wait else fleet.trial
         if as_json:
             print_json({"trial": trial.as_dict() if trial is not None else None})
         else:
-            say_trial(trial)
+            print_trial(trial)
         if wait and (trial is None or trial.outcome != "promoted"):
             raise typer.Exit(1)
 
@@ -86,7 +86,7 @@ def promote(
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Let all nodes serve what is on trial, together: all of them, or none, and then the trial goes on."""
+    """Commit the weights on trial on all nodes together. If one node cannot, none does, and the trial continues."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
         say_fleet_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
@@ -98,13 +98,13 @@ def abort(
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Give up what is on trial."""
+    """End the trial, and discard its weights."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
         trial = fleet.abort(by=by, why=why)
         if as_json:
             print_json({"trial": trial.as_dict()})
         else:
-            say_trial(trial)
+            print_trial(trial)
 
 
 def _shares(steps: str | None) -> tuple[float, ...] | None:
@@ -113,24 +113,24 @@ def _shares(steps: str | None) -> tuple[float, ...] | None:
     try:
         return tuple(float(step) for step in steps.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--steps {steps}: expected shares, as 0.1,0.5,1") from None
+        raise typer.BadParameter(f"--steps {steps}: expected shares, such as 0.1,0.5,1") from None
 
 
-def _waited(fleet: Fleet) -> TrialReport | None:
-    """How what is on trial has ended."""
+def _wait_for_end(fleet: Fleet) -> TrialReport | None:
+    """Wait until the trial has ended, and return its report."""
     trial = fleet.trial
     if trial is None:
         raise StageClosed(f"{fleet.name}: nothing is on trial")
-    with status_line(f"{fleet.name}: canary") as tell:
+    with status_line(f"{fleet.name}: canary") as update:
         while trial is not None and not trial.outcome:
-            tell(f"{fleet.name}: canary, {trial.values['requests'] or 0:.0f} requests")
-            time.sleep(_LOOK)
+            update(f"{fleet.name}: canary, {trial.values['requests'] or 0:.0f} requests")
+            time.sleep(_POLL_SECONDS)
             trial = fleet.trial
     return trial
 
 
-def say_trial(trial: TrialReport | None) -> None:
-    """Print what is on trial, or how the last trial has ended."""
+def print_trial(trial: TrialReport | None) -> None:
+    """Print the current trial, or the outcome of the last one."""
     if trial is None:
         return
     plan = trial.plan
@@ -147,4 +147,4 @@ def say_trial(trial: TrialReport | None) -> None:
         if rule:
             held = f" (held for {trial.promote_held:.0f} s)" if title == "promote if" and not trial.outcome else ""
             say(f"{title:<12}{rule}{held}")
-    print_measured(trial.values)
+    print_measurements(trial.values)

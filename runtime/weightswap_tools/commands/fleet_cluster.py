@@ -1,4 +1,4 @@
-"""The fleet and the cluster that commands of `weightswap fleet` mean, and what a change says."""
+"""Connections to clusters and fleets, and the output of changes, for the commands of `weightswap fleet`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from weightswap_fleet import Deadlines, Fleet, FleetReceipt
 
 NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
-ByOption = Annotated[str, typer.Option(help="Who asks.")]
-WhyOption = Annotated[str, typer.Option(help="The reason, for those who come after.")]
+ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
+WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
 AddressOption = Annotated[
-    str, typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster; `auto` is that of this machine.")
+    str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; `auto` is the one of this machine.")
 ]
 PrepareOption = Annotated[
-    float, typer.Option(min=0, help="Give it up where a node is not ready after so many seconds.")
+    float, typer.Option(min=0, help="Seconds after which a node that is not ready aborts the change.")
 ]
 NAME = "weightswap"
 PREPARE = 600.0
-_ANSWER, _POLL = 5.0, 0.1  # seconds
+_CONNECT_TIMEOUT, _POLL_SECONDS = 5.0, 0.1
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)
 
 
 @contextmanager
 def connected(name: str, address: str) -> Iterator[Fleet]:
-    """A block that is connected to the cluster of a fleet. Raises what `cluster` raises, and UnknownFleet."""
+    """Connect to a fleet while the block runs. Raises as `cluster` does, and UnknownFleet."""
     with cluster(address):
         from weightswap_fleet import connect
 
@@ -45,7 +45,7 @@ def connected(name: str, address: str) -> Iterator[Fleet]:
 
 @contextmanager
 def cluster(address: str) -> Iterator[None]:
-    """A block that is connected to a Ray cluster. Raises MissingExtra, and Unsupported where none is there."""
+    """Connect to a Ray cluster while the block runs. Raises MissingExtra, and Unsupported if there is no cluster."""
     try:
         import ray
     except ImportError as error:
@@ -62,7 +62,7 @@ def cluster(address: str) -> Iterator[None]:
 
 
 def _check_address(address: str) -> None:
-    """Raise Unsupported where nothing listens; Ray itself would ask again and again, for minutes."""
+    """Raise Unsupported if nothing listens at the address; Ray itself would retry for minutes."""
     if address in ("", "local"):
         raise Unsupported(
             f"--address {address!r}: would be a cluster that ends with this command; say HOST:PORT or auto"
@@ -71,7 +71,7 @@ def _check_address(address: str) -> None:
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise Unsupported(
             f"no Ray cluster at {address} ({error}): start one there (ray start --head), or say another --address"
@@ -79,39 +79,39 @@ def _check_address(address: str) -> None:
 
 
 def run_application(application: Application, name: str, route: str) -> None:
-    """Deploy, and wait until it runs; what Ray Serve waits for meanwhile is said. Raises FleetError where it fails."""
+    """Deploy an application and wait until it runs, printing why Ray Serve is not ready. Raises FleetError."""
     from ray import serve
 
     from weightswap_fleet import FleetError
 
     serve.run_many([serve.RunTarget(application, name=name, route_prefix=route)], wait_for_applications_running=False)
-    said: list[str] = []
-    while (found := serve.status().applications[name]).status != "RUNNING":
-        if found.status == "DEPLOY_FAILED":
-            raise FleetError(f"{name}: Ray Serve could not deploy it", *(said or _reasons(found.message)))
-        for each in found.deployments.values():
-            if each.message and (why := _reasons(each.message)) != said:
-                said = why
-                for line in (f"{name}: Ray Serve is not ready:", *said):
+    reasons: list[str] = []
+    while (status := serve.status().applications[name]).status != "RUNNING":
+        if status.status == "DEPLOY_FAILED":
+            raise FleetError(f"{name}: Ray Serve could not deploy it", *(reasons or _reasons(status.message)))
+        for deployment in status.deployments.values():
+            if deployment.message and (lines := _reasons(deployment.message)) != reasons:
+                reasons = lines
+                for line in (f"{name}: Ray Serve is not ready:", *reasons):
                     say(line, err=True)
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
 
 
 def _reasons(message: str) -> list[str]:
-    """The last error in what Serve says, without the traceback before it."""
-    *_, begins = [0, *(found.start() for found in _ERROR.finditer(message))]
-    return [f"  {line.strip()}" for line in message[begins:].splitlines() if line.strip()]
+    """Return the lines of the last error in a message of Serve, without its traceback."""
+    *_, begin = [0, *(match.start() for match in _ERROR.finditer(message))]
+    return [f"  {line.strip()}" for line in message[begin:].splitlines() if line.strip()]
 
 
 def deadlines(prepare: float) -> Deadlines:
-    """Those of a change whose first phase may take so many seconds."""
+    """Return the deadlines of a change whose first phase may take this many seconds."""
     from weightswap_fleet import Deadlines
 
     return Deadlines(prepare=prepare)
 
 
 def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
-    """Print a change of a whole fleet."""
+    """Print the receipt of a change of a whole fleet."""
     if as_json:
         return print_json(receipt.as_dict())
     before = receipt.previous_weights_id
@@ -125,8 +125,8 @@ def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
         f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
     )
     rows = [
-        [node, "in memory" if each.resident else f"{each.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
-        for node, each in sorted(receipt.nodes.items())
+        [node, "in memory" if report.resident else f"{report.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
+        for node, report in sorted(receipt.nodes.items())
     ]
     rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
     print_table("Nodes", ["node", "staged in", "state"], rows)

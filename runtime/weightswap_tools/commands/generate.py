@@ -1,4 +1,4 @@
-"""`weightswap generate`: the continuation of a prompt, as it comes."""
+"""`weightswap generate`: continue a prompt, and stream the text."""
 
 from __future__ import annotations
 
@@ -21,46 +21,45 @@ generate_command = typer.Typer(add_completion=False)
 
 @generate_command.command()
 def generate(
-    artifact: Annotated[str, typer.Argument(help="The folder of an artifact that generates, or its URL.")],
-    weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to put behind it, as for swap.")],
-    prompt: Annotated[str, typer.Argument(help="A text; with --tokens numbers, such as 5,17,3.")],
-    tokens: Annotated[bool, typer.Option("--tokens", help="Take and print tokens; no tokenizer is needed.")] = False,
-    most: Annotated[int | None, typer.Option("--max-new-tokens", help="By default until the cache is full.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Choose among so many of the most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Choose among the most likely with this probability.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what has occurred is less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens again.")] = None,
+    artifact: Annotated[str, typer.Argument(help="The folder or URL of an artifact that generates text.")],
+    weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to load, as for swap.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; with --tokens, token ids such as 5,17,3.")],
+    tokens: Annotated[bool, typer.Option("--tokens", help="Read and print token ids; needs no tokenizer.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="By default until the cache is full.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest with this total probability.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, repeated tokens become less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The random seed; the same seed gives the same tokens.")] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End after this text; with --tokens after these numbers. Can be given several times."),
+        typer.Option(help="Stop after this text; with --tokens, after these token ids. May be repeated."),
     ] = None,
     on_swap: Annotated[
-        str, typer.Option(help="What a swap meanwhile does: pin, keep, reset or invalidate.", metavar="POLICY")
+        str, typer.Option(help="What a swap does to the generation: pin, keep, reset or invalidate.", metavar="POLICY")
     ] = "pin",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json; by default beside the weights, or in the artifact.")
+        Path | None, typer.Option(help="The tokenizer.json; by default the one beside the weights or in the artifact.")
     ] = None,
     variant: VariantOption = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a prompt, and print the text as it comes."""
+    """Continue a prompt, and print the text as it is generated."""
     with errors_as_exit(as_json):
         model = load(artifact, weights, engine=engine, device=device)
-        given: str | list[int] = _numbers(prompt) if tokens else prompt
         pieces = model.generate(
-            given,
+            _numbers(prompt) if tokens else prompt,
             variants=add_variants(model, variant),
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             repetition_penalty=repetition_penalty,
             seed=seed,
-            stop=[_numbers(each) if tokens else each for each in stop or ()],
-            on_swap=cast("OnSwap", on_swap),  # which refuses others
+            stop=[_numbers(text) if tokens else text for text in stop or ()],
+            on_swap=cast("OnSwap", on_swap),  # `generate` refuses others
             tokenizer=tokenizer,
             stream=True,
         )
@@ -72,13 +71,13 @@ def generate(
         typer.echo()
 
 
-def _numbers(prompt: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in prompt.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"--tokens: expected numbers such as 5,17,3, got {visible(prompt)}") from error
+        raise typer.BadParameter(f"--tokens: expected numbers such as 5,17,3, got {visible(text)}") from error
 
 
 def _print_document(model: Model, pieces: list[int | str], tokens: bool) -> None:
-    found = {"tokens": pieces} if tokens else {"text": "".join(map(str, pieces))}
-    print_json({"weights_id": model.weights_id, "variants": variant_ids(model), **found})
+    output = {"tokens": pieces} if tokens else {"text": "".join(map(str, pieces))}
+    print_json({"weights_id": model.weights_id, "variants": variant_ids(model), **output})

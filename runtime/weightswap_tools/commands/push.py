@@ -1,4 +1,4 @@
-"""`weightswap push`: send weights to a server that runs."""
+"""`weightswap push`: send weights to a running server."""
 
 from __future__ import annotations
 
@@ -30,85 +30,85 @@ from weightswap_tools.terminal import (
     status_line,
 )
 
-from .swap import say_receipt
+from .swap import print_receipt
 
 push_command = typer.Typer(add_completion=False)
 TokenOption = Annotated[
     Path | None,
-    typer.Option(help="A file with the server's token. Without it, WEIGHTSWAP_ADMIN_TOKEN is one.", dir_okay=False),
+    typer.Option(
+        help="A file with the server's token; by default the token is $WEIGHTSWAP_ADMIN_TOKEN.", dir_okay=False
+    ),
 ]
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="The server's admin plane: http://HOST:PORT or unix:///PATH.")
+    str, typer.Argument(metavar="URL", help="The server's admin endpoint: http://HOST:PORT or unix:///PATH.")
 ]
-ModelOption = Annotated[str | None, typer.Option(help="Of several models, which one.")]
-WhyOption = Annotated[str, typer.Option(help="For the history and the audit log.")]
-_LOOK = 0.3  # seconds between two looks at how far the server is
+ModelOption = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
+WhyOption = Annotated[str, typer.Option(help="The reason, for the history and the audit log.")]
+_POLL_SECONDS = 0.3
 
 
 @push_command.command()
 def push(
     url: UrlArgument,
-    weights: Annotated[str, typer.Argument(help="A weight file or a delta; with --point what the server can read.")],
+    weights: Annotated[str, typer.Argument(help="A weight file or a delta; with --point, any server-side source.")],
     model: ModelOption = None,
     token_file: TokenOption = None,
-    point: Annotated[
-        bool, typer.Option("--point", help="Send the path or URL alone; the server has to allow it.")
-    ] = False,
-    stage: Annotated[bool, typer.Option("--stage", help="Stage it, and let somebody commit or discard it.")] = False,
+    point: Annotated[bool, typer.Option("--point", help="Send only the path or URL, if the server allows it.")] = False,
+    stage: Annotated[bool, typer.Option("--stage", help="Stage only, to be committed or discarded later.")] = False,
     why: WhyOption = "",
     revision: Annotated[
-        int | None, typer.Option(help="The revision of the desired state that was seen; another one is refused.")
+        int | None, typer.Option(help="The revision of the desired state to replace; refused if outdated.")
     ] = None,
     allow_other_graph: Annotated[
-        bool, typer.Option("--allow-other-graph", help="Take a file packed for another graph, if its tensors fit.")
+        bool, typer.Option("--allow-other-graph", help="Accept a file of another graph, if its tensors fit.")
     ] = False,
     allow_nonfinite: Annotated[
-        list[str] | None, typer.Option(help="Let NaN and infinities into weights of this name; `*` is all.")
+        list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
     ] = None,
     ignore: IgnoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send weights to a server, which stages, verifies and commits them, and print the receipt.
 
-    The file is uploaded, with its goldens and its signature where they lie beside it; what is refused changes nothing,
-    with status 1.
+    The file is uploaded together with the goldens and the signature beside it. If the server refuses the weights,
+    nothing changes and the exit status is 1.
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "why": why,
             "revision": revision,
             "allow_other_graph": allow_other_graph,
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        source = {"source": pointed(weights)} if point else uploaded(client, Path(weights))
-        with _progress_shown(client, name):
-            answer = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", asked | source)
+        request |= {"source": source_of(weights)} if point else upload(client, Path(weights))
+        with _staging_progress(client, name):
+            response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
         if as_json:
-            print_json(answer)
+            print_json(response)
         elif stage:
-            say(f"staged      {answer['status']['staged']['weights_id']}")
+            say(f"staged      {response['status']['staged']['weights_id']}")
         else:
-            say_receipt(msgspec.convert(answer["receipt"], SwapReceipt))
+            print_receipt(msgspec.convert(response["receipt"], SwapReceipt))
 
 
 def only_model(client: AdminClient) -> str:
-    """The name of the server's model. Raises Unsupported where there are several."""
-    names = [str(each["name"]) for each in client.get("/admin/status")["models"]]
+    """Return the name of the server's only model. Raises Unsupported if there are several."""
+    names = [str(model["name"]) for model in client.get("/admin/status")["models"]]
     if len(names) != 1:
         raise Unsupported(f"{client.where}: serves {', '.join(names)}; say --model")
     return names[0]
 
 
-def pointed(weights: str) -> str:
-    """A path or URL as the server is given it."""
-    return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - links are the server's business
+def source_of(weights: str) -> str:
+    """Return a path as an absolute one, and a URL unchanged."""
+    return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - the server resolves links
 
 
-def uploaded(client: AdminClient, path: Path) -> dict[str, Any]:
-    """Upload a file and what lies beside it; what the server is asked to take, then."""
+def upload(client: AdminClient, path: Path) -> dict[str, Any]:
+    """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it."""
     where = printable(str(path))
     if not is_url(str(path)) and not path.exists():
         raise Unsupported(f"{where}: there is no such file")
@@ -119,52 +119,52 @@ def uploaded(client: AdminClient, path: Path) -> dict[str, Any]:
     digest = _digest(path)
     stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{digest[:16]}"
     goldens = path.with_name(path.name.removesuffix(SUFFIX) + GOLDENS_SUFFIX)
-    for beside, suffix in ((goldens, GOLDENS_SUFFIX), (path.with_name(path.name + ".sig"), f"{SUFFIX}.sig")):
-        if beside.is_file():
-            _upload(client, beside, stem + suffix, _digest(beside), replace=True)
+    for sibling, suffix in ((goldens, GOLDENS_SUFFIX), (path.with_name(path.name + ".sig"), f"{SUFFIX}.sig")):
+        if sibling.is_file():
+            _upload_file(client, sibling, stem + suffix, _digest(sibling), replace=True)
     expect = {"expect": stamp.weights_id} if stamp and not delta else {}
-    return {"source": _upload(client, path, stem + SUFFIX, digest), **expect}
+    return {"source": _upload_file(client, path, stem + SUFFIX, digest), **expect}
 
 
-def _upload(client: AdminClient, path: Path, name: str, digest: str, *, replace: bool = False) -> str:
-    with progress_bar(f"Uploading {path.name}") as told:
+def _upload_file(client: AdminClient, path: Path, name: str, digest: str, *, replace: bool = False) -> str:
+    with progress_bar(f"Uploading {path.name}") as progress:
         try:
-            return str(client.upload(path, name, digest, told)["source"])
+            return str(client.upload(path, name, digest, progress)["source"])
         except AdminRefused as error:
             if error.status != 409:
                 raise
     if replace:
         client.delete(f"/admin/uploads/{name}")
-        return _upload(client, path, name, digest)
-    return f"upload:{name}"  # its name has the digest: it is there already
+        return _upload_file(client, path, name, digest)
+    return f"upload:{name}"  # already uploaded, as the name contains the digest
 
 
 def _digest(path: Path) -> str:
-    hashed = blake3(max_threads=blake3.AUTO)
-    hashed.update_mmap(path)
-    return hashed.hexdigest()
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(path)
+    return hasher.hexdigest()
 
 
 @contextmanager
-def _progress_shown(client: AdminClient, model: str) -> Iterator[None]:
-    """A block in which a line says how far the server is, on a terminal."""
+def _staging_progress(client: AdminClient, model: str) -> Iterator[None]:
+    """Show the server's staging progress on a terminal while the block runs."""
     ended = threading.Event()
-    with status_line(f"{model}: staging") as tell:
+    with status_line(f"{model}: staging") as update:
 
-        def look() -> None:
-            while not ended.wait(_LOOK):
+        def poll() -> None:
+            while not ended.wait(_POLL_SECONDS):
                 try:
                     staging = client.get(f"/admin/models/{model}")["staging"]
                 except (AdminRefused, AdminUnreachable):
                     continue
                 if staging:
                     done, total = human_bytes(staging["bytes_done"]), human_bytes(staging["bytes_total"])
-                    tell(f"{model}: {staging['phase']} {done} of {total}")
+                    update(f"{model}: {staging['phase']} {done} of {total}")
 
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
+        poller = threading.Thread(target=poll, daemon=True)
+        poller.start()
         try:
             yield
         finally:
             ended.set()
-            looking.join()
+            poller.join()

@@ -1,4 +1,4 @@
-"""`weightswap run`: one call of an artifact's method, with inputs and outputs in files."""
+"""`weightswap run`: call a method of an artifact once, with inputs and outputs in files."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ run_command = typer.Typer(add_completion=False)
 
 @run_command.command()
 def run(
-    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    artifact: Annotated[str, typer.Argument(help="The artifact's folder or URL.")],
     weights: Annotated[
-        str, typer.Option("--weights", "-w", help="The weight file or checkpoint to put behind it, as for swap.")
+        str, typer.Option("--weights", "-w", help="The weight file or checkpoint to load, as for swap.")
     ],
     inputs: Annotated[
-        Path | None, typer.Option("--input", "-i", help="Inputs by name: a .safetensors or .npz file.")
+        Path | None, typer.Option("--input", "-i", help="The inputs by name: a .safetensors or .npz file.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write the outputs: .safetensors or .npz.")
+        Path | None, typer.Option("--output", "-o", help="The .safetensors or .npz file to write the outputs to.")
     ] = None,
     keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
@@ -57,10 +57,10 @@ def run(
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Call a method once.
+    """Call a method of an artifact once.
 
-    Inputs are found by their names in the signature, which `weightswap inspect` shows; parts of lists and dicts are
-    called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
+    Inputs have the names of the signature, which `weightswap inspect` shows. Elements of lists and dicts are named like
+    x.0 or x.key. Outputs are named in the same way; a single one is named output.
     """
     with errors_as_exit(as_json), without_garbage_collection():
         model = load(artifact, weights, engine=engine, device=device, keys=keys, op_libraries=op_library or ())
@@ -68,35 +68,35 @@ def run(
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {visible(', '.join(model.signatures))}")
         call = model.method(name)
-        if chosen := add_variants(model, variant):
-            call = partial(call, variants=chosen)
+        if variants := add_variants(model, variant):
+            call = partial(call, variants=variants)
         signature = model.signatures[name]
-        opened = engine_of(model)
+        backend = engine_of(model)
         flat = named_inputs(name, signature, read_tensors(inputs) if inputs else {})
-        args, kwargs = call_arguments(signature, engine_inputs(flat, opened))
+        args, kwargs = call_arguments(signature, engine_inputs(flat, backend))
         start = time.perf_counter()
-        result = _called(name, call, args, kwargs)
+        result = _call(name, call, args, kwargs)
         seconds = time.perf_counter() - start
         names = [leaf.name for leaf in leaves(signature.output)]
-        named = dict(zip(names, output_contents(flatten(signature.output, result), opened), strict=True))
+        named = dict(zip(names, output_contents(flatten(signature.output, result), backend), strict=True))
         if output:
             if len(named) != len(names):
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
             write_tensors(output, {key: value for key, value in named.items() if isinstance(value, TensorBytes)})
-        _report(model, name, named, seconds, as_json)
+        _print(model, name, named, seconds, as_json)
 
 
-def _called(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return call(*args, **kwargs)
     except WeightswapError:
         raise
-    except Exception as error:  # an operator's own, such as an index out of range
+    except Exception as error:  # operators raise various ones, such as for an index out of range
         say(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error
 
 
-def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
+def _print(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
     described = {key: describe_value(value) for key, value in named.items()}
     if as_json:
         document = {

@@ -1,4 +1,4 @@
-"""`weightswap serve`: models behind the Open Inference Protocol, over HTTP and gRPC."""
+"""`weightswap serve`: serve models with the Open Inference Protocol over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -23,97 +23,94 @@ if TYPE_CHECKING:
     from weightswap_server.workers.manager import Workers
 
 serve_command = typer.Typer(add_completion=False)
-_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+_NAME_AND_VALUE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _MIB = 1 << 20
 
 
 @serve_command.command()
 def serve(
-    artifacts: Annotated[
-        list[str], typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders of artifacts, or their URLs.")
-    ],
+    artifacts: Annotated[list[str], typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders or URLs of artifacts.")],
     weights: Annotated[
-        list[str] | None,
-        typer.Option("--weights", "-w", help="What is served first, as for swap; of several artifacts NAME=FILE."),
+        list[str] | None, typer.Option("--weights", "-w", help="The first weights to serve, as for swap.")
     ] = None,
     watch: Annotated[
-        list[str] | None,
-        typer.Option(help="Swap in each new weight file of this directory or URL; of several artifacts NAME=DIR."),
+        list[str] | None, typer.Option(help="Swap in each new weight file of this directory or URL.")
     ] = None,
     follow: Annotated[
-        list[str] | None,
-        typer.Option(help="Serve what a desired.json in this directory or URL says; of several artifacts NAME=DIR."),
+        list[str] | None, typer.Option(help="Serve what the desired.json in this directory or URL names.")
     ] = None,
     variant: Annotated[
         list[str] | None,
         typer.Option(
-            help="group=PATH or group/name=PATH: what requests may choose, as a directory of PEFT's; may be repeated. "
-            "Of several artifacts NAME=group=PATH."
+            help="group=PATH or group/name=PATH: a variant that requests may choose, such as a directory that PEFT "
+            "wrote; may be repeated."
         ),
     ] = None,
     max_variants: Annotated[
-        int, typer.Option(help="Variants of a group at once; the least recently used one goes for another.")
+        int, typer.Option(help="Maximum resident variants of a group; the least recently used one is evicted.")
     ] = 16,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at what is watched or followed.")] = 5.0,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="For HTTP; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int | None, typer.Option(help="For gRPC, which is off without it.")] = None,
-    max_batch: Annotated[int, typer.Option(help="Answer up to so many rows of several requests by one call.")] = 1,
-    max_delay_ms: Annotated[float, typer.Option(help="Wait so long for more; 0 takes what is queued.")] = 0.0,
-    batch_dim: Annotated[str, typer.Option(help="The dimension that is the batch.")] = "batch",
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a model; others get 503.")] = 256,
-    max_body_mb: Annotated[int, typer.Option(help="Bytes of a request, in 2^20.")] = 64,
-    max_bodies_mb: Annotated[int, typer.Option(help="Bytes of all requests under way, in 2^20.")] = 1024,
-    body_timeout: Annotated[float, typer.Option(help="Seconds for the bytes of a request to come.")] = 30.0,
-    timeout: Annotated[float, typer.Option(help="Seconds from a request to its answer.")] = 60.0,
-    max_connections: Annotated[int, typer.Option(help="Connections at once.")] = 1024,
-    max_streams: Annotated[int, typer.Option(help="Generations at once, each with a context.")] = 16,
-    stream_timeout: Annotated[float, typer.Option(help="Seconds for which a generation may go on.")] = 300.0,
-    grace: Annotated[float, typer.Option(help="Seconds in which a stop finishes what was accepted.")] = 30.0,
+    interval: Annotated[float, typer.Option(help="Seconds between polls of --watch and --follow.")] = 5.0,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The HTTP port; 0 picks a free one.")] = 8000,
+    grpc_port: Annotated[int | None, typer.Option(help="The gRPC port; without it, gRPC is off.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Maximum rows of several requests to batch into one call.")] = 1,
+    max_delay_ms: Annotated[float, typer.Option(help="Wait this long to fill a batch; 0 takes what is queued.")] = 0.0,
+    batch_dim: Annotated[str, typer.Option(help="The batch dimension.")] = "batch",
+    max_queue: Annotated[int, typer.Option(help="Maximum waiting requests of a model; others get 503.")] = 256,
+    max_body_mb: Annotated[int, typer.Option(help="Maximum size of a request body, in MiB.")] = 64,
+    max_bodies_mb: Annotated[int, typer.Option(help="Maximum size of all request bodies in flight, in MiB.")] = 1024,
+    body_timeout: Annotated[float, typer.Option(help="Seconds within which a request body must arrive.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds within which a request must be answered.")] = 60.0,
+    max_connections: Annotated[int, typer.Option(help="Maximum concurrent connections.")] = 1024,
+    max_streams: Annotated[int, typer.Option(help="Maximum concurrent generations, each with its own context.")] = 16,
+    stream_timeout: Annotated[float, typer.Option(help="Maximum seconds of a generation.")] = 300.0,
+    grace: Annotated[float, typer.Option(help="Seconds that accepted requests get to finish on shutdown.")] = 30.0,
     traces: Annotated[
-        bool, typer.Option("--traces", help="Send spans by OpenTelemetry, where its variables OTEL_* say.")
+        bool, typer.Option("--traces", help="Export OpenTelemetry spans as the environment variables OTEL_* configure.")
     ] = False,
     admin_port: Annotated[
-        int | None, typer.Option(help="Listen to operators there, who need a token; 0 takes a free port.")
+        int | None, typer.Option(help="The port of the admin API, which requires a token; 0 picks a free one.")
     ] = None,
     admin_socket: Annotated[
-        str | None, typer.Option(help="Listen to operators at this Unix socket instead, which is made.")
+        str | None, typer.Option(help="Create this Unix socket for the admin API, instead of a port.")
     ] = None,
-    admin_host: Annotated[str, typer.Option(help="The address of --admin-port.")] = "127.0.0.1",
+    admin_host: Annotated[str, typer.Option(help="The address of the admin port.")] = "127.0.0.1",
     admin_token_file: Annotated[
-        str | None,
-        typer.Option(help="A token, or lines of NAME TOKEN. Without it, WEIGHTSWAP_ADMIN_TOKEN is one."),
+        str | None, typer.Option(help="A file with a token or lines of NAME TOKEN; by default $WEIGHTSWAP_ADMIN_TOKEN.")
     ] = None,
     admin_allow: Annotated[
         list[str] | None,
-        typer.Option(help="A directory, or the beginning of URLs, that operators may name; may be repeated."),
+        typer.Option(help="A directory, or a prefix of URLs, that operators may load from; may be repeated."),
     ] = None,
-    upload_dir: Annotated[str | None, typer.Option(help="Take uploads of operators, into this directory.")] = None,
-    max_uploads_gb: Annotated[float, typer.Option(help="What all uploads may take together, in 2^30 bytes.")] = 64.0,
-    staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
-    audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
+    upload_dir: Annotated[str | None, typer.Option(help="Accept uploads from operators into this directory.")] = None,
+    max_uploads_gb: Annotated[float, typer.Option(help="Maximum size of all uploads together, in GiB.")] = 64.0,
+    staged_timeout: Annotated[float, typer.Option(help="Seconds after which staged weights are discarded.")] = 3600.0,
+    audit_log: Annotated[
+        str | None, typer.Option(help="Append a line of JSON for each admin request to this file.")
+    ] = None,
     require_signature: Annotated[
         list[str] | None,
-        typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign); repeatable."),
+        typer.Option(help="A public key (PEM); weights whose signature it does not verify are refused; repeatable."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Serve from so many processes, which share one copy of the weights.")
+        int | None, typer.Option(help="The number of worker processes, which share one copy of the weights.")
     ] = None,
     worker_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a process of --workers that hangs is replaced; 0: never.")
+        float, typer.Option(help="Seconds after which a worker process that hangs is replaced; 0 for never.")
     ] = 30.0,
     threads: Annotated[
-        int | None, typer.Option(help="Of one call; by default one for each core, which workers share out.")
+        int | None, typer.Option(help="Threads of one call; by default one per core, divided among the workers.")
     ] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
-    residency: Annotated[ResidencyName, typer.Option(help="How many sets of weights are held.")] = "double",
+    residency: Annotated[ResidencyName, typer.Option(help="How many sets of weights are in memory.")] = "double",
     op_library: OpLibraryOption = None,
 ) -> None:
-    """Serve models by the Open Inference Protocol, until SIGTERM or Ctrl-C, which finish what was accepted.
+    """Serve models with the Open Inference Protocol until SIGTERM or Ctrl-C; accepted requests are then finished.
 
-    A model has the name of its artifact's folder, or the one before `=`; a method that is not the default one is
-    NAME.METHOD. Without --weights it is not ready until --watch or --follow has found some.
+    A model is named like its artifact's folder, or as given before `=`. Methods other than the default one are served
+    as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights. With several
+    artifacts, --weights, --watch, --follow and --variant take NAME=VALUE.
     """
     with errors_as_exit(as_json=False):
         _limit_threads(threads, workers)
@@ -163,18 +160,18 @@ def serve(
             admin.check()
         elif admin_token_file or admin_allow or upload_dir or audit_log:
             raise typer.BadParameter("there are no operators without --admin-port or --admin-socket")
-        named = [_NAMED.fullmatch(each) for each in artifacts]
+        matches = [_NAME_AND_VALUE.fullmatch(artifact) for artifact in artifacts]
         paths = {
-            match[1] if match else default_name(each): match[2] if match else each
-            for match, each in zip(named, artifacts, strict=True)
+            match[1] if match else default_name(artifact): match[2] if match else artifact
+            for match, artifact in zip(matches, artifacts, strict=True)
         }
         if len(paths) < len(artifacts):
             raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
-        followed, chosen = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
-        if idle := sorted(paths.keys() - {*first, *watched, *followed}):
-            raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
-        takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else they are OpenMP's business
+        followed, variants = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
+        if empty := sorted(paths.keys() - {*first, *watched, *followed}):
+            raise typer.BadParameter(f"{', '.join(empty)}: where are the weights? Say --weights, --watch or --follow")
+        takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else OpenMP sets them
         options: Mapping[str, Any] = {
             "engine": engine,
             "device": device,
@@ -191,7 +188,7 @@ def serve(
                 watch=watched.get(name),
                 follow=followed.get(name),
                 interval=interval,
-                variants=variants_of(chosen.get(name, ())),
+                variants=variants_of(variants.get(name, ())),
                 options=options,
             )
             for name, path in paths.items()
@@ -205,7 +202,7 @@ def serve(
 
 
 def _limit_threads(threads: int | None, workers: int | None) -> None:
-    """How many threads a call has, also of threads that are not yet there. Children inherit it."""
+    """Set the number of OpenMP threads in the environment, which child processes inherit."""
     if threads is not None and "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif workers:
@@ -214,38 +211,38 @@ def _limit_threads(threads: int | None, workers: int | None) -> None:
 
 def _run(server: Server) -> None:
     server.on_listening(
-        lambda: _say_where(server, server.service.names, server.admin.where if server.admin is not None else "")
+        lambda: _print_addresses(server, server.service.names, server.admin.where if server.admin is not None else "")
     )
     gc.collect()
-    gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
+    gc.freeze()  # else each full collection scans torch's objects, for a tenth of a second
     server.run()
 
 
 def _run_workers(workers: Workers, names: Iterable[str]) -> None:
-    workers.on_listening(lambda: _say_where(workers, names, workers.admin_where))
+    workers.on_listening(lambda: _print_addresses(workers, names, workers.admin_where))
     workers.run()
 
 
-def _by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> dict[str, str]:
-    found = _all_by_name(option, given, paths)
-    if (most := max(map(len, found.values()), default=0)) > 1:
+def _by_name(option: str, texts: list[str] | None, paths: Mapping[str, str]) -> dict[str, str]:
+    values = _all_by_name(option, texts, paths)
+    if (most := max(map(len, values.values()), default=0)) > 1:
         raise typer.BadParameter(f"{option}: given {most} times, for one artifact")
-    return {name: value for name, (value,) in found.items()}
+    return {name: value for name, (value,) in values.items()}
 
 
-def _all_by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> dict[str, list[str]]:
+def _all_by_name(option: str, texts: list[str] | None, paths: Mapping[str, str]) -> dict[str, list[str]]:
     if len(paths) == 1:
-        return {name: given for name in paths if given}
+        return {name: texts for name in paths if texts}
     values: dict[str, list[str]] = {}
-    for each in given or ():
-        match = _NAMED.fullmatch(each)
+    for text in texts or ():
+        match = _NAME_AND_VALUE.fullmatch(text)
         if match is None or match[1] not in paths:
-            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(paths)}, got {each!r}")
+            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(paths)}, got {text!r}")
         values.setdefault(match[1], []).append(match[2])
     return values
 
 
-def _say_where(server: Server | Workers, names: Iterable[str], admin: str) -> None:
+def _print_addresses(server: Server | Workers, names: Iterable[str], admin: str) -> None:
     say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(names)}")
     if server.grpc_port:
         say(f"{server.settings.host}:{server.grpc_port} is gRPC's")

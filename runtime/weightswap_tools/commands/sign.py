@@ -1,4 +1,4 @@
-"""`weightswap sign`: sign weights, for servers that take no others."""
+"""`weightswap sign`: sign weights for servers that require signatures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PASSWORD = "WEIGHTSWAP_SIGNING_PASSWORD"
 
 @sign_command.command()
 def sign(
-    weights: Annotated[Path, typer.Argument(help="A weight file, or a delta, that weightswap packed.")],
-    key: Annotated[str, typer.Option(help=f"A private key of an elliptic curve (PEM); its password is in {PASSWORD}.")],
+    weights: Annotated[Path, typer.Argument(help="A weight file or a delta that weightswap packed.")],
+    key: Annotated[str, typer.Option(help=f"An elliptic-curve private key (PEM); its password is ${PASSWORD}.")],
 ) -> None:
-    """Sign the weights id of a file, into FILE.sig beside it, for `weightswap serve --require-signature`.
+    """Sign the weights id of a file for `weightswap serve --require-signature`; writes FILE.sig beside it.
 
-    The file is not read: a server compares its bytes with the weights id.
+    The data of the file is not read: servers compare it with the weights id.
     """
     with errors_as_exit(as_json=False):
         from weightswap_server.signed_weights import SUFFIX, sign

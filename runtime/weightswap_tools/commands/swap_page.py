@@ -1,4 +1,4 @@
-"""The report of `weightswap swap` for browsers: a timeline of swaps."""
+"""The HTML report of `weightswap swap`: a timeline of swaps."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
 
 
 @contextmanager
-def reported(path: Path | None, model: Model) -> Iterator[None]:
-    """Write a report of the swaps in this block, whether it ends with a refusal or not; without a path, nothing."""
+def swaps_reported(path: Path | None, model: Model) -> Iterator[None]:
+    """Write a report of the swaps in the block, even if it ends with a refusal. Without a path, do nothing."""
     refusal = ""
     try:
         yield
@@ -55,7 +55,7 @@ def reported(path: Path | None, model: Model) -> Iterator[None]:
 
 
 def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
-    """Facts, a timeline, and a row for each commit."""
+    """Return a report with facts, a timeline, and a row for each commit."""
     facts = (
         ("artifact", str(model.artifact.path)),
         ("graph id", model.graph_id),
@@ -80,16 +80,16 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
 
 
 def _engine_text(model: Model) -> str:
-    """The engine, and the methods that another one runs beside it."""
-    beside = [name for name, engine in model.engines.items() if engine != model.engine]
-    return f"{model.engine}; torch runs {', '.join(beside)}" if beside else model.engine
+    """Return the engine, and the methods that torch runs in its place."""
+    others = [name for name, engine in model.engines.items() if engine != model.engine]
+    return f"{model.engine}; torch runs {', '.join(others)}" if others else model.engine
 
 
 def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
-    """The phases of each commit, in seconds from the start of the first."""
-    begin = min(receipt.committed_at - _length(receipt) for receipt in receipts)
+    """Yield the phases of each commit, in seconds from the start of the first."""
+    begin = min(receipt.committed_at - _duration(receipt) for receipt in receipts)
     for receipt in receipts:
-        at = receipt.committed_at - _length(receipt) - begin
+        at = receipt.committed_at - _duration(receipt) - begin
         phases = {
             "staged": receipt.seconds_staged,
             "verified": receipt.seconds_verified,
@@ -100,5 +100,5 @@ def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
             at += length
 
 
-def _length(receipt: SwapReceipt) -> float:
+def _duration(receipt: SwapReceipt) -> float:
     return receipt.seconds_staged + receipt.seconds_verified + receipt.seconds_paused

@@ -1,4 +1,4 @@
-"""`--variant`: what a call chooses beside the weights, as `run` and `generate` take it."""
+"""The option `--variant` of `run` and `generate`: the variants of a call."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ VariantOption = Annotated[
     list[str] | None,
     typer.Option(
         "--variant",
-        help="group=path: the variant of a group, as lora=customer-a, which PEFT has written; may be repeated.",
+        help="group=path: a variant to use, such as lora=customer-a, a directory that PEFT wrote; may be repeated.",
     ),
 ]
 
 
 def add_variants(model: Model, options: list[str] | None) -> dict[str, str]:
-    """The names of the variants that a call chooses, by group; they are resident then. Raises as `add_variant` does."""
-    chosen: dict[str, str] = {}
+    """Add the variants of the options to a model. Returns their names by group. Raises as `add_variant` does."""
+    paths: dict[str, str] = {}
     for option in options or ():
         group, equals, path = option.partition("=")
         if not equals or not group or not path:
             raise typer.BadParameter(f"--variant: {visible(option)} is not group=path")
-        if group in chosen:
+        if group in paths:
             raise typer.BadParameter(f"--variant: {visible(group)} is chosen twice")
-        chosen[group] = path
-    for group, path in chosen.items():
+        paths[group] = path
+    for group, path in paths.items():
         model.add_variant(group, path, path)
-    return chosen
+    return paths
 
 
 def variant_ids(model: Model) -> dict[str, str]:
-    """The weights ids of what `add_variants` has chosen, by group."""
+    """Return the weights ids of the variants that `add_variants` added, by group."""
     return {group: receipt.weights_id for group, names in model.variants.items() for receipt in names.values()}

@@ -1,4 +1,4 @@
-"""What changed between two sets of weights, or between two artifacts."""
+"""Comparison of two sets of weights, or of two artifacts."""
 
 from weightswap_runtime.tensors.dtypes import TensorType
 

@@ -1,4 +1,4 @@
-"""Comparing two artifacts: what their graphs are, what they take, and whether weight files of one fit the other."""
+"""Comparison of two artifacts: their graphs and signatures, and whether weight files of one fit the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ArtifactInfo(DiffDocument, frozen=True):
 
 
 class OperatorCount(DiffDocument, frozen=True):
-    """How often a method calls an operator, such as `aten.linear.default`."""
+    """The number of calls of an operator, such as `aten.linear.default`, in a method."""
 
     name: str
     before: int
@@ -43,9 +43,9 @@ class OperatorCount(DiffDocument, frozen=True):
 
 
 class MethodDiff(DiffDocument, frozen=True):
-    """A method that is not the same in both: None where the artifact does not have it.
+    """A method that differs between the artifacts. A signature is None if the artifact does not have the method.
 
-    `operators` are those that are called more or less often than before.
+    `operators` are those whose number of calls changed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class MethodDiff(DiffDocument, frozen=True):
 
 
 class RowDiff(DiffDocument, frozen=True):
-    """A row of the tables of weights, state and constants that only one artifact has, or that has another type."""
+    """A tensor of the weights, state or constants that only one artifact has, or whose type changed."""
 
     kind: Kind
     name: str
@@ -69,7 +69,7 @@ class RowDiff(DiffDocument, frozen=True):
 
 
 class SourceDiff(DiffDocument, frozen=True):
-    """A weight that comes from other keys of a checkpoint than before; `computed` from them, or one of them."""
+    """A weight whose checkpoint keys changed. It is computed from the keys, or else is the tensor of one of them."""
 
     weight: str
     before: tuple[str, ...] | None
@@ -81,9 +81,9 @@ class SourceDiff(DiffDocument, frozen=True):
 class ArtifactsDiff(DiffDocument, frozen=True):
     """The comparison of two artifacts.
 
-    `fits`: whether weight files packed for either have what the other's graph needs; `misfits` say why not.
-    `constants` are the constants, and the initial values of the state, of which both have one and the values changed.
-    `transforms_changed`: the graph that computes weights from a checkpoint. `engines` -> "added", "removed", "changed".
+    `fits`: whether weight files packed for either artifact fit the graph of the other; `misfits`: why not.
+    `constants`: the constants and initial state values in both artifacts whose values changed. `transforms_changed`:
+    whether the graph that computes weights from a checkpoint changed. `engines`: name -> "added", "removed", "changed".
     """
 
     before: ArtifactInfo
@@ -103,7 +103,7 @@ class ArtifactsDiff(DiffDocument, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """Whether weight files of one can be swapped in behind the other, in a sentence."""
+        """A sentence that says whether weight files of one artifact fit the other."""
         if self.same_graph:
             return "The same graph: weight files of one fit the other."
         if self.fits:
@@ -114,17 +114,17 @@ class ArtifactsDiff(DiffDocument, frozen=True):
 
     @property
     def level(self) -> Level:
-        """Alarm where weight files do not fit; notice where the graph or the way from a checkpoint is another."""
+        """Alarm if weight files do not fit; notice if the graph, the adapter or the engines changed."""
         if not self.fits:
             return "alarm"
-        others = self.sources or self.transforms_changed or self.engines
-        return "same" if self.same_graph and not others else "notice"
+        changes = self.sources or self.transforms_changed or self.engines
+        return "same" if self.same_graph and not changes else "notice"
 
 
 def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[str]) -> ArtifactsDiff:
-    """What is different between two artifacts. Needs no torch: graphs are read, not run.
+    """Compare two artifacts. Needs no torch: graphs are read, not run.
 
-    Raises ArtifactError for what is no artifact, or has files that are not those of its manifest.
+    Raises ArtifactError if a path is not an artifact, or if its files do not match its manifest.
     """
     one, other = Artifact.open(before), Artifact.open(after)
     old, new = one.manifest, other.manifest
@@ -134,12 +134,12 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
         after=_info(other),
         fits=not misfits,
         misfits=misfits,
-        methods=tuple(_methods(one, other)),
-        rows=tuple(row for kind in KINDS for row in _rows(kind, getattr(old, kind), getattr(new, kind))),
-        constants=_constants(one, other),
-        sources=tuple(_sources(old.adapter.sources, new.adapter.sources)),
+        methods=tuple(_method_changes(one, other)),
+        rows=tuple(row for kind in KINDS for row in _row_changes(kind, getattr(old, kind), getattr(new, kind))),
+        constants=_constant_changes(one, other),
+        sources=tuple(_source_changes(old.adapter.sources, new.adapter.sources)),
         transforms_changed=old.files.get(ADAPTER_NAME) != new.files.get(ADAPTER_NAME),
-        engines=_engines(old.files, new.files),
+        engines=_engine_changes(old.files, new.files),
     )
 
 
@@ -148,12 +148,12 @@ def _info(artifact: Artifact) -> ArtifactInfo:
 
 
 def _misfits(which: str, packed: Manifest, served: Manifest) -> Iterator[str]:
-    """What is wrong with a weight file that was packed for one graph behind another."""
+    """Yield the problems of a weight file packed for one graph when swapped into another."""
     problems = by_fqn(served).match({row.name: row for row in packed.weights}).problems
     yield from (f"{which}: {problem}" for problem in problems)
 
 
-def _methods(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
+def _method_changes(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
     old, new = one.manifest.methods, other.manifest.methods
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
@@ -189,14 +189,14 @@ def _operator_changes(before: Counter[str], after: Counter[str]) -> Iterator[Ope
             yield OperatorCount(name=name.removeprefix(PREFIX), before=before[name], after=after[name])
 
 
-def _rows(kind: Kind, before: Iterable[NamedTensor], after: Iterable[NamedTensor]) -> Iterator[RowDiff]:
+def _row_changes(kind: Kind, before: Iterable[NamedTensor], after: Iterable[NamedTensor]) -> Iterator[RowDiff]:
     old, new = ({row.name: TensorType.of(row) for row in rows} for rows in (before, after))
     for name in sorted(old.keys() | new.keys(), key=natural):
         if old.get(name) != new.get(name):
             yield RowDiff(kind=kind, name=name, before=old.get(name), after=new.get(name))
 
 
-def _constants(one: Artifact, other: Artifact) -> tuple[TensorDiff, ...]:
+def _constant_changes(one: Artifact, other: Artifact) -> tuple[TensorDiff, ...]:
     if one.manifest.files[CONSTANTS_NAME] == other.manifest.files[CONSTANTS_NAME]:
         return ()
     diff = compare_sides(_constant_side(one), _constant_side(other), values=True)
@@ -204,13 +204,13 @@ def _constants(one: Artifact, other: Artifact) -> tuple[TensorDiff, ...]:
 
 
 def _constant_side(artifact: Artifact) -> Side:
-    found = artifact.constants()
-    tensors = {row.name: found[row.name] for row in (*artifact.manifest.constants, *artifact.manifest.state)}
+    contents = artifact.constants()
+    tensors = {row.name: contents[row.name] for row in (*artifact.manifest.constants, *artifact.manifest.state)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     return Side(SetInfo(where=str(artifact.path / CONSTANTS_NAME), tensors=len(tensors), nbytes=nbytes), tensors, {})
 
 
-def _sources(before: Iterable[WeightSource], after: Iterable[WeightSource]) -> Iterator[SourceDiff]:
+def _source_changes(before: Iterable[WeightSource], after: Iterable[WeightSource]) -> Iterator[SourceDiff]:
     old, new = ({source.weight: source for source in sources} for sources in (before, after))
     for weight in sorted(old.keys() | new.keys(), key=natural):
         one, other = old.get(weight), new.get(weight)
@@ -225,8 +225,8 @@ def _sources(before: Iterable[WeightSource], after: Iterable[WeightSource]) -> I
             yield diff
 
 
-def _engines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    old, new = _compiled(before), _compiled(after)
+def _engine_changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    old, new = _engine_files(before), _engine_files(after)
     changes = {}
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
@@ -234,8 +234,8 @@ def _engines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     return changes
 
 
-def _compiled(files: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The files of each engine, and of its target where there are several, with their digests."""
+def _engine_files(files: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the digests of the files of each engine and target."""
     engines: dict[str, dict[str, str]] = {}
     for path, digest in files.items():
         parts = path.split("/")

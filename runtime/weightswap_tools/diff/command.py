@@ -1,4 +1,4 @@
-"""`weightswap diff`: what changed between two weight files, checkpoints or artifacts."""
+"""`weightswap diff`: show what changed between two weight files, checkpoints or artifacts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ diff_command = typer.Typer(add_completion=False)
 
 @diff_command.command()
 def diff(
-    before: Annotated[str, typer.Argument(help="A weight file, a checkpoint or an artifact; or a URL.")],
-    after: Annotated[str, typer.Argument(help="What it became.")],
+    before: Annotated[str, typer.Argument(help="A weight file, a checkpoint or an artifact, or its URL.")],
+    after: Annotated[str, typer.Argument(help="The later one, of the same kind.")],
     artifact: Annotated[
         Path | None,
         typer.Option("--artifact", "-a", help="Compare both as weights of this artifact, as swap would read them."),
@@ -35,24 +35,24 @@ def diff(
     level: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where in a pickled or distributed checkpoint the weights are: keys joined with dots, as ema. Give it "
-            "twice where they differ: for what was before, and for what is after."
+            help="The place of the weights in a pickled or distributed checkpoint: dotted keys, such as ema. "
+            "Give it twice if they differ: first for BEFORE, then for AFTER."
         ),
     ] = None,
     values: Annotated[
-        bool, typer.Option("--values", help="Read tensors, too, of which both files record the same digest.")
+        bool, typer.Option("--values", help="Also read tensors whose recorded digests are equal.")
     ] = False,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(help="Exit with 1 if any tensor meets this, as 'new_nan or rel_change > 0.5'; may be repeated."),
+        typer.Option(help="Exit with 1 if a tensor meets this: 'new_nan or rel_change > 0.5'; may be repeated."),
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not the 30 most alarming alone.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the 30 most alarming.")] = False,
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what changed between two sets of weights, or two artifacts: the most alarming first.
+    """Show what changed between two sets of weights or two artifacts, the most alarming first.
 
-    The status is 0 whatever changed, and 1 where a condition of --fail-if is met. Nothing in a pickle runs.
+    Exits with 1 if a condition of --fail-if is met, else with 0. No code in a pickle is run.
     """
     with errors_as_exit(as_json):
         policies = [Policy(text) for text in fail_if or ()]
@@ -62,13 +62,13 @@ def diff(
             _show_artifacts(compare_artifacts(before, after), html, as_json)
             return
         with progress_bar("comparing") as progress:
-            levels = _levels(level or [])
+            levels = _level_pair(level or [])
             read = values or any(policy.needs_values for policy in policies)
-            found = compare_weights(
+            result = compare_weights(
                 before, after, artifact=artifact, keys=keys, levels=levels, values=read, progress=progress
             )
-        failures = {policy.text: policy.failures(found) for policy in policies}
-        _show_weights(found, failures, html, None if show_all else SHOWN, as_json)
+        failures = {policy.text: policy.failures(result) for policy in policies}
+        _show_weights(result, failures, html, None if show_all else SHOWN, as_json)
     if any(failures.values()):
         raise typer.Exit(1)
 
@@ -77,19 +77,19 @@ SHOWN = 30
 _FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weights, not artifacts"
 
 
-def _levels(given: list[str]) -> tuple[str | None, str | None]:
-    if len(given) > 2:
-        raise typer.BadParameter("--level is given once for both, or twice: for what was before, and for what is after")
-    return (given[0], given[-1]) if given else (None, None)
+def _level_pair(levels: list[str]) -> tuple[str | None, str | None]:
+    if len(levels) > 2:
+        raise typer.BadParameter("--level: give it once for both sets, or twice: first for BEFORE, then for AFTER")
+    return (levels[0], levels[-1]) if levels else (None, None)
 
 
 def _are_artifacts(before: str, after: str) -> bool:
-    """Raises Unsupported for an artifact and something else."""
-    found = [is_artifact(path) for path in (before, after)]
-    if any(found) and not all(found):
-        which, other = (before, after) if found[0] else (after, before)
-        raise Unsupported(f"{which} is an artifact and {other} is not; give two artifacts, or two sets of weights")
-    return all(found)
+    """Return whether both are artifacts. Raises Unsupported if only one is."""
+    kinds = [is_artifact(path) for path in (before, after)]
+    if any(kinds) and not all(kinds):
+        artifact, other = (before, after) if kinds[0] else (after, before)
+        raise Unsupported(f"{artifact} is an artifact and {other} is not; give two artifacts, or two sets of weights")
+    return all(kinds)
 
 
 def _show_artifacts(result: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
@@ -99,7 +99,7 @@ def _show_artifacts(result: ArtifactsDiff, html: Path | None, as_json: bool) -> 
         print_json({"kind": "artifacts", "verdict": result.verdict, **structs.asdict(result)})
         return
     print_artifacts(result)
-    _say_where(html)
+    _print_report_path(html)
 
 
 def _show_weights(
@@ -114,9 +114,9 @@ def _show_weights(
         return
     print_weights(result, most)
     print_failures(failures)
-    _say_where(html)
+    _print_report_path(html)
 
 
-def _say_where(html: Path | None) -> None:
+def _print_report_path(html: Path | None) -> None:
     if html:
         say(f"report      {html}")

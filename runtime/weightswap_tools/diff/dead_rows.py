@@ -1,4 +1,4 @@
-"""Rows along the first dimension that are zero throughout; a piece of a tensor may begin and end within a row."""
+"""Counts of dead rows: rows along the first dimension that are all zero. Pieces may begin and end within a row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Flags = NDArray[np.bool_]
 
 
 class RowTally(NamedTuple):
-    """What a piece knows: of its rows but the first and the last, how many are dead on each side, and how many newly.
+    """The dead rows of a piece: how many of its inner rows are dead on each side, and how many are newly dead.
 
-    `parts` are those two, which other pieces may have, too: the row, and for each side whether what is here is zero.
+    `parts` are its first and last row, which other pieces may share: the index, and for each side whether it is zero
+    here.
     """
 
     dead: tuple[int, ...]
@@ -29,16 +30,16 @@ class RowTally(NamedTuple):
 
 
 def added_up(tallies: Iterable[RowTally]) -> RowTally:
-    """All pieces of a tensor as one, which has none of its rows in part."""
-    wholes, broken = [], defaultdict(list)
+    """Merge the tallies of all pieces of a tensor, including rows that span several pieces."""
+    counts, split_rows = [], defaultdict(list)
     for tally in tallies:
-        wholes.append([*tally.dead, tally.new])
+        counts.append([*tally.dead, tally.new])
         for row, flags in tally.parts:
-            broken[row].append(flags)
-    for parts in broken.values():
+            split_rows[row].append(flags)
+    for parts in split_rows.values():
         flags = tuple(all(side) for side in zip(*parts, strict=True))
-        wholes.append([*flags, _is_new(flags)])
-    *dead, new = np.sum(wholes, axis=0).tolist()
+        counts.append([*flags, _is_new(flags)])
+    *dead, new = np.sum(counts, axis=0).tolist()
     return RowTally(tuple(dead), new)
 
 
@@ -47,7 +48,7 @@ def _is_new(flags: tuple[bool, ...]) -> bool:
 
 
 def dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int) -> RowTally:
-    """What elements `begin` and following of one tensor, or of two, tell about its rows.
+    """Count the dead rows in pieces of one tensor, or of two, that start at element `begin`.
 
     Tensors of fewer than two dimensions have no rows.
     """
@@ -75,7 +76,7 @@ def _is_zero(piece: TensorBytes) -> bool:
 
 
 def _dead(rows: TensorBytes, length: int) -> Flags:
-    """Which whole rows are zero. Most rows are told to be alive by their first element."""
+    """Return flags of whole rows that are zero. The first element alone rules out most rows."""
     count = rows.shape[0] // length
     if not count:
         return np.zeros(0, np.bool_)
@@ -91,5 +92,5 @@ def _dead(rows: TensorBytes, length: int) -> Flags:
 
 
 def _values(dtype: str, table: NDArray[np.uint8], size: int) -> NDArray[Any]:
-    """The elements of `size` bytes in a table of bytes."""
+    """Return the elements of `size` bytes in a table of bytes, as 64-bit floats."""
     return as_float64(TensorBytes(dtype, (table.size // size,), np.ascontiguousarray(table).reshape(-1).data))

@@ -13,14 +13,15 @@ from weightswap_runtime.tensors.dtypes import has_fractions
 from .moments import Floats, Moments, Numbers, dot, workspace
 from .report import BINS
 
-EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats do not have all of them
+EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats cannot represent all of them
 _MANTISSA_BITS = 52
 
 
 class Differences(NamedTuple):
-    """Two sides of a block, where both are finite; sums are infinite if too large; `largest` is at `largest_at`.
+    """Differences of a block, over elements that are finite on both sides. Sums that overflow are infinite.
 
-    `squares` are of the differences, `before_squares` and `after_squares` of either side, whose `product` is inner.
+    `squares` sums the squared differences, `before_squares` and `after_squares` the squares of either side; `product`
+    is the inner product of the sides. `largest` is at the index `largest_at`.
     """
 
     changed: int
@@ -39,23 +40,23 @@ class Differences(NamedTuple):
 
 
 class _ValuePair(NamedTuple):
-    """What is finite in both: `chosen` of the elements, None for all; the sizes of the changes."""
+    """Elements that are finite on both sides, and the sizes of their changes. `mask` selects them; None for all."""
 
     before: Floats
     after: Floats
     sizes: Floats
-    chosen: NDArray[np.bool_] | None
+    mask: NDArray[np.bool_] | None
 
 
 def unchanged(side: Moments) -> Differences:
-    """What is found where both sides have the same bytes."""
+    """Return the differences of a block with the same bytes on both sides."""
     return Differences(0, 0.0, side.squares, side.squares, side.squares, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
 
 
 def differences(
     contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]
 ) -> tuple[Differences, NDArray[Any]]:
-    """What changed, and the histogram of by how much: a count for each exponent of a 64-bit float."""
+    """Return the differences, and a histogram of their sizes with a count per exponent of a 64-bit float."""
     differ = _differ(contents, sides)
     pair = _pair(contents, sides)
     changed = int(np.count_nonzero(differ))
@@ -70,7 +71,7 @@ def differences(
         _sign_flips(pair),
         *_new(*sides),
     )
-    return changes, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
+    return changes, _histogram(pair, changed if pair.mask is None else int(np.count_nonzero(differ[pair.mask])))
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
@@ -87,28 +88,28 @@ def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Num
 def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> _ValuePair:
     before, after = sides
     masks = [side.finite for side in sides if side.finite is not None]
-    chosen = np.logical_and.reduce(masks) if masks else None
-    old, new = before.picked(chosen), after.picked(chosen)
+    mask = np.logical_and.reduce(masks) if masks else None
+    old, new = before.masked(mask), after.masked(mask)
     if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
         sizes = _distances(as_array(contents[0]), as_array(contents[1]))
     else:
         sizes = np.subtract(new, old, out=workspace("gaps", len(old)))
         np.abs(sizes, out=sizes)
-    return _ValuePair(old, new, sizes, chosen)
+    return _ValuePair(old, new, sizes, mask)
 
 
 def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
-    """|B - A| of integers, rounded once."""
+    """Return |B - A| of integers, rounded once."""
     distances = after.view(np.uint64) - before.view(np.uint64)  # modulo 2**64
     return np.where(after >= before, distances, -distances).astype(np.float64)
 
 
 def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
-    """The largest change, its index in the block, and what was and is there."""
+    """Return the largest change, its index in the block, and the values before and after."""
     if not len(pair.sizes):
         return 0.0, 0, 0.0, 0.0
     index = int(pair.sizes.argmax())
-    in_block = index if pair.chosen is None else int(np.flatnonzero(pair.chosen)[index])
+    in_block = index if pair.mask is None else int(np.flatnonzero(pair.mask)[index])
     return float(pair.sizes[index]), in_block, float(pair.before[index]), float(pair.after[index])
 
 
@@ -125,7 +126,7 @@ def _sign_flips(pair: _ValuePair) -> int:
 
 
 def _new(before: Numbers, after: Numbers) -> tuple[int, int]:
-    """How many elements are NaN that were not, or an Inf that they were not."""
+    """Count the elements that became NaN, and those that became an Inf."""
     if after.finite is None:
         return 0, 0
     old, new = before.values[~after.finite], after.values[~after.finite]
@@ -137,6 +138,6 @@ def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
     spare = workspace("spare", len(pair.sizes)).view(np.int64)
     exponents = np.right_shift(pair.sizes.view(np.int64), _MANTISSA_BITS, out=spare)
     counts = np.bincount(exponents, minlength=BINS + 1)
-    counts[0] += changed - len(pair.sizes)  # what did not change has no exponent
-    counts[BINS - 1] += counts[BINS]  # those of infinite changes
+    counts[0] += changed - len(pair.sizes)  # elements that did not change were counted here
+    counts[BINS - 1] += counts[BINS]  # infinite changes
     return counts[:BINS]

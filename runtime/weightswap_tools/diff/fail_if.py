@@ -1,7 +1,7 @@
-"""Conditions on what became of a tensor: `new_nan or rel_change > 0.5 and name ~ "encoder.*"`.
+"""Conditions on the change of a tensor: `new_nan or rel_change > 0.5 and name ~ "encoder.*"`.
 
-They are made of `or`, `and`, `not`, parentheses, and of `QUANTITY`, `QUANTITY < NUMBER` (also <=, >, >=, ==, !=) and
-`name ~ "PATTERN"`. A quantity alone holds where it is not zero. The text is parsed by `ast`, and never compiled or run.
+A condition combines `QUANTITY`, `QUANTITY < NUMBER` (also <=, >, >=, ==, !=) and `name ~ "PATTERN"` with `or`, `and`,
+`not` and parentheses. A quantity alone holds if it is not zero. The text is parsed by `ast`, and never compiled or run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Test = Callable[[TensorDiff], bool]
 
 
 def _of(part: Literal["values_after", "change"], field: str) -> Quantity:
-    return lambda diff: getattr(getattr(diff, part), field, None)  # there may be no such part
+    return lambda diff: getattr(getattr(diff, part), field, None)  # the part may be None
 
 
 def _is(field: Literal["status", "level"], word: str) -> Quantity:
     return lambda diff: float(getattr(diff, field) == word)
 
 
-OF_VALUES = ("nan", "inf", "mean", "std", "norm", "dead_rows")  # also a tensor that is the same has them
+OF_VALUES = ("nan", "inf", "mean", "std", "norm", "dead_rows")  # unchanged tensors have these, too
 UNCHANGED: Mapping[str, float] = {
     "rel_change": 0.0,
     "max_change": 0.0,
@@ -41,7 +41,7 @@ UNCHANGED: Mapping[str, float] = {
     "sign_flips": 0.0,
     "cosine": 1.0,
 }
-"""What the quantities of a tensor are of which both files record the same digest."""
+"""The quantities of an unread tensor whose recorded digests are equal."""
 QUANTITIES: Mapping[str, Quantity] = {
     **{name: _of("values_after", name) for name in OF_VALUES},
     "new_nan": lambda diff: new_values(diff)[0],
@@ -56,53 +56,53 @@ QUANTITIES: Mapping[str, Quantity] = {
 
 
 class Policy:
-    """A parsed condition. `text` is what it was parsed from, `quantities` are the names that it uses."""
+    """A parsed condition. `text` is its source, `quantities` are the names of the quantities in it."""
 
     def __init__(self, text: str) -> None:
-        """Raises Unsupported, which says in which column, for what is no condition."""
+        """Parse a condition. Raises Unsupported, with the column, if the text is not a condition."""
         self.text = text
         if len(text) > MOST_CHARACTERS:
             raise Unsupported(f"a condition of {len(text)} characters; the most are {MOST_CHARACTERS}")
-        tree = _parsed(text.strip())
-        self._test = _Tests(text.strip()).test(tree)
+        tree = _parse(text.strip())
+        self._test = _TestCompiler(text.strip()).test(tree)
         self.quantities = (
             frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) & QUANTITIES.keys()
         )
 
     @property
     def needs_values(self) -> bool:
-        """Whether it asks for what can only be told by reading tensors that did not change."""
+        """True if the condition needs values of tensors that did not change."""
         return not self.quantities.isdisjoint(OF_VALUES)
 
     def meets(self, tensor: TensorDiff) -> bool:
-        """Whether the condition holds for a tensor. A comparison with what is not known of it does not hold."""
+        """Return whether the condition holds for a tensor. Comparisons of an unknown quantity do not hold."""
         return self._test(tensor)
 
     def failures(self, diff: WeightsDiff) -> tuple[str, ...]:
-        """The names of all tensors for which it holds, the most alarming first."""
+        """Return the names of all tensors for which the condition holds, the most alarming first."""
         return tuple(tensor.name for tensor in diff.tensors if self.meets(tensor))
 
 
-def _parsed(text: str) -> ast.expr:
-    """The text as Python reads it, with every `name ~ "PATTERN"` as one word of the same width, in the same column."""
+def _parse(text: str) -> ast.expr:
+    """Parse the text as Python, with each `name ~ "PATTERN"` replaced by a name of the same width and column."""
     words = _PATTERN.sub(lambda match: "name".ljust(len(match[0]), "_"), text)
     try:
         return ast.parse(re.sub(r"\s", " ", words), mode="eval").body
     except SyntaxError as error:
-        raise _refused(text, error.offset or len(text) + 1, error.msg) from error
+        raise _syntax_error(text, error.offset or len(text) + 1, error.msg) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise _refused(text, 1, str(error)) from error
+        raise _syntax_error(text, 1, str(error)) from error
 
 
-class _Tests:
-    """Makes tests of the nodes of a condition."""
+class _TestCompiler:
+    """Compiler from the nodes of a condition to test functions."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._patterns = {match.start(): match[1] or match[2] or "" for match in _PATTERN.finditer(text)}
 
     def test(self, node: ast.expr) -> Test:
-        """What tells whether the condition holds. Raises Unsupported."""
+        """Return a function that tests a tensor. Raises Unsupported."""
         match node:
             case ast.BoolOp(operation, operands):
                 tests = [self.test(operand) for operand in operands]
@@ -126,7 +126,7 @@ class _Tests:
 
     def _quantity(self, node: ast.expr) -> Quantity:
         if isinstance(node, ast.Name) and node.id in QUANTITIES:
-            return _known(node.id)
+            return _quantity_of(node.id)
         raise self._error(node, f'expected name ~ "PATTERN" or one of {", ".join(QUANTITIES)}')
 
     def _number(self, node: ast.expr) -> float:
@@ -138,19 +138,19 @@ class _Tests:
         raise self._error(node, "expected a number")
 
     def _error(self, node: ast.expr, what: str) -> Unsupported:
-        return _refused(self._text, node.col_offset + 1, what)
+        return _syntax_error(self._text, node.col_offset + 1, what)
 
 
-def _known(name: str) -> Quantity:
-    """The quantity, also of tensors that were not read as they did not change."""
+def _quantity_of(name: str) -> Quantity:
+    """Return a quantity that is also known for unchanged tensors that were not read."""
     unread = UNCHANGED.get(name)
 
     def quantity(diff: TensorDiff) -> float | None:
-        found = QUANTITIES[name](diff)
-        return unread if found is None and diff.status in ("same", "renamed") and diff.change is None else found
+        value = QUANTITIES[name](diff)
+        return unread if value is None and diff.status in ("same", "renamed") and diff.change is None else value
 
     return quantity
 
 
-def _refused(text: str, column: int, what: str) -> Unsupported:
+def _syntax_error(text: str, column: int, what: str) -> Unsupported:
     return Unsupported(f"the condition {text!r}, column {column}: {what}")

@@ -1,4 +1,4 @@
-"""Which tensor of one set is which of the other: by name, or by content where a name is only in one of them."""
+"""Matching of the tensors of two sets: by name, or by content for names that only one set has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weightswap_tools.module_tree import natural
 from .sides import Side
 from .streaming import Tensor, digests_of
 
-FEWEST_COMMON = 0.1  # of the smaller set's names; below that they are those of something else
+FEWEST_COMMON = 0.1  # of the smaller set's names; below, the sets are taken to be of different models
 
 
 class TensorPair(NamedTuple):
-    """A tensor of either set, or of both: under one name, or under two if it was renamed."""
+    """A tensor of one or both sets, with its earlier name if it was renamed."""
 
     name: str
     before: Tensor | None
@@ -29,7 +29,7 @@ class TensorPair(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        """Whether each element has its counterpart."""
+        """True if the two tensors can be compared element by element."""
         if self.before is None or self.after is None or self.before.shape != self.after.shape:
             return False
         whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
@@ -37,9 +37,9 @@ class TensorPair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Every tensor of either set, once: those of both, the removed, the added, each in the order of their names.
+    """Every tensor of either set, once: the common ones, the removed and the added, each ordered by name.
 
-    aliases: names that one set alone has, of tensors which it has under a name of both, too; with that name.
+    aliases: for each set, the additional names of its tied tensors that the other set lacks, mapped to a common name.
     """
 
     pairs: tuple[TensorPair, ...]
@@ -47,19 +47,18 @@ class Pairs(NamedTuple):
 
 
 def pair(before: Side, after: Side) -> Pairs:
-    """Match names, then contents: a tensor that is missing and one that is new are one if their bytes are equal.
+    """Match tensors by name, then by content: a removed and an added tensor with equal bytes are a renamed one.
 
-    A tied tensor of one set, of whose names the other has only some, is compared under those.
-    Of several with the same bytes (of biases that are zero, such as) the names are matched in their natural order.
-    Raises WeightFileError.
+    A tied tensor is compared under the names that both sets have. Several tensors with the same bytes, such as zero
+    biases, are matched in the natural order of their names. Raises WeightFileError.
     """
     common = sorted(before.tensors.keys() & after.tensors.keys(), key=natural)
     pairs = [TensorPair(name, before.tensors[name], after.tensors[name]) for name in common]
     aliases = tuple(_aliases(side, set(common)) for side in (before, after))
-    gone, new = (side.tensors.keys() - {*common, *found} for side, found in zip((before, after), aliases, strict=True))
-    renames = dict(_renames(before, after, gone, new))
+    old, new = (side.tensors.keys() - {*common, *names} for side, names in zip((before, after), aliases, strict=True))
+    renames = dict(_renames(before, after, old, new))
     pairs += [TensorPair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
-    removed, added = (sorted(names, key=natural) for names in (gone - renames.keys(), new - set(renames.values())))
+    removed, added = (sorted(names, key=natural) for names in (old - renames.keys(), new - set(renames.values())))
     pairs += [TensorPair(name, before.tensors[name], None) for name in removed]
     pairs += [TensorPair(name, None, after.tensors[name]) for name in added]
     return Pairs(tuple(pairs), (aliases[0], aliases[1]))
@@ -72,29 +71,27 @@ def _aliases(side: Side, common: Set[str]) -> dict[str, str]:
 
 
 def strangers(before: Side, after: Side) -> bool:
-    """Whether the names of two sets have next to nothing in common."""
+    """Return whether two sets have almost no names in common."""
     fewest = min(len(before.tensors), len(after.tensors))
     return len(before.tensors.keys() & after.tensors.keys()) < FEWEST_COMMON * fewest
 
 
-def _renames(before: Side, after: Side, gone: Collection[str], new: Collection[str]) -> Iterator[tuple[str, str]]:
-    types = {TensorType.of(before.tensors[name]) for name in gone} & {
-        TensorType.of(after.tensors[name]) for name in new
-    }
-    left, right = (
+def _renames(before: Side, after: Side, old: Collection[str], new: Collection[str]) -> Iterator[tuple[str, str]]:
+    types = {TensorType.of(before.tensors[name]) for name in old} & {TensorType.of(after.tensors[name]) for name in new}
+    removed, added = (
         {name: side.tensors[name] for name in names if TensorType.of(side.tensors[name]) in types}
-        for side, names in ((before, gone), (after, new))
+        for side, names in ((before, old), (after, new))
     )
-    there, here = _by_content(left, before.digests), _by_content(right, after.digests)
-    for content, names in there.items():
-        yield from zip(names, here.get(content, ()), strict=False)
+    old_names, new_names = _by_content(removed, before.digests), _by_content(added, after.digests)
+    for content, names in old_names.items():
+        yield from zip(names, new_names.get(content, ()), strict=False)
 
 
 def _by_content(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> dict[object, list[str]]:
-    """Names, in natural order, by type and digest; computed where the file records none."""
+    """Return names, in natural order, by type and digest. Digests that the file does not record are computed."""
     unknown = {name: tensor for name, tensor in tensors.items() if name not in digests}
-    found = {name: digests[name] for name in tensors if name in digests} | digests_of(unknown)
+    known = {name: digests[name] for name in tensors if name in digests} | digests_of(unknown)
     groups: dict[object, list[str]] = defaultdict(list)
-    for name in sorted(found, key=natural):
-        groups[(TensorType.of(tensors[name]), found[name])].append(name)
+    for name in sorted(known, key=natural):
+        groups[(TensorType.of(tensors[name]), known[name])].append(name)
     return groups

@@ -1,4 +1,4 @@
-"""The report of a comparison of two sets of weights: one document for the terminal, the JSON and the HTML."""
+"""The comparison of two sets of weights, as one document for the terminal, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class DiffDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Values(DiffDocument, frozen=True):
-    """What one tensor holds.
+    """Statistics of one tensor.
 
-    `mean`, the population's standard deviation `std`, and the Euclidean `norm` are of the finite elements; None where
-    there are none. `dead_rows` counts rows along the first dimension that are zero throughout, in tensors of two
-    dimensions or more. Here and in `Change` complex numbers are two elements each.
+    `mean`, the population standard deviation `std` and the Euclidean `norm` are of the finite elements; the first two
+    are None if there are none. `dead_rows` counts all-zero rows along the first dimension, in tensors of two dimensions
+    or more. Here and in `Change` a complex number counts as two elements.
     """
 
     elements: int
@@ -41,7 +41,7 @@ class Values(DiffDocument, frozen=True):
 
 
 class Largest(DiffDocument, frozen=True):
-    """The element that changed most, the first of several: by how much, where it is, what it was and what it is."""
+    """The element that changed most, the first of several: its change, its index, and its values."""
 
     change: float
     index: tuple[int, ...]
@@ -50,10 +50,10 @@ class Largest(DiffDocument, frozen=True):
 
 
 class Histogram(DiffDocument, frozen=True):
-    """How many elements changed by how much: `counts[i]` by 2**(exponent + i) or more, and less than twice that.
+    """Sizes of changes: `counts[i]` elements changed by at least 2**(exponent + i), and less than twice that.
 
-    The bins are the same for all tensors, so that histograms can be added. What did not change is in none of them, and
-    changes below 2**-1022 are in the bin of -1023.
+    The bins are the same for all tensors, so that histograms can be added. Unchanged elements are not counted. Changes
+    below 2**-1022 are in the bin of -1023.
     """
 
     exponent: int
@@ -61,22 +61,21 @@ class Histogram(DiffDocument, frozen=True):
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """The bins' bounds, one more than there are bins."""
+        """The bounds of the bins, one more than there are bins."""
         exponents = range(self.exponent, self.exponent + len(self.counts) + 1)
         return tuple(math.ldexp(1.0, power) if power <= HIGHEST_EXPONENT else sys.float_info.max for power in exponents)
 
 
 class Change(DiffDocument, frozen=True):
-    """What became of a tensor, element by element; A is before, B after.
+    """The change of a tensor, element by element, from A (before) to B (after).
 
-    `changed` elements have another value (0.0 and -0.0 are one value, NaN and NaN too). `norm` is ‖B - A‖ and
-    `rel_change` ‖B - A‖ / ‖A‖: 0 where nothing changed, infinite (null in JSON) where only A is zero.
-    `max_rel_change` is the largest |b - a| / |a| among elements that A does not have as zero. `cosine` is that of the
-    angle between A and B: 1 where nothing changed, also of zeros; else None where either is zero. All of these but
-    `changed` are of elements that are finite in both. `new_nan` counts elements that were not NaN (but finite, or Inf),
-    `new_inf` those that were not this Inf (but finite, NaN, or of the other sign). `new_dead_rows` are zero in B, and
-    were not in A.
-    What overflows 64-bit floats is infinite, or for the cosine None.
+    `changed` counts elements with another value; 0.0 equals -0.0, and NaN equals NaN. `norm` is ‖B - A‖. `rel_change`
+    is ‖B - A‖ / ‖A‖: 0 if nothing changed, infinite (null in JSON) if only A is zero. `max_rel_change` is the largest
+    |b - a| / |a| over nonzero a. `cosine` is the cosine of the angle between A and B: 1 if nothing changed, even for
+    zeros; else None if either is zero. All of these but `changed` are over elements that are finite in both.
+    `new_nan` counts NaN elements that were finite or Inf, `new_inf` Inf elements that were finite, NaN or of the other
+    sign. `new_dead_rows` counts rows that are zero in B and were not in A. Values that overflow 64-bit floats are
+    infinite, or for the cosine None.
     """
 
     elements: int
@@ -95,10 +94,10 @@ class Change(DiffDocument, frozen=True):
 
 
 class TensorDiff(DiffDocument, frozen=True):
-    """One tensor in both sets. `reasons` say, in words, why it has its level.
+    """One tensor in both sets. `reasons` are texts that justify its level.
 
-    `before` and `after` are None where the set does not have the tensor. `values_before`, `values_after` and `change`
-    are None where nothing was read: both files carry the same digest, or the dtype has elements of less than a byte.
+    `before` and `after` are None if the set does not have the tensor. `values_before`, `values_after` and `change` are
+    None if nothing was read: both files carry the same digest, or the dtype has elements of less than a byte.
     """
 
     name: str
@@ -114,19 +113,19 @@ class TensorDiff(DiffDocument, frozen=True):
 
     @property
     def rel_change(self) -> float:
-        """‖B - A‖ / ‖A‖; 0 where it was not measured."""
+        """‖B - A‖ / ‖A‖; 0 if it was not measured."""
         return self.change.rel_change if self.change else 0.0
 
     @property
     def counts(self) -> bool:
-        """Whether its numbers are wide integers: steps and indices, of which it says little how far they have moved."""
+        """True for wide integers, such as steps and indices, whose relative change means little."""
         return all(side.dtype in COUNTING for side in (self.before, self.after) if side)
 
 
 class SetInfo(DiffDocument, frozen=True):
-    """One side of a comparison. The ids are None where the file does not carry them.
+    """One side of a comparison. The ids are None if the file does not carry them.
 
-    level: where in a pickled or distributed checkpoint the tensors are, such as `model`; empty for its top.
+    level: the path of the tensors inside a pickled or distributed checkpoint, such as `model`; empty for its top.
     """
 
     where: str
@@ -140,7 +139,7 @@ class SetInfo(DiffDocument, frozen=True):
 
 
 class Overall(DiffDocument, frozen=True):
-    """All tensors of both sides with other values, as if they were one; counters only where nothing else changed."""
+    """The change of all changed tensors together. Counters are included only if nothing else changed."""
 
     tensors: int
     elements: int
@@ -160,10 +159,10 @@ class WeightsDiff(DiffDocument, frozen=True):
 
     @property
     def level(self) -> Level:
-        """That of the most alarming tensor."""
+        """The level of the most alarming tensor."""
         return self.tensors[0].level if self.tensors else "same"
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many tensors have each status, without those that none has."""
+        """The number of tensors by status, without zeros."""
         return dict(Counter(tensor.status for tensor in self.tensors))

@@ -1,7 +1,7 @@
-"""How alarming a difference is: a level, the reasons for it, and the order in which tensors are shown.
+"""Severity of differences: levels, the reasons for them, and the order in which tensors are shown.
 
-The order: by level (alarm, notice, changed, same); then by the gravest reason, as `_reasons` lists them; then by how
-many elements or rows it concerns, the most first; then by relative change, the largest first; then by name.
+Tensors are ordered by level (alarm, notice, changed, same), then by the gravest reason in the order of `_reasons`, then
+by the number of affected elements or rows, then by relative change, both largest first, and then by name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from weightswap_tools.module_tree import natural
 
 from .report import LEVELS, Level, TensorDiff
 
-LARGE_CHANGE = 0.5  # relative; fine-tuning stays far below, training anew is far above
+LARGE_CHANGE = 0.5  # relative; fine-tuning stays far below, training from scratch is far above
 
 
 class _Reason(NamedTuple):
-    """Why a tensor has a level. `concerned`: how many elements or rows give rise to it."""
+    """A reason for a level. `concerned` is the number of affected elements or rows; 0 if it does not apply."""
 
     level: Level
     concerned: int
@@ -26,15 +26,15 @@ class _Reason(NamedTuple):
 
 
 def graded(diff: TensorDiff) -> TensorDiff:
-    """With its level and reasons."""
-    found = [reason for reason in _reasons(diff) if reason.concerned]
-    level = found[0].level if found else "same"
-    texts = [reason.text for reason in found if reason.level != "changed" or len(found) == 1]
+    """Return the difference with its level and reasons."""
+    reasons = [reason for reason in _reasons(diff) if reason.concerned]
+    level = reasons[0].level if reasons else "same"
+    texts = [reason.text for reason in reasons if reason.level != "changed" or len(reasons) == 1]
     return msgspec.structs.replace(diff, level=level, reasons=tuple(texts))
 
 
 def alarm_order(diff: TensorDiff) -> tuple[object, ...]:
-    """The sort key of a graded tensor."""
+    """Return the sort key of a graded tensor."""
     counts = [reason.concerned for reason in _reasons(diff)]
     rank = next((index for index, count in enumerate(counts) if count), len(counts))
     change = 0.0 if diff.counts else diff.rel_change
@@ -42,7 +42,7 @@ def alarm_order(diff: TensorDiff) -> tuple[object, ...]:
 
 
 def _reasons(diff: TensorDiff) -> tuple[_Reason, ...]:
-    """All reasons that there are, the gravest first; those with a count of 0 do not apply."""
+    """Return all possible reasons, the gravest first."""
     nan, inf, dead = new_values(diff)
     types = f"{diff.before} became {diff.after}"
     return (
@@ -60,9 +60,9 @@ def _reasons(diff: TensorDiff) -> tuple[_Reason, ...]:
 
 
 def new_values(diff: TensorDiff) -> tuple[int, int, int]:
-    """How many elements are NaN that were not, or an Inf that they were not, and how many rows are dead that were not.
+    """Return the numbers of new NaN, new Inf and new dead rows.
 
-    Of a tensor that has no counterpart of its shape, all that there are in B.
+    For a tensor without a counterpart of the same shape, these are all NaN, Inf and dead rows in B.
     """
     if diff.change:
         return diff.change.new_nan, diff.change.new_inf, diff.change.new_dead_rows

@@ -1,4 +1,4 @@
-"""Two sets of named tensors: what they are called, and where their bytes are."""
+"""The sides of a comparison: the names of their tensors, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, 
 
 
 class Side(NamedTuple):
-    """One set of tensors under the names that are compared.
+    """One set of tensors under the names to compare.
 
-    digests: those that the file records. sources: the names in the set that the tensors are made of. ties: names of
-    tensors that have others, too: the others.
+    digests: the recorded ones, by name. sources: the names in the file that the tensors are made of. ties: the other
+    names of each tensor, by name.
     """
 
     info: SetInfo
@@ -42,10 +42,10 @@ class Side(NamedTuple):
 
 
 def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
-    """The tensors of an opened set: under their own names, or with an artifact as its weights, under their FQNs.
+    """Return the tensors of an open set under their own names, or, with an artifact, as its weights under their FQNs.
 
-    Raises Unsupported for a delta file and for goldens, and WeightsMismatch for a set that does not fit the artifact,
-    or has different values for what is one tensor there.
+    Raises Unsupported for a delta file and for goldens. Raises WeightsMismatch if the set does not fit the artifact, or
+    has different values for tied tensors.
     """
     if weights.weights and delta_stamp(weights.weights):
         raise Unsupported(f"{weights.where}: a delta file; compare the weight files that it leads from and to")
@@ -73,13 +73,13 @@ def _sources(match: Match) -> Iterator[str]:
 
 
 def _check_ties(weights: TensorSet, match: Match) -> None:
-    """Raise WeightsMismatch where several names of one weight have different values."""
+    """Raise WeightsMismatch if tied names have different values."""
     several = [names for names in match.found.values() if len({weights.tensors[name].tie_key for name in names}) > 1]
-    found = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
+    digests = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
     problems = [
         f"{' and '.join(names)} are one tensor in the graph, the checkpoint has different values for them"
         for names in several
-        if len({found[name] for name in names}) > 1
+        if len({digests[name] for name in names}) > 1
     ]
     if problems:
         advice = "Save the checkpoint from a model whose tied tensors are tied."
@@ -132,8 +132,8 @@ def _compute(weights: TensorSet, transforms: Transforms, name: str, keys: Mappin
     from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_content
 
     def read(key: str) -> torch.Tensor:
-        found = _read_whole(weights.tensors[keys[key]])
-        return as_tensor(found.data, found.dtype, found.shape)
+        content = _read_whole(weights.tensors[keys[key]])
+        return as_tensor(content.data, content.dtype, content.shape)
 
     try:
         ((_, value),) = transforms.compute([name], read)

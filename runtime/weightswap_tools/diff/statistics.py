@@ -1,4 +1,4 @@
-"""Statistics of a tensor, added up over its blocks."""
+"""Statistics of a tensor, summed over its blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .differences import Differences, differences, unchanged
 from .moments import BLOCK, Floats, Moments, cut
 from .report import BINS, LOWEST_EXPONENT, Change, Histogram, Largest, Values
 
-GLANCE = 256  # bytes: most blocks that differ at all differ there
+GLANCE = 256  # bytes: most blocks that differ at all differ in the first ones
 
 
 class Tally(NamedTuple):
-    """The statistics of a stretch: a row for each block, the histogram, and what is known of rows.
+    """The statistics of a piece of a tensor: a row for each block, the histogram, and the tally of its rows.
 
-    `sides` has one or two arrays of `Moments`; `differences` is None with one side.
+    `sides` has an array of `Moments` for each side; `differences` is None with one side.
     """
 
     sides: tuple[Floats, ...]
@@ -34,15 +34,15 @@ class Tally(NamedTuple):
 
 @np.errstate(all="ignore")
 def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin: int, *, parts: bool) -> Tally:
-    """The statistics of a stretch of one tensor, or of the same of two: from element `begin` on."""
+    """Return the statistics of a piece of one tensor, or of two, that starts at element `begin`."""
     count = math.prod(contents[0].shape)
     moments: list[list[Moments]] = [[] for _ in contents]
     rows: list[Differences] = []
     histogram = np.zeros(BINS, np.int64)
     for start in range(0, count, BLOCK):
         block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
-        one = _block(block, parts, moments, histogram)
-        rows += [one] if one else []
+        row = _block(block, parts, moments, histogram)
+        rows += [row] if row else []
     sides = tuple(np.array(side, np.float64).reshape(-1, len(Moments._fields)) for side in moments)
     table = np.array(rows, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
     return Tally(sides, table, histogram, dead_rows(contents, tensor_shape, begin))
@@ -60,20 +60,20 @@ def _block(
         return unchanged(moments[0][-1])
     after = blocks.numbers(contents[1], "after", parts=parts)
     moments[1].append(blocks.moments(after))
-    found, counts = differences((contents[0], contents[1]), (before, after))
+    row, counts = differences((contents[0], contents[1]), (before, after))
     histogram += counts
-    return found
+    return row
 
 
 def same_bytes(before: TensorBytes, after: TensorBytes) -> bool:
-    """Whether two contents of one dtype are the same bit for bit."""
+    """Return whether two contents have the same dtype and the same bytes."""
     if before.dtype != after.dtype or before.data[:GLANCE] != after.data[:GLANCE]:
         return False
     return np.array_equal(np.frombuffer(before.data, np.uint8), np.frombuffer(after.data, np.uint8))
 
 
 class Summary(NamedTuple):
-    """The statistics of a whole tensor; of one side, or of both with their change."""
+    """The statistics of a whole tensor: of one side, or of both with their change."""
 
     sides: tuple[Values, ...]
     change: Change | None
@@ -81,7 +81,7 @@ class Summary(NamedTuple):
 
 @np.errstate(all="ignore")
 def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) -> Summary:
-    """Add up the stretches of a tensor, which are all of it in their order."""
+    """Merge the tallies of all pieces of a tensor, in order."""
     rows = added_up(tally.rows for tally in tallies)
     moments = [np.concatenate([tally.sides[side] for tally in tallies]) for side in range(len(tallies[0].sides))]
     sides = tuple(_values(table, rows.dead[side]) for side, table in enumerate(moments))
@@ -94,7 +94,7 @@ def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) ->
 
 
 def _values(table: Floats, dead: int) -> Values:
-    columns: Any = Moments(*table.T)  # an array of all blocks for each field
+    columns: Any = Moments(*table.T)  # each field is an array over all blocks
     finite, nan, inf = (int(counts.sum()) for counts in (columns.finite, columns.nan, columns.inf))
     mean, variance = _mean_and_variance(columns, max(1, finite))
     return Values(
@@ -109,7 +109,7 @@ def _values(table: Floats, dead: int) -> Values:
 
 
 def _mean_and_variance(columns: Any, count: int) -> tuple[float, float]:
-    """Within blocks and between their means, as in an analysis of variance."""
+    """Return the mean, and the variance within blocks plus that between their means."""
     mean = columns.sum.sum() / count
     between = columns.finite * (columns.sum / np.maximum(1, columns.finite) - mean) ** 2
     return float(mean), float((columns.spread + between).sum() / count)
@@ -152,7 +152,7 @@ def _largest(columns: Any, shape: tuple[int, ...], step: int) -> Largest | None:
 
 
 def ratio(change: float, norm: float) -> float:
-    """Of the norm of a change to that of what changed; infinite where only the latter is zero."""
+    """Return the norm of a change relative to the norm before it; infinite if only the latter is zero."""
     if not change:
         return 0.0
     return change / norm if norm and math.isfinite(change) else math.inf
@@ -165,7 +165,7 @@ def _cosine(product: float, before: float, after: float) -> float | None:
 
 
 def histogram_of(counts: NDArray[Any]) -> Histogram:
-    """Without the empty bins on either side."""
+    """Return a histogram without the empty bins at either end."""
     used = np.flatnonzero(counts)
     if not used.size:
         return Histogram(exponent=0, counts=())
@@ -174,7 +174,7 @@ def histogram_of(counts: NDArray[Any]) -> Histogram:
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """The counts of all of them."""
+    """Return the sum of histograms."""
     counts = np.zeros(BINS, np.int64)
     for histogram in histograms:
         start = histogram.exponent - LOWEST_EXPONENT

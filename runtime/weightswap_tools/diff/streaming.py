@@ -1,4 +1,4 @@
-"""Reading two sets of tensors side by side, in pieces: what is in memory does not depend on the tensors' sizes."""
+"""Reading of two sets of tensors side by side, in pieces, with memory independent of the tensors' sizes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .statistics import Summary, Tally, same_bytes, summary, tally
 
 
 class Readable(Typed, Protocol):
-    """A tensor whose bytes several threads may read."""
+    """A tensor whose bytes several threads may read concurrently."""
 
     @property
     def nbytes(self) -> int: ...
 
     def read_into(self, memory: memoryview, begin: int) -> None:
-        """Fill the memory with its row-major bytes from `begin` on. Raises WeightswapError."""
+        """Fill the memory with the tensor's row-major bytes from `begin` on. Raises WeightswapError."""
         ...
 
 
 class Computed(NamedTuple):
-    """A tensor that takes memory for all of it: one that an adapter computes, or that can only be read whole."""
+    """A tensor that is in memory as a whole: one that an adapter computes, or that can only be read whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ Progress = Callable[[int, int], None]
 
 
 class Scanned(NamedTuple):
-    """What was found in a tensor, or in a pair: whether the bytes are equal, and each side's digest if asked for.
+    """The result of a scan: whether the bytes of both sides are equal, and each side's digest if requested.
 
-    `summary` is None for dtypes whose elements do not fill bytes.
+    `summary` is None for dtypes whose elements do not fill whole bytes.
     """
 
     equal: bool
@@ -59,35 +59,35 @@ class _ScannedPiece(NamedTuple):
 
 
 class Scan:
-    """One tensor, or two of one shape, and what is known of their pieces. Several threads may work on them."""
+    """A scan of one tensor, or of two of the same shape, piece by piece. Several threads may work on it."""
 
     def __init__(self, sides: Sequence[Readable], *, hashed: bool) -> None:
-        """hashed: whether digests are computed."""
+        """hashed: whether to compute digests."""
         self._sides: tuple[Readable, ...] = tuple(sides)
         self._hashed = hashed
-        self.found: Scanned  # of all pieces together, when all were worked on
+        self.result: Scanned  # set when all pieces are done
         self._shape = sides[0].shape
         self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
         self._parts = any(side.dtype.startswith("C") for side in sides)
         self._elements = math.prod(self._shape) if self._whole else sides[0].nbytes
-        self._left = max(1, -(-self._elements // PIECE))
-        self._pieces: list[_ScannedPiece | None] = [None] * self._left
+        self._remaining = max(1, -(-self._elements // PIECE))
+        self._pieces: list[_ScannedPiece | None] = [None] * self._remaining
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def work(self, index: int, buffers: ReadBuffers) -> int:
-        """Read one piece and take its statistics; the last one adds them up. Returns how many bytes were read."""
+        """Read one piece and tally it; the last piece completes the result. Returns the number of bytes read."""
         begin = index * PIECE
         count = min(PIECE, self._elements - begin)
         contents = [self._read(number, begin, count, buffers) for number in range(len(self._sides))]
         self._pieces[index] = self._piece(contents, begin)
         with self._lock:
-            self._left -= 1
-            last = not self._left
+            self._remaining -= 1
+            last = not self._remaining
         if last:
-            self._add_up()
+            self._finish()
         return sum(len(content.data) for content in contents)
 
     def _read(self, number: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
@@ -104,38 +104,38 @@ class Scan:
             tally=tally(contents, self._shape, begin, parts=self._parts) if self._whole else None,
         )
 
-    def _add_up(self) -> None:
+    def _finish(self) -> None:
         pieces = [piece for piece in self._pieces if piece is not None]
         tallies = [piece.tally for piece in pieces if piece.tally is not None]
         sides = range(len(self._sides))
-        self.found = Scanned(
+        self.result = Scanned(
             equal=all(piece.equal for piece in pieces),
-            digests=tuple(tensor_digest(_joined(pieces, side)) for side in sides) if self._hashed else (),
+            digests=tuple(tensor_digest(_blocks_of(pieces, side)) for side in sides) if self._hashed else (),
             summary=summary(tallies, self._shape, parts=self._parts) if tallies else None,
         )
         self._pieces = [None] * len(self._pieces)
-        self._sides = ()  # they may be in memory
+        self._sides = ()  # free computed tensors
 
 
-def _joined(pieces: Sequence[_ScannedPiece], side: int) -> Blocks:
+def _blocks_of(pieces: Sequence[_ScannedPiece], side: int) -> Blocks:
     return tuple(block for piece in pieces for block in piece.digests[side])
 
 
 class ReadBuffers(threading.local):
-    """Memory of a thread's own that is used again for each piece."""
+    """Thread-local buffers that each piece reuses."""
 
     def __init__(self) -> None:
         self._memory = [memoryview(bytearray()), memoryview(bytearray())]
 
     def take(self, number: int, nbytes: int) -> memoryview:
-        """Memory of a number, 0 or 1; what was taken before under that number is overwritten."""
+        """Return the buffer of a number, 0 or 1. The next call with this number overwrites it."""
         if len(self._memory[number]) < nbytes:
             self._memory[number] = memoryview(bytearray(nbytes))
         return self._memory[number][:nbytes]
 
 
 class Reader:
-    """Works on scans with several threads, and says how far it is: bytes read, of bytes in all."""
+    """A thread pool that runs scans, and reports progress as bytes read and bytes in all."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total = total
@@ -146,7 +146,7 @@ class Reader:
         self._buffers = ReadBuffers()
 
     def run(self, scans: Iterable[Scan]) -> None:
-        """Fill in what is `found` of each. Raises WeightFileError."""
+        """Run the scans and set their results. Raises WeightFileError."""
         self._workers.run_all(self._work, [(scan, index) for scan in scans for index in range(len(scan))])
 
     def _work(self, item: tuple[Scan, int]) -> None:
@@ -159,7 +159,7 @@ class Reader:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each tensor, by name. Raises WeightswapError."""
+    """Return the digest of each tensor, by name. Raises WeightswapError."""
     digests: dict[str, str] = {}
     readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
     buffers = ReadBuffers()
@@ -169,7 +169,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     WorkerThreads().run_all(work, readable)
     for name, tensor in tensors.items():
-        if isinstance(tensor, Computed):  # one after another: each is in memory
+        if isinstance(tensor, Computed):  # one at a time, as each is in memory
             digests[name] = digest_of([tensor.compute().data])
     return digests
 

@@ -1,4 +1,4 @@
-"""Comparing two sets of weights."""
+"""Comparison of two sets of weights."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ def compare_weights(
     values: bool = False,
     progress: Progress | None = None,
 ) -> WeightsDiff:
-    """What changed between two weight files or checkpoints.
+    """Compare two weight files or checkpoints.
 
-    before, after: safetensors files, and URLs, as `open_weights` takes them; with the exporter installed, pickled and
-    distributed checkpoints, too, as `pack` takes them.
-    artifact: both are read as its weights, under their FQNs, with keys renamed and values computed as its adapter
-    says; keys: what the names of a checkpoint are, where that cannot be told ("checkpoint" or "fqn"). Without an
-    artifact names are compared as they are.
-    levels: where in either the weights are, as keys joined with dots, if it is a pickled or distributed checkpoint.
-    None: the level that fits the artifact, or else the one with the most tensors.
-    values: look at tensors, too, of which both files record the same digest, or that were renamed; else they are not
-    read. progress: called with bytes read, and bytes in all, from several threads, one at a time.
+    before, after: safetensors files or URLs, as for `open_weights`; with the exporter installed, also pickled and
+    distributed checkpoints, as for `pack`.
+    artifact: read both as its weights, under their FQNs, with keys renamed and values computed by its adapter. Without
+    an artifact, names are compared as they are.
+    keys: "checkpoint" or "fqn", how to read the names of a checkpoint that would fit both ways.
+    levels: for each side, the level of the weights in a pickled or distributed checkpoint, as keys joined with dots;
+    None for the level that fits the artifact, or else the one with the most tensors.
+    values: also read tensors whose recorded digests are equal, and renamed ones.
+    progress: called with bytes read and bytes in all, from several threads, one at a time.
 
-    Digests that the files record are checked for every tensor that is read, and so are torch's check sums. A few MiB
-    for each thread are in memory at a time, whatever the tensors' size. Weights that the adapter computes need torch,
-    and the memory of one; so do tensors that a checkpoint does not store as one row-major run. Files from before torch
-    1.6 are read whole.
+    Recorded digests and torch's checksums are checked for every tensor that is read. Each thread has a few MiB in
+    memory, whatever the tensors' sizes. Weights that the adapter computes need torch, and the memory of one of them; so
+    do tensors that a checkpoint does not store as one row-major run. Files from before torch 1.6 are read whole.
 
-    Raises WeightFileError and CheckpointError (also for files that change meanwhile), DigestMismatch, WeightsMismatch
-    for a set that does not fit the artifact, ArtifactError, MissingExtra and Unsupported.
+    Raises WeightFileError and CheckpointError (also for files that change meanwhile), DigestMismatch, ArtifactError,
+    MissingExtra, Unsupported, and WeightsMismatch if a set does not fit the artifact.
     """
     opened = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.open(artifact)
     with ExitStack() as stack:
@@ -64,20 +63,19 @@ def compare_weights(
         check_levels(levels, sets)
         sides = [side(weights, opened, keys) for weights in sets]
         diff = compare_sides(sides[0], sides[1], values=values, by_artifact=opened is not None, progress=progress)
-        for weights, found in zip(sets, sides, strict=True):
-            weights.check(found.sources)
+        for weights, compared in zip(sets, sides, strict=True):
+            weights.check(compared.sources)
     return diff
 
 
 def compare_sides(
     before: Side, after: Side, *, values: bool, by_artifact: bool = False, progress: Progress | None = None
 ) -> WeightsDiff:
-    """The comparison of two sides whose files are open. Raises WeightFileError and DigestMismatch."""
+    """Compare two sides whose files are open. Raises WeightFileError and DigestMismatch."""
     pairs = pair(before, after)
     rows = pairs.pairs
-    read = [row for row in rows if values or not _known_to_be_same(row, before, after)]
-    hashed = bool(before.digests or after.digests)
-    scans = _scanned(read, progress, hashed=hashed)
+    unknown = [row for row in rows if values or not _known_to_be_same(row, before, after)]
+    scans = _run_scans(unknown, progress, hashed=bool(before.digests or after.digests))
     _check_digests(rows, scans, before, after)
     diffs = sorted((graded(_diff(row, scans.get(row.name, ()))) for row in rows), key=alarm_order)
     return WeightsDiff(
@@ -89,25 +87,25 @@ def compare_sides(
     )
 
 
-Scans = tuple[Scan, ...]  # one of both sides, or one for each side that there is
+Scans = tuple[Scan, ...]  # one of both sides, or one for each side that has the tensor
 
 
 def _known_to_be_same(row: TensorPair, before: Side, after: Side) -> bool:
-    """Whether both files say so, or the contents were found to be equal."""
+    """Return whether the recorded digests are equal, or matching found the contents equal."""
     if row.renamed_from:
         return True
     digests = before.digests.get(row.name), after.digests.get(row.name)
     return row.comparable and _status(row) == "same" and digests[0] is not None and digests[0] == digests[1]
 
 
-def _scanned(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
+def _run_scans(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
     reader = Reader(sum(tensor.nbytes for row in rows for tensor in row.present), progress)
-    stored = {row.name: _scans(row, hashed=hashed) for row in rows if not _is_computed(row)}
-    reader.run(scan for scans in stored.values() for scan in scans)
-    for row in filter(_is_computed, rows):  # one after another: each is in memory
-        stored[row.name] = _scans(row, hashed=hashed)
-        reader.run(stored[row.name])
-    return stored
+    scans = {row.name: _scans(row, hashed=hashed) for row in rows if not _is_computed(row)}
+    reader.run(scan for of_row in scans.values() for scan in of_row)
+    for row in filter(_is_computed, rows):  # one at a time, as each is in memory
+        scans[row.name] = _scans(row, hashed=hashed)
+        reader.run(scans[row.name])
+    return scans
 
 
 def _is_computed(row: TensorPair) -> bool:
@@ -120,32 +118,32 @@ def _scans(row: TensorPair, *, hashed: bool) -> Scans:
 
 
 def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
-    """Raise DigestMismatch for bytes that are not those whose digests the file records."""
-    for index, each in enumerate((before, after)):
+    """Raise DigestMismatch if the digest of a tensor that was read is not the recorded one."""
+    for index, compared in enumerate((before, after)):
         problems = []
         for row in rows:
-            digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.found.digests])
-            name = row.renamed_from if row.renamed_from and each is before else row.name
-            expected = each.digests.get(name)
+            digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.result.digests])
+            name = row.renamed_from if row.renamed_from and compared is before else row.name
+            expected = compared.digests.get(name)
             if expected and digests[index] not in (None, expected):
                 problems.append(f"{name}: its bytes are not those whose digest the file records")
         if problems:
-            raise DigestMismatch(each.info.where, problems, DAMAGED)
+            raise DigestMismatch(compared.info.where, problems, DAMAGED)
 
 
-def _by_side(row: TensorPair, found: Iterable[T]) -> tuple[T | None, T | None]:
-    """What was found of the sides that there are, as a pair; None where nothing was looked for."""
-    left = iter(found)
-    return next(left, None) if row.before is not None else None, next(left, None) if row.after is not None else None
+def _by_side(row: TensorPair, results: Iterable[T]) -> tuple[T | None, T | None]:
+    """Return the results of the present sides as a pair, with None for a side that is absent or was not read."""
+    rest = iter(results)
+    return next(rest, None) if row.before is not None else None, next(rest, None) if row.after is not None else None
 
 
 def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
-    summaries = [scan.found.summary for scan in scans]
-    old, new = _by_side(row, [values for found in summaries for values in (found.sides if found else (None,))])
+    summaries = [scan.result.summary for scan in scans]
+    old, new = _by_side(row, [values for summary in summaries for values in (summary.sides if summary else (None,))])
     comparable = row.comparable and bool(scans)
     return TensorDiff(
         name=row.name,
-        status="changed" if comparable and _status(row) == "same" and not scans[0].found.equal else _status(row),
+        status="changed" if comparable and _status(row) == "same" and not scans[0].result.equal else _status(row),
         before=row.before and TensorType.of(row.before),
         after=row.after and TensorType.of(row.after),
         renamed_from=row.renamed_from,
@@ -156,7 +154,7 @@ def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
 
 
 def _status(row: TensorPair) -> Status:
-    """What the types and names alone tell."""
+    """Return the status that types and names alone determine."""
     if row.before is None or row.after is None:
         return "added" if row.before is None else "removed"
     if row.before.shape != row.after.shape:
@@ -167,10 +165,10 @@ def _status(row: TensorPair) -> Status:
 
 
 def _overall(diffs: Sequence[TensorDiff]) -> Overall:
-    """Of the tensors that changed: others are read or not, by what the files record."""
-    moved = [diff for diff in diffs if diff.change and diff.change.changed]
-    weighed = [diff for diff in moved if not diff.counts] or moved
-    measured = [(diff.change, diff.values_before) for diff in weighed if diff.change and diff.values_before]
+    """Return the overall change of changed tensors only, as others may not have been read."""
+    changed = [diff for diff in diffs if diff.change and diff.change.changed]
+    counted = [diff for diff in changed if not diff.counts] or changed
+    measured = [(diff.change, diff.values_before) for diff in counted if diff.change and diff.values_before]
     change = math.hypot(*(change.norm for change, _ in measured))
     before = math.hypot(*(values.norm for _, values in measured))
     return Overall(

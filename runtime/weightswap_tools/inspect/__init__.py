@@ -1,1 +1,1 @@
-"""What an artifact, a weight file, a delta or goldens hold."""
+"""Inspection of artifacts, weight files, checkpoints, deltas and goldens."""

@@ -1,4 +1,4 @@
-"""An artifact as a report: its methods in words, its weights as areas and tables, its graphs by module."""
+"""The HTML report of an artifact: methods in words, weights as a treemap and tables, graphs by module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .subject import ArtifactSubject
 
 
 def artifact_report(subject: ArtifactSubject) -> Report:
-    """All that is known of an artifact. Raises ArtifactError for a graph that is damaged."""
+    """Return the report of an artifact. Raises ArtifactError for a damaged graph."""
     manifest = subject.manifest
     sections = [
         Section("Overview", (Facts(tuple(_overview(subject))),)),
@@ -73,7 +73,7 @@ def _weights_section(manifest: Manifest) -> Section:
         modules_table(sizes),
         _tensor_table(manifest.weights, "Weights"),
     )
-    return Section("Weights", blocks, "What a weight file has to bring: parameters, and buffers that no call changes.")
+    return Section("Weights", blocks, "The contents of a weight file: parameters, and buffers that no call changes.")
 
 
 def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str) -> Table:
@@ -92,8 +92,8 @@ def _other_tensors(manifest: Manifest) -> Iterator[Section]:
         yield Section("Constants", (_tensor_table(manifest.constants, "Constants"),), _CONSTANTS)
 
 
-_STATE = "Buffers that calls change. Every swap starts them again from the values of the export."
-_CONSTANTS = "Tensors that belong to the graph, and are in the artifact: no weight file has to bring them."
+_STATE = "Buffers that calls change. Every swap resets them to their values at export."
+_CONSTANTS = "Tensors that belong to the graph and are stored in the artifact, not in weight files."
 
 
 def _graph_section(subject: ArtifactSubject, method: str) -> Section:
@@ -104,7 +104,7 @@ def _graph_section(subject: ArtifactSubject, method: str) -> Section:
     rows = tuple(operators.most_common())
     table = Table((Column("operator"), Column("calls", "number")), rows, "Operators")
     graph = ModuleGraph(module_nodes(outline, subject.manifest), "Modules, in the order of their first call")
-    calls = f"{plural(operators.total(), 'call')} of {plural(len(rows), 'operator')}, by the module that makes them."
+    calls = f"{plural(operators.total(), 'call')} of {plural(len(rows), 'operator')}, by module."
     return Section(f"Graph of {method}", (graph, table), calls)
 
 
@@ -125,12 +125,12 @@ def _checkpoints_section(manifest: Manifest) -> Section:
 
 def _checkpoint_notes(adapter: Adapter) -> Iterator[Note]:
     if adapter.untraceable:
-        yield Note(f"Checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}", "bad")
+        yield Note(f"Checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}", "bad")
 
 
 def _key_tables(adapter: Adapter) -> Iterator[Table]:
-    roles = dict.fromkeys(adapter.ignored, "may be there, and is left out")
-    roles |= dict.fromkeys(adapter.needed, "must be there, though no weight is made of it")
+    roles = dict.fromkeys(adapter.ignored, "optional, and ignored")
+    roles |= dict.fromkeys(adapter.needed, "required, though no weight is made of it")
     if roles:
         yield Table(columns("key", "role"), tuple(roles.items()), "Other checkpoint keys")
 

@@ -1,4 +1,4 @@
-"""`weightswap inspect`: what an artifact, a weight file, a checkpoint, a delta or a goldens file is."""
+"""`weightswap inspect`: show an artifact, a weight file, a checkpoint, a delta or a goldens file."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ inspect_command = typer.Typer(add_completion=False)
 @inspect_command.command()
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="An artifact's folder, what swap takes, what pack takes, or a goldens file.")
+        str, typer.Argument(help="An artifact, a weight file, a checkpoint, a delta or a goldens file, or its URL.")
     ],
-    tree: Annotated[bool, typer.Option("--tree", help="Print the modules with the sizes of their tensors.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Print a tree of the modules with their sizes.")] = False,
     level: LevelOption = None,
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what an artifact, a weight file or a checkpoint is: ids, methods, tensors.
+    """Show the ids, methods and tensors of an artifact, a weight file or a checkpoint.
 
-    An artifact's digests are checked; of other files no values are read, and nothing in a pickle runs. With --html the
-    report is all that is made, unless --tree or --json is there, too.
+    An artifact's digests are checked. Of other files, no values are read, and no code in a pickle is run. With --html,
+    only the report is written, unless --tree or --json is given, too.
     """
     if tree and as_json:
-        raise typer.BadParameter("--tree and --json are two answers; give one of them")
+        raise typer.BadParameter("--tree and --json: give one")
     with errors_as_exit(as_json), open_subject(path, level) as subject:
         if html:
             write_report(html, report_of(subject))

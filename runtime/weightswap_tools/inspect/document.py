@@ -1,4 +1,4 @@
-"""A subject as one JSON document."""
+"""The JSON document of a subject."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 
 def document_of(subject: Subject) -> Document:
-    """All that is known of a subject. `kind` says what it is; sizes are in bytes."""
+    """Return all facts of a subject. The field `kind` is its type; sizes are in bytes."""
     match subject:
         case ArtifactSubject():
             return _artifact(subject) | _goldens_part(subject.record)
@@ -62,8 +62,8 @@ def _goldens_part(record: GoldensRecord | None) -> Document:
     if record is None:
         return {"goldens": None}
     cases = Counter(case.method for case in record.cases)
-    told = {"weights_id": record.weights_id, "tolerance": record.tolerance, "environment": record.environment}
-    return {"goldens": told | {"cases": cases}}
+    facts = {"weights_id": record.weights_id, "tolerance": record.tolerance, "environment": record.environment}
+    return {"goldens": facts | {"cases": cases}}
 
 
 def _weights(subject: WeightsSubject) -> Document:

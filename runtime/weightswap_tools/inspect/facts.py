@@ -1,4 +1,4 @@
-"""Facts of a subject, pairs of a name and a text, for terminals and for reports."""
+"""Facts of a subject, as pairs of a name and a text, for terminals and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_LEVELS = 10
 
 
 def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
-    """Its ids, methods and engines, and where it comes from. A sentence without a name follows each method."""
+    """Yield an artifact's ids, producer, methods and engines. A sentence with an empty name follows each method."""
     manifest = subject.manifest
     yield "artifact", str(subject.artifact.path)
     yield "graph id", manifest.graph_id
@@ -35,7 +35,7 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
 
 
 def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
-    """The methods that it was compiled for, by the engine, and the target where there are several."""
+    """Return the methods that are compiled for each engine, or each target of an engine."""
     methods: dict[str, list[str]] = {}
     for name in sorted(manifest.files):
         if name.startswith("engines/"):
@@ -49,7 +49,7 @@ def _engine_text(manifest: Manifest, name: str, methods: list[str]) -> str:
 
 
 def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:
-    """Goldens in one line; nothing if there are none."""
+    """Yield a line about goldens, if there are any."""
     if record is None:
         return
     counts = Counter(case.method for case in record.cases)
@@ -61,7 +61,7 @@ def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:
 
 
 def exactness(record: GoldensRecord) -> str:
-    """How near the recorded outputs a server has to come."""
+    """Return how exactly a server has to reproduce the recorded outputs."""
     if not record.has_outputs:
         return "outputs were not recorded; they must be finite"
     if record.tolerance:
@@ -70,15 +70,15 @@ def exactness(record: GoldensRecord) -> str:
 
 
 def machine(record: GoldensRecord) -> str:
-    """What the calls were recorded on."""
-    made = record.environment
-    if made is None:
+    """Return the environment in which the calls were recorded."""
+    environment = record.environment
+    if environment is None:
         return "no machine: there were no weights"
-    return f"torch {made.torch}, {made.device} {made.capability}, {made.threads} threads"
+    return f"torch {environment.torch}, {environment.device} {environment.capability}, {environment.threads} threads"
 
 
 def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    """Its file, its ids, its labels, and what was done to it."""
+    """Yield the file, ids, labels and casts of weights, and their goldens."""
     yield "file", subject.weights.where
     if len(subject.weights.files) > 1:
         yield "shards", ", ".join(subject.weights.files.values())
@@ -92,7 +92,7 @@ def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
 
 
 def _level_facts(weights: TensorSet) -> Iterator[Fact]:
-    """Which state dict of the checkpoint is shown, and what else is there."""
+    """Yield the level of the checkpoint that is shown, and its other levels."""
     if weights.level is not None:
         yield "level", weights.level or "the top"
     fullest = sorted(weights.others.items(), key=lambda other: -other[1])
@@ -118,7 +118,7 @@ def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
 
 
 def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
-    """Of which weights and graph, on which machine, and how exactly they are to be reproduced."""
+    """Yield the ids and environment of goldens, and how exactly they have to be reproduced."""
     record = subject.record
     yield "goldens", subject.where
     yield "weights id", record.weights_id or "none: inputs alone"
@@ -129,12 +129,12 @@ def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
 
 
 def size_fact(count: int, nbytes: int) -> str:
-    """`3 tensors, 1.2 MB`."""
+    """Return a number of tensors and their size, as `3 tensors, 1.2 MB`."""
     return f"{plural(count, 'tensor')}, {human_bytes(nbytes)}"
 
 
 def origin(tensor: NamedTensor, source: WeightSource | None) -> str:
-    """Where a weight comes from in a checkpoint, unless that has it under its own name."""
+    """Return the checkpoint keys of a weight, without its own names."""
     if source is None:
         return ""
     if source.transform is None:
@@ -143,12 +143,12 @@ def origin(tensor: NamedTensor, source: WeightSource | None) -> str:
 
 
 def origin_kind(tensor: NamedTensor, source: WeightSource) -> str:
-    """How a checkpoint's keys become a weight."""
+    """Return how a weight is made from checkpoint keys: "computed", "as it is" or "renamed"."""
     if source.transform is not None:
         return "computed"
     return "as it is" if any(key in tensor.names for key in source.keys) else "renamed"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """`3 × 5`; a scalar has no sizes."""
+    """Return a shape as `3 × 5`, or `scalar`."""
     return " × ".join(map(str, shape)) or "scalar"

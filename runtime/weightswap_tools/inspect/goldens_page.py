@@ -1,4 +1,4 @@
-"""Goldens as a report of their own, and as a section of what they belong to."""
+"""The HTML report of goldens, and their section in the reports of artifacts and weight files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .subject import GoldensSubject
 
 
 def goldens_report(subject: GoldensSubject) -> Report:
-    """What a goldens file says of itself, and the types of what was recorded."""
+    """Return a report with the facts of a goldens file and the types of the recorded values."""
     cases = tuple(subject.calls)
     heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
     overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
-    calls = Section("Recorded calls", (Table(heads, cases, "What goes in, and what the eager model gave"),))
+    calls = Section("Recorded calls", (Table(heads, cases, "Inputs, and the outputs of the eager model"),))
     return Report(Path(subject.where).name, f"Goldens: {plural(len(cases), 'recorded call')}", (overview, calls))
 
 
 def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
-    """The goldens in an artifact or beside a weight file; nothing if there are none."""
+    """Yield a section about the goldens in an artifact or beside a weight file, if there are any."""
     if record is None:
         return
     facts = (
@@ -35,4 +35,4 @@ def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
     if record.has_outputs:
         yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")
     else:
-        yield Section("Inputs", (Facts(facts),), "Inputs to which every set of weights must give finite outputs.")
+        yield Section("Inputs", (Facts(facts),), "Inputs for which every set of weights must give finite outputs.")

@@ -1,6 +1,6 @@
-"""A graph by module, as text: what each module calls, takes and gives. Needs no torch.
+"""Outlines of graphs by module: the operators, inputs and outputs of each module. Needs no torch.
 
-Everything that is shown was written by `torch.export` into the archive: the module of a call is the last entry of its
+All information comes from the archive that `torch.export` wrote. The module of a call is the last entry of its
 `nn_module_stack`, whose entries are `key,path,class` and end with `;`.
 """
 
@@ -67,7 +67,7 @@ class _Program(SchemaRecord, frozen=True):
 
 
 class Flow(NamedTuple):
-    """A value that crosses the border of a module. `others`: the modules and inputs that it is from or goes to."""
+    """A value that enters or leaves a module. `others`: the modules and inputs that it comes from or goes to."""
 
     name: str
     type: str
@@ -76,9 +76,9 @@ class Flow(NamedTuple):
 
 @dataclass
 class ModuleOutline:
-    """A module of a graph. `calls` are its own, by operator, without those of the modules in it.
+    """A module of a graph. `calls` counts its own calls by operator, without those of its submodules.
 
-    `takes` and `gives` are by the value's name.
+    `takes` and `gives` are its inputs and outputs by the value's name.
     """
 
     path: str
@@ -89,20 +89,20 @@ class ModuleOutline:
 
 
 class Outline(NamedTuple):
-    """A graph's modules by path, in the order of their first call; the model itself has the empty path."""
+    """The modules of a graph by path, in the order of their first call. The model has the empty path."""
 
     modules: dict[str, ModuleOutline]
 
     @property
     def operators(self) -> Counter[str]:
-        """How often the graph calls each operator."""
+        """The number of calls of each operator."""
         return sum((module.calls for module in self.modules.values()), Counter())
 
 
 def outline(artifact: Artifact, method: Method) -> Outline:
-    """The graph of a method by module.
+    """Return the outline of a method's graph.
 
-    Raises ArtifactError for a file that is damaged, UnknownPart for one with something that is not known here.
+    Raises ArtifactError for a damaged file, and UnknownPart for a graph with parts that are not supported here.
     """
     raw = artifact.read(method.graph)
     where = str(artifact.path / method.graph)
@@ -115,38 +115,38 @@ def outline(artifact: Artifact, method: Method) -> Outline:
 
 
 class _OutlineReader:
-    """Goes through the calls once; then every value is known with its maker and its users."""
+    """Reader of a graph. One pass over the calls collects the producer and the users of every value."""
 
     def __init__(self, graph: _Graph, method: Method) -> None:
         self.graph = graph
         self.tensors: dict[str, _Meta] = {}
         self.numbers: dict[str, _Size] = {}
         self.modules = {"": ModuleOutline("")}
-        self.made: dict[str, str] = {}  # value -> path of the module that made it
-        self.given: dict[str, str] = {}  # value -> what it is, for inputs of the graph
-        self.owned: dict[str, str] = {}  # weights and the like: value -> path of the module that has it
-        self.used: list[tuple[str, str]] = []  # value, path of the module
+        self.producers: dict[str, str] = {}  # value -> path of the module that computes it
+        self.inputs: dict[str, str] = {}  # input of the graph -> description
+        self.owners: dict[str, str] = {}  # weight, state or constant -> path of its module
+        self.uses: list[tuple[str, str]] = []  # value, path of the module that uses it
         self._read_inputs(method)
         self.symbols = _symbols(graph, method)
 
     def read(self) -> Outline:
-        self._calls(self.graph, "")
+        self._read_calls(self.graph, "")
         for argument in self.graph.outputs:
-            self.used += [(name, _OUTSIDE) for name in argument_names(argument)]
-        self._join()
+            self.uses += [(name, _OUTSIDE) for name in argument_names(argument)]
+        self._add_flows()
         return Outline(self.modules)
 
     def _read_inputs(self, method: Method) -> None:
         for argument, item in zip(self.graph.inputs, method.inputs, strict=True):
             for name in argument_names(argument):
                 if item.kind == "input":
-                    self.given[name] = f"the input {item.name}"
+                    self.inputs[name] = f"the input {item.name}"
                 else:
-                    self.given[name] = f"the {item.kind} {item.name}"
-                    self.owned[name] = item.name.rpartition(".")[0]
+                    self.inputs[name] = f"the {item.kind} {item.name}"
+                    self.owners[name] = item.name.rpartition(".")[0]
 
-    def _calls(self, graph: _Graph, default: str) -> None:
-        """The calls of a graph, and of those that its higher-order operators run."""
+    def _read_calls(self, graph: _Graph, default: str) -> None:
+        """Read the calls of a graph, and of the subgraphs of its higher-order operators."""
         self.tensors = graph.tensor_values | self.tensors
         self.numbers = graph.sym_int_values | self.numbers
         for call in graph.nodes:
@@ -155,41 +155,41 @@ class _OutlineReader:
             for argument in call.inputs:
                 if "as_graph" in argument.arg:
                     inner = msgspec.json.decode(argument.arg["as_graph"], type=_WithGraph).graph
-                    self._calls(inner, path)
+                    self._read_calls(inner, path)
                 else:
-                    self.used += [(name, path) for name in argument_names(argument.arg)]
+                    self.uses += [(name, path) for name in argument_names(argument.arg)]
             for output in call.outputs:
-                self.made.update(dict.fromkeys(argument_names(output), path))
+                self.producers.update(dict.fromkeys(argument_names(output), path))
 
     def _module_of(self, call: _CallNode, default: str) -> str:
-        """Where a call is made. Every module on the way is noted with its class."""
+        """Return the path of the module that makes a call. Adds all modules of its stack, with their classes."""
         path = default
         for entry in call.metadata.get("nn_module_stack", "").split(";"):
             _, comma, rest = entry.partition(",")
-            found, between, kind = rest.rpartition(",")
-            if not comma or not between or _HOOK in entry:
+            raw_path, second_comma, kind = rest.rpartition(",")
+            if not comma or not second_comma or _HOOK in entry:
                 continue
-            path = _plain_path(found)
+            path = _plain_path(raw_path)
             module = self.modules.setdefault(path, ModuleOutline(path))
             module.kind = module.kind or kind
         return path
 
-    def _join(self) -> None:
-        """Note what crosses a border of modules, at every border that it crosses."""
-        for name, user in dict.fromkeys(self.used):
-            maker = self.made.get(name, _OUTSIDE)
-            if maker == user:
+    def _add_flows(self) -> None:
+        """Add each value to the modules that it enters or leaves on the way from its producer to its users."""
+        for name, user in dict.fromkeys(self.uses):
+            producer = self.producers.get(name, _OUTSIDE)
+            if producer == user:
                 continue
-            source = self.given.get(name) or _told(maker)
-            for module in self._left(user, self.owned.get(name, maker)):
-                self._note(module.takes, name, source)
-            for module in self._left(maker, user):
-                self._note(module.gives, name, _told(user))
+            source = self.inputs.get(name) or _module_words(producer)
+            for module in self._modules_left(user, self.owners.get(name, producer)):
+                self._add_flow(module.takes, name, source)
+            for module in self._modules_left(producer, user):
+                self._add_flow(module.gives, name, _module_words(user))
 
-    def _left(self, path: str, other: str) -> list[ModuleOutline]:
-        return [self.modules[inside] for inside in _left(path, other) if inside in self.modules]
+    def _modules_left(self, path: str, other: str) -> list[ModuleOutline]:
+        return [self.modules[inner] for inner in _paths_left(path, other) if inner in self.modules]
 
-    def _note(self, flows: dict[str, Flow], name: str, other: str) -> None:
+    def _add_flow(self, flows: dict[str, Flow], name: str, other: str) -> None:
         flow = flows.setdefault(name, Flow(name, self._type_of(name), []))
         if other not in flow.others:
             flow.others.append(other)
@@ -208,46 +208,46 @@ class _OutlineReader:
         return self.symbols.get(size.as_expr.expr_str, _COMPUTED)
 
 
-_OUTSIDE = "\0"  # no path of a module
-_COMPUTED = "?"  # a size that the signature has no name for
+_OUTSIDE = "\0"  # the caller of the model; not a valid path
+_COMPUTED = "?"  # a size without a name in the signature
 _HOOK = "_empty_nn_module_stack"
 
 
-def _told(path: str) -> str:
+def _module_words(path: str) -> str:
     return "the caller" if path == _OUTSIDE else path or "the model itself"
 
 
 def _plain_path(path: str) -> str:
-    """A module that is called again has `@1` behind its path. Deep below, paths end: see `module_tree`."""
+    """Remove the suffix `@1` of a repeated call, and cut deep paths as `module_tree` does."""
     return ".".join(path.partition("@")[0].split(".")[:MOST_LEVELS])
 
 
-def _left(path: str, other: str) -> Iterator[str]:
-    """The modules around `path` that are left on the way to `other`."""
+def _paths_left(path: str, other: str) -> Iterator[str]:
+    """Yield `path` and the modules around it that do not contain `other`."""
     if path == _OUTSIDE:
         return
     if other == _OUTSIDE:
         yield ""
     parts = path.split(".") if path else []
     for end in range(1, len(parts) + 1):
-        inside = ".".join(parts[:end])
-        if other != inside and not other.startswith(f"{inside}."):
-            yield inside
+        inner = ".".join(parts[:end])
+        if other != inner and not other.startswith(f"{inner}."):
+            yield inner
 
 
 def _symbols(graph: _Graph, method: Method) -> dict[str, str]:
-    """What the signature calls the symbols of the graph."""
+    """Return the signature's names for the symbols of the graph."""
     inputs = input_leaves(method.signature)
     arguments = [argument for argument, item in zip(graph.inputs, method.inputs, strict=True) if item.kind == "input"]
     pairs: dict[str, str] = {}
     for leaf, argument in zip(inputs, arguments, strict=True):
         if isinstance(leaf, Tensor):
-            pairs.update(_pairs(leaf, graph, argument_names(argument)))
+            pairs.update(_symbol_names(leaf, graph, argument_names(argument)))
     return pairs
 
 
-def _pairs(leaf: Tensor, graph: _Graph, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _symbol_names(leaf: Tensor, graph: _Graph, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in names:
-        for size, found in zip(leaf.shape, graph.tensor_values[name].sizes, strict=True):
-            if found.as_expr is not None:
-                yield found.as_expr.expr_str, str(size)
+        for size, graph_size in zip(leaf.shape, graph.tensor_values[name].sizes, strict=True):
+            if graph_size.as_expr is not None:
+                yield graph_size.as_expr.expr_str, str(size)

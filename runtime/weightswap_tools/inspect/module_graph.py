@@ -1,4 +1,4 @@
-"""The graphs of an artifact by module, joined with the weights that the modules have."""
+"""The graphs of an artifact by module, together with the weights of the modules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weightswap_tools.terminal import human_bytes
 from .graph_outline import Flow, Outline, outline
 from .subject import ArtifactSubject
 
-MOST_NAMED = 3  # modules that one value comes from or goes to
+MOST_NAMED = 3  # the most modules to name as sources or users of a value
 MOST_FLOWS = 24
-SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # what operators on sizes are called
+SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
 
 
 def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
-    """A method's graph by module, or why it cannot be told. Raises ArtifactError."""
+    """Return a method's graph by module, or a text that says why it cannot be shown. Raises ArtifactError."""
     try:
         return outline(subject.artifact, subject.manifest.methods[method])
     except UnknownPart as reason:
@@ -28,37 +28,37 @@ def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
 
 
 def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
-    """The class of each module that any graph calls, by path. Raises ArtifactError."""
+    """Return the class of each module that a graph calls, by path. Raises ArtifactError."""
     kinds: dict[str, str] = {}
     for method in subject.manifest.methods:
-        found = read_outline(subject, method)
-        if isinstance(found, Outline):
-            kinds.update({path: module.kind for path, module in found.modules.items() if module.kind})
+        graph = read_outline(subject, method)
+        if isinstance(graph, Outline):
+            kinds.update({path: module.kind for path, module in graph.modules.items() if module.kind})
     return kinds
 
 
-def module_nodes(outlined: Outline, manifest: Manifest) -> ModuleNode:
-    """The modules of a graph as the nodes of a report.
+def module_nodes(graph: Outline, manifest: Manifest) -> ModuleNode:
+    """Return the modules of a graph as the nodes of a report.
 
-    Neighbours with consecutive numbers are one run if they have the same class, operators and weights, and so do the
-    modules in them. Arithmetic on sizes is left out of this, as a graph has it where a size is first used.
+    Neighbours with consecutive numbers form a run if they and their submodules have the same classes, operators and
+    weights. Arithmetic on sizes is not compared, as a graph has it only where a size is first used.
     """
-    nodes = _Nodes(outlined, manifest)
+    nodes = _Nodes(graph, manifest)
     return nodes.node(nodes.root)
 
 
 class _Nodes:
-    def __init__(self, outlined: Outline, manifest: Manifest) -> None:
-        self.outlined = outlined
+    def __init__(self, graph: Outline, manifest: Manifest) -> None:
+        self.graph = graph
         sizes = {weight.name: weight.nbytes for weight in manifest.weights}
         self.weights = {path: (count, nbytes) for path, count, nbytes in totals(sizes)}
         self.root = Branch()
-        for path in filter(None, outlined.modules):
+        for path in filter(None, graph.modules):
             self.root.reach(path.split("."))
-        self.marks = fingerprints(self.root, lambda name: name, self._likeness)
+        self.marks = fingerprints(self.root, lambda name: name, self._comparison_key)
 
-    def _likeness(self, path: str) -> Hashable:
-        module = self.outlined.modules.get(path)
+    def _comparison_key(self, path: str) -> Hashable:
+        module = self.graph.modules.get(path)
         calls = module.calls.items() if module else ()
         computed = frozenset(call for call in calls if not call[0].startswith(SIZE_ARITHMETIC))
         return module and module.kind, computed, self.weights.get(path)
@@ -68,9 +68,9 @@ class _Nodes:
         return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
 
     def node(self, branch: Branch) -> ModuleNode:
-        module = self.outlined.modules.get(branch.path)
+        module = self.graph.modules.get(branch.path)
         children = tuple(map(self._group, runs(branch.branches.values(), self.marks)))
-        if module is None:  # holds modules, and is not called itself
+        if module is None:  # a container that is not called itself
             return ModuleNode(branch.name, "", self._weights(branch.path), (), (), (), children)
         return ModuleNode(
             branch.name,

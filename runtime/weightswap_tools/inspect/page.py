@@ -1,4 +1,4 @@
-"""A subject as a report."""
+"""The HTML report of a subject."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
 
 
 def report_of(subject: Subject) -> Report:
-    """All that is known of a subject. Raises ArtifactError for a graph that is damaged."""
+    """Return the report of a subject. Raises ArtifactError for a damaged graph."""
     match subject:
         case ArtifactSubject():
             return artifact_report(subject)
@@ -30,8 +30,8 @@ def report_of(subject: Subject) -> Report:
 
 
 def _weights_report(subject: WeightsSubject) -> Report:
-    read = _READ if subject.swappable else _DESCRIBED
-    sections = [Section("Overview", (Facts(tuple(weights_facts(subject))),), read)]
+    note = _SWAPPABLE if subject.swappable else _NOT_SWAPPABLE
+    sections = [Section("Overview", (Facts(tuple(weights_facts(subject))),), note)]
     sections.append(_delta_section(subject) if subject.delta else _tensors_section(subject))
     if len(subject.weights.files) > 1:
         sections.append(_files_section(subject))
@@ -42,8 +42,8 @@ def _weights_report(subject: WeightsSubject) -> Report:
     return Report(name, f"{kind}: {total}", tuple(sections))
 
 
-_READ = "The headers were read. The data is read, and its digests are checked, when the file is swapped in."
-_DESCRIBED = "The description of the tensors was read, and none of their values."
+_SWAPPABLE = "Only headers were read. A swap reads the data and checks its digests."
+_NOT_SWAPPABLE = "Only the description of the tensors was read, not their values."
 
 
 def _tensors_section(subject: WeightsSubject) -> Section:
@@ -64,7 +64,7 @@ _Cell = Callable[[str, SetTensor], str | int]
 
 
 def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
-    """The columns in which there is something, each with what it shows of a tensor."""
+    """Yield the columns that have content, each with the function that gives its cells."""
     yield Column("name"), lambda name, _: name
     yield Column("dtype"), lambda _, tensor: tensor.dtype
     yield Column("shape"), lambda _, tensor: shape_text(tensor.shape)
@@ -84,7 +84,7 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
 def _files_section(subject: WeightsSubject) -> Section:
     tensors, files = subject.weights.tensors.values(), subject.weights.files
     sizes = {name: [tensor.nbytes for tensor in tensors if tensor.file == file] for file, name in files.items()}
-    rows = tuple((name, len(found), sum(found)) for name, found in sizes.items())
+    rows = tuple((name, len(nbytes), sum(nbytes)) for name, nbytes in sizes.items())
     return Section("Shards", (Table((Column("file"), Column("tensors", "number"), Column("size", "bytes")), rows),))
 
 
@@ -106,6 +106,6 @@ def _delta_section(subject: WeightsSubject) -> Section:
     details = {name: describe(changed) for name, changed in changes.items()}
     return Section(
         "Changes",
-        (weights_map(sizes, details, "all that is replaced"), Table(heads, rows, "Weights that change")),
+        (weights_map(sizes, details, "all replaced values"), Table(heads, rows, "Weights that change")),
         "Weights that are not listed are equal in both sets.",
     )

@@ -1,4 +1,4 @@
-"""Subjects of inspection, opened and checked as far as showing them needs."""
+"""Subjects of inspection, opened and checked as far as needed to show them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_
 
 
 class ArtifactSubject(NamedTuple):
-    """An artifact, every file of which has its digest. `record` is that of its goldens."""
+    """An artifact whose files match their digests. `record` is that of its goldens."""
 
     artifact: Artifact
     record: GoldensRecord | None
@@ -30,7 +30,7 @@ class ArtifactSubject(NamedTuple):
 
 
 class WeightsSubject(NamedTuple):
-    """A weight file, a checkpoint or a delta file, of which no values were read; `record` is beside it."""
+    """A weight file, a checkpoint or a delta file; no values are read. `record` is that of the goldens beside it."""
 
     weights: TensorSet
     delta: DeltaStamp | None
@@ -44,7 +44,7 @@ class WeightsSubject(NamedTuple):
 
     @property
     def swappable(self) -> bool:
-        """Whether it is in files as swaps take them."""
+        """True if swaps accept the file."""
         return self.weights.weights is not None
 
     @property
@@ -53,7 +53,7 @@ class WeightsSubject(NamedTuple):
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """By tensor; empty where the file has none."""
+        """The recorded digests by tensor; empty if there are none."""
         stamp = self.delta or self.stamp
         return stamp.digests if stamp else {}
 
@@ -64,7 +64,7 @@ class WeightsSubject(NamedTuple):
 
     @property
     def casts(self) -> Mapping[str, Sequence[str]]:
-        """The tensors that were cast, by the dtype that the checkpoint has."""
+        """The tensors that packing cast, by their dtype in the checkpoint."""
         return (self.stamp.cast or {}) if self.stamp else {}
 
     @property
@@ -73,7 +73,7 @@ class WeightsSubject(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by name; layers in the order of their numbers."""
+        """The size in bytes by name, with layers in the order of their numbers."""
         return {name: self.weights.tensors[name].nbytes for name in sorted(self.weights.tensors, key=natural)}
 
     @property
@@ -82,12 +82,12 @@ class WeightsSubject(NamedTuple):
         return {name: others for name, others in self.weights.ties.items() if others}
 
     def in_order(self) -> list[tuple[str, SetTensor]]:
-        """The tensors as they lie in the files."""
+        """Return the tensors in the order of the files."""
         return sorted(self.weights.tensors.items(), key=lambda item: (item[1].file, item[1].offset or 0))
 
 
 class GoldensSubject(NamedTuple):
-    """A goldens file, of which the header alone was read."""
+    """A goldens file; only its header is read."""
 
     where: str
     record: GoldensRecord
@@ -95,15 +95,15 @@ class GoldensSubject(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[int, str, str, str]]:
-        """The number and the method of each recorded call, and in words its inputs and its outputs."""
+        """The number and method of each recorded call, and its inputs and outputs as text."""
         cases = enumerate(self.record.cases)
-        return [(number, case.method, self._all(case.inputs), self._all(case.outputs)) for number, case in cases]
+        return [(number, case.method, self._texts(case.inputs), self._texts(case.outputs)) for number, case in cases]
 
-    def _all(self, values: Iterable[Value]) -> str:
-        return ", ".join(map(self._one, values))
+    def _texts(self, values: Iterable[Value]) -> str:
+        return ", ".join(map(self._text, values))
 
-    def _one(self, value: Value) -> str:
-        """`F32[2, 10]`, an integer, or what the signature has fixed."""
+    def _text(self, value: Value) -> str:
+        """Return a value as `F32[2, 10]`, as an integer, or as "fixed" for a literal of the signature."""
         if isinstance(value, str):
             tensor = self.tensors.get(value)
             return describe(tensor) if tensor else f"{value}, which is missing"
@@ -115,18 +115,18 @@ Subject = ArtifactSubject | WeightsSubject | GoldensSubject
 
 @contextmanager
 def open_subject(path: str, level: str | None = None) -> Iterator[Subject]:
-    """What is at a path or URL, open until the block ends.
+    """Open the subject at a path or URL while the block runs.
 
-    level: where in a pickled or distributed checkpoint to look. Raises WeightswapError.
+    level: of a pickled or distributed checkpoint. Raises WeightswapError.
     """
     if is_artifact(path):
         if level is not None:
             raise Unsupported(f"{path}: an artifact, which has no levels; leave --level out")
         yield _open_artifact(path)
         return
-    with open_set(path, SetRequest(level)) as found:
-        check_levels([level], [found])
-        yield _of_tensors(found)
+    with open_set(path, SetRequest(level)) as opened:
+        check_levels([level], [opened])
+        yield _tensors_subject(opened)
 
 
 def _open_artifact(path: str) -> ArtifactSubject:
@@ -136,7 +136,7 @@ def _open_artifact(path: str) -> ArtifactSubject:
     return ArtifactSubject(artifact, goldens.record if goldens else None)
 
 
-def _of_tensors(opened: TensorSet) -> WeightsSubject | GoldensSubject:
+def _tensors_subject(opened: TensorSet) -> WeightsSubject | GoldensSubject:
     weights = opened.weights
     if weights is None:
         return WeightsSubject(opened, None, None)

@@ -1,4 +1,4 @@
-"""A subject as text: a few lines, then tables of its tensors."""
+"""The terminal output of a subject: facts, then tables of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
 
 
 def print_text(subject: Subject) -> None:
-    """Print all that is known of a subject for people."""
+    """Print a subject for people."""
     match subject:
         case ArtifactSubject():
             _print_artifact(subject)
@@ -25,7 +25,7 @@ def print_text(subject: Subject) -> None:
 
 
 def print_facts(facts: Iterable[Fact]) -> None:
-    """One line for each, the texts below each other."""
+    """Print a line for each fact, with aligned texts."""
     for name, text in facts:
         say(f"{name:<10} {text}")
 
@@ -40,9 +40,9 @@ def _print_artifact(subject: ArtifactSubject) -> None:
             _print_tensors(f"{title}: {size_fact(len(tensors), sum(t.nbytes for t in tensors))}", tensors, manifest)
     adapter = manifest.adapter
     _print_keys("checkpoint keys that are left out", adapter.ignored)
-    _print_keys("checkpoint keys that must be there, though no weight is made of them", adapter.needed)
+    _print_keys("checkpoint keys that are required, though no weight is made of them", adapter.needed)
     if adapter.untraceable:
-        say(f"checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}")
+        say(f"checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}")
 
 
 def _print_keys(title: str, keys: Sequence[str]) -> None:
@@ -62,11 +62,11 @@ def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manif
         ]
         for tensor in tensors
     ]
-    _print_kept(title, ["name", "type", "size", "tied to", "in checkpoints"], rows)
+    _print_table(title, ["name", "type", "size", "tied to", "in checkpoints"], rows)
 
 
-def _print_kept(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without the columns, after the third, in which there is nothing."""
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table without empty columns after the third."""
     kept = [index for index in range(len(columns)) if index < 3 or any(row[index] for row in rows)]
     print_table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
 
@@ -87,7 +87,7 @@ def _print_weights(subject: WeightsSubject) -> None:
         for name, tensor in subject.in_order()
     ]
     columns = ["name", "type", "size", "digest", "tied to"]
-    _print_kept(size_fact(len(rows), subject.total_bytes), columns, rows)
+    _print_table(size_fact(len(rows), subject.total_bytes), columns, rows)
 
 
 def _print_goldens(subject: GoldensSubject) -> None:

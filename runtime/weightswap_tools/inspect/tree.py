@@ -1,4 +1,4 @@
-"""The modules of a subject as a tree on the terminal; layers that are alike are told once."""
+"""The modules of a subject as a tree on the terminal; equal layers are shown once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
 
 
 class _TreeRow(NamedTuple):
-    """A tensor as the tree shows it."""
+    """A tensor in the tree."""
 
     type: str
     nbytes: int
-    more: str = ""
+    note: str = ""
 
 
 def print_tree(subject: Subject, console: Console) -> None:
     """Print modules with the number and size of their tensors. Raises Unsupported for goldens."""
     rows, kinds, title = _contents(subject)
-    console.print(_Planter(rows, kinds).tree(title))
+    console.print(_TreeBuilder(rows, kinds).tree(title))
 
 
 def _contents(subject: Subject) -> tuple[dict[str, _TreeRow], Mapping[str, str], str]:
@@ -60,12 +60,12 @@ def _artifact_rows(subject: ArtifactSubject) -> dict[str, _TreeRow]:
     rows = {}
     for role, tensors in roles:
         for tensor in tensors:
-            more = ", ".join(filter(None, (role, _tied(tensor.aliases))))
-            rows[tensor.name] = _TreeRow(describe(tensor), tensor.nbytes, more)
+            note = ", ".join(filter(None, (role, _tied(tensor.aliases))))
+            rows[tensor.name] = _TreeRow(describe(tensor), tensor.nbytes, note)
     return rows
 
 
-class _Planter:
+class _TreeBuilder:
     def __init__(self, rows: Mapping[str, _TreeRow], kinds: Mapping[str, str]) -> None:
         self.rows, self.kinds = rows, kinds
         self.root = grow(rows)
@@ -88,7 +88,7 @@ class _Planter:
 
     def _leaf(self, name: str, row: _TreeRow) -> Text:
         label = Text.assemble(visible(split_name(name)[1]), (f"  {row.type}", "cyan"), f"  {human_bytes(row.nbytes)}")
-        return label.append(f"  {visible(row.more)}" if row.more else "", "dim")
+        return label.append(f"  {visible(row.note)}" if row.note else "", "dim")
 
     def _group_label(self, group: list[Branch]) -> Text:
         first, last = group[0], group[-1]

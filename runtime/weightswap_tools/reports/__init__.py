@@ -1,1 +1,1 @@
-"""Reports: single HTML files that load nothing. Commands compose them of typed `blocks`; `page` writes them."""
+"""Reports: self-contained HTML files. Commands compose them of typed `blocks`; `page` writes them."""

@@ -1,6 +1,6 @@
-"""Blocks that a report is made of. Commands compose these; `page` renders them.
+"""Blocks of a report. Commands compose these; `page` renders them.
 
-Texts are plain: whatever they hold (markup, control characters) is shown as itself.
+Texts are plain: markup and control characters in them are escaped.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class _BlockPart(msgspec.Struct, frozen=True):
 
 
 class Facts(_BlockPart, frozen=True, tag="facts"):
-    """Names and what they are: `("weights id", "3f…")`."""
+    """Names with values: `("weights id", "3f…")`."""
 
     rows: tuple[tuple[str, str], ...]
 
 
 class Note(_BlockPart, frozen=True, tag="note"):
-    """A paragraph; lines are kept. `kind` says whether it is good or bad news."""
+    """A paragraph; line breaks are kept. `kind` says whether it is good or bad news."""
 
     text: str
     kind: Literal["plain", "good", "bad"] = "plain"
@@ -36,7 +36,7 @@ class Note(_BlockPart, frozen=True, tag="note"):
 class Column(_BlockPart, frozen=True):
     """A column of a table. kind: "bytes" are shown as `1.2 MB`, and sorted as numbers.
 
-    flag: cells that are true, not zero or not empty deserve a look; their rows are marked, and can be asked for alone.
+    flag: mark rows whose cell is true, nonzero or not empty, and offer to show only these.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Column(_BlockPart, frozen=True):
 
 
 def columns(*names: str, kind: ColumnKind = "text", flag: bool = False) -> tuple[Column, ...]:
-    """Columns that differ in their names alone."""
+    """Return columns that differ only in their names."""
     return tuple(Column(name, kind, flag) for name in names)
 
 
 class Table(_BlockPart, frozen=True, tag="table"):
-    """Rows with one cell for each column. It can be sorted, and filtered where it has more than ten rows."""
+    """Rows with one cell for each column. The reader can sort a table, and filter one of more than ten rows."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -58,13 +58,13 @@ class Table(_BlockPart, frozen=True, tag="table"):
 
 
 def table_of(items: Iterable[T], columns: Sequence[tuple[Column, Callable[[T], Cell]]]) -> Table:
-    """A row for each item, by what gives the cell of each column."""
+    """Return a table with a row for each item. Each column comes with the function that gives its cells."""
     rows = tuple(tuple(cell(item) for _, cell in columns) for item in items)
     return Table(tuple(column for column, _ in columns), rows)
 
 
 class Mark(_BlockPart, frozen=True):
-    """What a cell of a heat map says that has no number, such as "removed", and the sign that is drawn in it."""
+    """A label for cells of a heat map without a number, such as "removed", and the sign to draw in them."""
 
     text: str
     sign: str
@@ -72,11 +72,11 @@ class Mark(_BlockPart, frozen=True):
 
 
 class HeatMap(_BlockPart, frozen=True, tag="heatmap"):
-    """Coloured cells: `values[row][column]`, the text of one of the marks, None where there is no cell.
+    """Coloured cells. `values[row][column]` is a number, the text of one of the marks, or None for no cell.
 
-    `what` the values are, with their unit. scale: of the colours, from the least finite value to the largest. What is
-    not on it has a colour and a sign of its own, told in the legend: marks, values that are not finite, and with
-    "log" zero and below.
+    what: a name for the values, with their unit. scale: of the colours, from the smallest to the largest finite value.
+    Values off the scale have their own colour and sign in the legend: marks, values that are not finite, and with "log"
+    zero and below.
     """
 
     rows: tuple[str, ...]
@@ -89,9 +89,9 @@ class HeatMap(_BlockPart, frozen=True, tag="heatmap"):
 
 
 class Histogram(_BlockPart, frozen=True, tag="histogram"):
-    """`counts[i]` values lie between `edges[i]` and `edges[i + 1]`; there is one edge more than there are counts.
+    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`; there is one more edge than counts.
 
-    `what` the values are, with their unit. scale: "linear" draws bins as wide as they are, "log" all equally wide.
+    what: a name for the values, with their unit. scale: "linear" draws bins to scale, "log" equally wide.
     """
 
     edges: tuple[float, ...]
@@ -102,7 +102,7 @@ class Histogram(_BlockPart, frozen=True, tag="histogram"):
 
 
 class Axis(_BlockPart, frozen=True):
-    """What runs along an axis, and its unit, which is empty for what is counted."""
+    """An axis: a name for its values, and their unit, empty for counts."""
 
     what: str
     unit: str = ""
@@ -110,7 +110,7 @@ class Axis(_BlockPart, frozen=True):
 
 
 class Line(_BlockPart, frozen=True):
-    """Points `(x, y)` that are joined, by rising x. Lines of a `group` have one colour, those of a `style` one dash."""
+    """Joined points `(x, y)` by rising x. Lines of a `group` share a colour, lines of a `style` a dash pattern."""
 
     group: str
     points: tuple[tuple[float, float], ...]
@@ -118,9 +118,9 @@ class Line(_BlockPart, frozen=True):
 
 
 class LinePlot(_BlockPart, frozen=True, tag="lines"):
-    """Lines over one pair of axes. Groups and styles can be hidden.
+    """Lines over one pair of axes. The reader can hide groups and styles.
 
-    A point that is not finite, or not positive along an axis with the scale "log", is in the table alone.
+    Points that are not finite, or not positive on a "log" axis, appear only in the table.
     """
 
     lines: tuple[Line, ...]
@@ -130,7 +130,7 @@ class LinePlot(_BlockPart, frozen=True, tag="lines"):
 
 
 class Span(_BlockPart, frozen=True):
-    """What happened from `start` to `end`, in seconds. Spans of one `kind` have one colour."""
+    """An event from `start` to `end`, in seconds. Spans of a `kind` share a colour."""
 
     start: float
     end: float
@@ -139,7 +139,7 @@ class Span(_BlockPart, frozen=True):
 
 
 class Lane(_BlockPart, frozen=True):
-    """Spans one below the other, such as those of a thread."""
+    """A row of spans, such as those of a thread."""
 
     name: str
     spans: tuple[Span, ...]
@@ -153,7 +153,7 @@ class Timeline(_BlockPart, frozen=True, tag="timeline"):
 
 
 class TreemapNode(_BlockPart, frozen=True):
-    """An area. `size` is that of all that is in it, its children included."""
+    """An area. `size` includes its children."""
 
     name: str
     size: int
@@ -162,7 +162,7 @@ class TreemapNode(_BlockPart, frozen=True):
 
 
 class Treemap(_BlockPart, frozen=True, tag="treemap"):
-    """Nested areas that are zoomed one level at a time. `what` the sizes are: "bytes" are shown as `1.2 MB`."""
+    """Nested areas, entered one level at a time. what: a name for the sizes; "bytes" are shown as `1.2 MB`."""
 
     root: TreemapNode
     what: str
@@ -170,9 +170,9 @@ class Treemap(_BlockPart, frozen=True, tag="treemap"):
 
 
 class ModuleNode(_BlockPart, frozen=True):
-    """A module of a graph. kind: its class. ops: operator -> how often it is called in it, its children excluded.
+    """A module of a graph. kind: its class. ops: operators with the number of calls, without those of its children.
 
-    takes, gives: what goes in and comes out, in words.
+    takes, gives: texts about its inputs and outputs.
     """
 
     name: str
@@ -185,13 +185,13 @@ class ModuleNode(_BlockPart, frozen=True):
 
 
 class ModuleRun(_BlockPart, frozen=True):
-    """Neighbours that are alike, with consecutive numbers for names: told as one entry, which can be opened."""
+    """Equal neighbours with consecutive numbers as names, shown as one entry that the reader can open."""
 
     modules: tuple[ModuleNode, ...]
 
 
 class ModuleGraph(_BlockPart, frozen=True, tag="modules"):
-    """A graph by module: a tree that can be searched."""
+    """A graph by module, as a searchable tree."""
 
     root: ModuleNode
     caption: str = ""
@@ -210,7 +210,7 @@ class Section(_BlockPart, frozen=True):
 
 
 class Report(_BlockPart, frozen=True):
-    """A page. `verdict` is its result in a few words; `good` says whether that is good news, None: neither."""
+    """A page. `verdict` is its result in a few words; `good` says whether that is good news; None for neither."""
 
     title: str
     subtitle: str

@@ -1,4 +1,4 @@
-"""Texts and data on their way into a page, where they must stay what they are."""
+"""Safe embedding of texts and data in a page."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
 
 def markup(text: str) -> str:
-    """The text as HTML, fit for elements and quoted attributes."""
+    """Escape a text for HTML elements and quoted attributes."""
     return html.escape(visible_lines(text))
 
 
 def embedded_json(value: Any) -> str:
-    """The value as JSON that may stand in a `<script>` element.
+    """Return a value as JSON that is safe in a `<script>` element.
 
-    Numbers that JSON or a browser does not have become texts: `NaN`, `Infinity`, integers of more than 53 bits.
+    Numbers that JSON or browsers cannot represent become strings: `NaN`, `Infinity`, integers of more than 53 bits.
     """
     plain = _exact(msgspec.to_builtins(value))
     return json.dumps(plain, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)

@@ -1,4 +1,4 @@
-"""A graph by module as a page has it: each module with its path, its calls, and what is told of it."""
+"""The page data of a graph by module: each module with its path, its calls and its texts."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ Node = dict[str, Any]
 
 
 def module_tree(graph: ModuleGraph) -> Node:
-    """The block as data. Modules that are opened at first say so."""
+    """Return the block as data. Modules that are open at first have `open`."""
     root = _node(structs.replace(graph.root, name=""), "", "") | {"name": graph.root.name}
     _open_first(root)
     return {"type": "modules", "caption": graph.caption, "root": root}
 
 
-def _node(item: ModuleNode | ModuleRun, inside: str, above: str) -> Node:
-    """inside: what its path begins with; above: the name of what it is in."""
+def _node(item: ModuleNode | ModuleRun, parent_path: str, parent_name: str) -> Node:
     if isinstance(item, ModuleRun):
-        return _run(item.modules, inside, above)
-    path = _joined(inside, item.name)
+        return _run(item.modules, parent_path, parent_name)
+    path = _joined(parent_path, item.name)
     children = [_node(child, path, item.name) for child in item.children]
     own = sum(count for _, count in item.ops)
     calls = own + sum(child["calls"] for child in children)
-    told = f"{number_text(own)} of its own, {number_text(calls)} with those of its modules"
+    text = f"{number_text(own)} of its own, {number_text(calls)} with those of its modules"
     if own == calls:
-        told = number_text(calls) if calls else "none of its own"
-    alone = to_builtins(structs.replace(item, children=()))
-    return {**alone, "children": children, "path": path, "calls": calls, "told": told}
+        text = number_text(calls) if calls else "none of its own"
+    fields = to_builtins(structs.replace(item, children=()))
+    return {**fields, "children": children, "path": path, "calls": calls, "told": text}
 
 
-def _run(modules: tuple[ModuleNode, ...], inside: str, above: str) -> Node:
-    """The entry of modules that are alike: the class and the weights that each of them has."""
+def _run(modules: tuple[ModuleNode, ...], parent_path: str, parent_name: str) -> Node:
+    """Return the entry of a run: the class and the weights of each module."""
     first, names = modules[0], f"{modules[0].name}-{modules[-1].name}"
-    children = [_node(module, inside, above) for module in modules]
+    children = [_node(module, parent_path, parent_name) for module in modules]
     counts = [child["calls"] for child in children]
     least, most, calls = map(number_text, (min(counts), max(counts), sum(counts)))
-    each = least if least == most else f"{least} to {most}"
+    per_module = least if least == most else f"{least} to {most}"
     return {
-        "name": _joined(above, names),
-        "path": _joined(inside, names),
+        "name": _joined(parent_name, names),
+        "path": _joined(parent_path, names),
         "kind": first.kind,
         "detail": first.detail and f"each: {first.detail}",
         "alike": len(modules),
         "calls": sum(counts),
-        "told": f"{each} each, {calls} in all" if sum(counts) else "none of its own",
+        "told": f"{per_module} each, {calls} in all" if sum(counts) else "none of its own",
         "children": children,
         **dict.fromkeys(("ops", "takes", "gives"), ()),
     }
@@ -61,7 +60,7 @@ def _joined(*names: str) -> str:
 
 
 def _open_first(root: Node) -> None:
-    """Open the levels next to the model that fit on a screen; what is alike stays folded."""
+    """Open the top levels that fit on a screen; runs stay closed."""
     rows, level = 1, [root]
     while level:
         rows += sum(len(node["children"]) for node in level)

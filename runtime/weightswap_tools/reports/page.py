@@ -1,4 +1,4 @@
-"""A report as one HTML file: its styles, scripts and data are in it, and it asks the network for nothing."""
+"""Reports as self-contained HTML files: styles, scripts and data are inline, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICY = (
 )
 HERE = Path(__file__).parent
 ASSETS = HERE / "assets"
-LOOK = HERE.parents[1] / "weightswap_server" / "admin" / "page"  # files alone: what the server imports may be absent
+LOOK = HERE.parents[1] / "weightswap_server" / "admin" / "page"  # not imported: the server's extra may be absent
 STYLES = (LOOK / "colours.css", LOOK / "look.css", ASSETS / "page.css", ASSETS / "blocks.css")
 SCRIPTS = tuple(ASSETS / name for name in ("page.js", "table.js", "modules.js", "charts.js", "start.js"))
 CHART_LIBRARY = HERE / "vendor" / "echarts" / "echarts.min.js"
@@ -32,16 +32,16 @@ Data = dict[str, Any]
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the report as an HTML file, which appears whole or not at all. A pipe or a device is written to.
+    """Write the report atomically as an HTML file. A pipe or a device is written to directly.
 
-    Raises OSError, and Unsupported for what cannot be written to in a row.
+    Raises OSError, and Unsupported for a path that cannot be written to sequentially.
     """
     with new_report(Path(path)) as file:
         file.write(render(report).encode())
 
 
 def render(report: Report) -> str:
-    """The report as HTML. The same report gives the same text."""
+    """Return the report as HTML, deterministically."""
     data: list[Data] = []
     body = [*_body(report, data)]
     script = f'<script type="application/json" id="data">{embedded_json(data)}</script>'
@@ -103,7 +103,7 @@ def _section(index: int, section: Section, data: list[Data]) -> Iterator[str]:
 
 
 def _block(block: Block, data: list[Data]) -> str:
-    """A block as markup; what a script fills in is added to the data, and has its number."""
+    """Return the markup of a block. The data that its script needs is appended to `data`."""
     match block:
         case Facts():
             rows = (f"<div><dt>{markup(name)}</dt><dd>{markup(value)}</dd></div>" for name, value in block.rows)
@@ -120,10 +120,10 @@ def _block(block: Block, data: list[Data]) -> str:
             return _figure(block, chart.markup(), {**numbers, "option": chart.option, "root": chart.root}, data)
 
 
-def _figure(block: Table | ModuleGraph | ChartBlock, inside: str, filling: Data, data: list[Data]) -> str:
-    data.append(filling)
+def _figure(block: Table | ModuleGraph | ChartBlock, content: str, block_data: Data, data: list[Data]) -> str:
+    data.append(block_data)
     caption = f"<figcaption>{markup(block.caption)}</figcaption>" if block.caption else ""
-    return f'<figure class="block" data-block="{len(data) - 1}">{caption}{inside}</figure>'
+    return f'<figure class="block" data-block="{len(data) - 1}">{caption}{content}</figure>'
 
 
 _MODULES = """<div class="tools">
@@ -137,7 +137,7 @@ _MODULES = """<div class="tools">
 
 
 def _scripts(data: list[Data]) -> Iterator[str]:
-    library = [CHART_LIBRARY] if any("option" in each for each in data) else []
+    library = [CHART_LIBRARY] if any("option" in block_data for block_data in data) else []
     yield from (f"<script>\n{_asset(path)}</script>" for path in (*library, *SCRIPTS))
 
 

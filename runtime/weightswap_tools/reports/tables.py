@@ -1,4 +1,4 @@
-"""Tables as markup, without their rows: a script draws those, as far as somebody asks for them."""
+"""Markup of tables without rows, which a script draws on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FILTER_FROM = 11  # rows
 
 
 def table_markup(table: Table) -> str:
-    """Tools where there are many rows, headings that sort, and a button for more rows."""
+    """Return the markup of a table: filters if it has many rows, headings that sort, and a button for more rows."""
     label = markup(table.caption or "Table")
     heads = "".join(map(_heading, table.columns))
     return (
@@ -28,7 +28,7 @@ def _tools(table: Table) -> str:
 
 
 def _heading(column: Column) -> str:
-    """The name of a column, and on the side where its cells have room the sign of their order."""
+    """Return a heading: the column's name, and the sort arrow on the side where its cells have room."""
     parts = [markup(column.name), '<span class="arrow" aria-hidden="true"></span>']
-    inside = "".join(parts if column.kind == "text" else reversed(parts))
-    return f'<th scope="col" class="{column.kind}" aria-sort="none"><button type="button">{inside}</button></th>'
+    label = "".join(parts if column.kind == "text" else reversed(parts))
+    return f'<th scope="col" class="{column.kind}" aria-sort="none"><button type="button">{label}</button></th>'

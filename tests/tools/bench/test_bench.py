@@ -1,4 +1,4 @@
-"""`weightswap bench`: what is measured and told; no test asserts a time."""
+"""`weightswap bench`: measurements and output. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ def test_a_failure_is_a_result(
     assert found.calls == ()
 
 
-def test_a_process_that_ends_is_a_failure(
+def test_a_crashed_process_is_a_failure(
     tiny: TinyArtifact, weight_file: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = running._run(request(tiny, weight_file(1)))
-    assert found.failed == "the process that measured it ended with status 1: it said nothing"
+    assert found.failed == "the measuring process exited with status 1: no output"
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
-    """Requests, which are answered with what the first one gave."""
+    """The requests of a benchmark; each gets an empty result."""
     requests: list[BenchRequest] = []
 
     def run(wanted: BenchRequest) -> EngineBench:
@@ -107,7 +107,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
     return requests
 
 
-def test_what_is_measured(tiny: TinyArtifact, weight_file: Weights, recorded: list[BenchRequest]) -> None:
+def test_requests_and_progress(tiny: TinyArtifact, weight_file: Weights, recorded: list[BenchRequest]) -> None:
     told: list[tuple[int, int]] = []
     found = bench(tiny.path, weight_file(1), batches=(0, 1, 8, 9), progress=lambda *done: told.append(done))
     assert [(wanted.engine, wanted.residency) for wanted in recorded] == [("torch", "double"), ("torch", "single")]
@@ -128,7 +128,7 @@ def test_sizes_by_name(tiny: TinyArtifact, weight_file: Weights, recorded: list[
     assert [wanted.sizes for wanted in recorded] == [({"batch": 4},)] * 2
 
 
-def test_the_batch_of_inputs_from_a_file_is_not_known(
+def test_the_batch_size_of_inputs_from_a_file_is_unknown(
     tiny: TinyArtifact, weight_file: Weights, recorded: list[BenchRequest]
 ) -> None:
     assert bench(tiny.path, weight_file(1), inputs="in.npz").batch_dimension is None
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("more", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_meant(more: dict[str, Any], says: str, tiny: TinyArtifact, weight_file: Weights) -> None:
+def test_bad_requests_are_refused(more: dict[str, Any], says: str, tiny: TinyArtifact, weight_file: Weights) -> None:
     with pytest.raises(Unsupported) as refused:
         bench(tiny.path, weight_file(1), **more)
     assert says in str(refused.value)
@@ -160,7 +160,7 @@ def test_weights_that_are_not_there(tiny: TinyArtifact) -> None:
 
 
 def timed(batch: int, rate: float) -> CallTimes:
-    """A second of calls by two threads, of which each makes `rate`."""
+    """A second of calls by two threads, each making `rate` calls."""
     return CallTimes(
         sizes={"batch": batch, "length": 3},
         threads=2,
@@ -218,7 +218,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_the_command_in_processes_of_its_own(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
+def test_the_command_measures_in_separate_processes(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     fast = ("--batch", "2", "--seconds", "0", "--swaps", "1")
     status, out, _ = command(str(tiny.path), str(weight_file(1)), *fast, "--html", str(page))

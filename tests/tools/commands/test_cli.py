@@ -78,7 +78,7 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """With an exported artifact, a packed weight file and inputs."""
+    """A shell in a folder with an exported artifact, a packed weight file and inputs."""
     shell = Shell(tmp_path_factory.mktemp("cli"))
     shell("export", "recipe.py:build", "--out", "net.artifact", "--skeleton")
     torch.save(shell.state(), shell.folder / "checkpoint.pt")
@@ -99,36 +99,36 @@ def expected(shell: Shell) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["out.safetensors", "out.npz"])
 @pytest.mark.sampled(1)
 def test_run_writes_what_eager_gives(name: str, shell: Shell) -> None:
-    said = json.loads(shell("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.npz", "-o", name, "--json"))
-    assert said["outputs"] == {"y": "F32[3, 3]", "n": 3}
+    output = json.loads(shell("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.npz", "-o", name, "--json"))
+    assert output["outputs"] == {"y": "F32[3, 3]", "n": 3}
     path = shell.folder / name
     found = safetensors.torch.load_file(path) if path.suffix != ".npz" else {"y": torch.from_numpy(np.load(path)["y"])}
     assert torch.equal(found["y"], expected(shell))
 
 
 def test_inputs_may_be_safetensors_and_results_a_table(shell: Shell) -> None:
-    said = shell("run", "net.artifact", "--weights", "v1.safetensors", "--input", "in.safetensors")
-    assert "F32[3, 3]" in said
-    assert "weights id" in said
+    output = shell("run", "net.artifact", "--weights", "v1.safetensors", "--input", "in.safetensors")
+    assert "F32[3, 3]" in output
+    assert "weights id" in output
 
 
 def test_inspect_an_artifact(shell: Shell) -> None:
-    said = shell("inspect", "net.artifact")
+    output = shell("inspect", "net.artifact")
     assert (
-        "forward(x: F32[batch, 4], parts: [F32[3]], *, scale: 2.0) -> {y: F32[batch, 3], n: 3}, batch in 0..8" in said
+        "forward(x: F32[batch, 4], parts: [F32[3]], *, scale: 2.0) -> {y: F32[batch, 3], n: 3}, batch in 0..8" in output
     )
-    assert "linear.weight" in said
+    assert "linear.weight" in output
     document = json.loads(shell("inspect", "net.artifact", "--json"))
     assert document["total_bytes"] == 60
-    assert document["manifest"]["graph_id"] in said
+    assert document["manifest"]["graph_id"] in output
 
 
 def test_inspect_a_weight_file(shell: Shell) -> None:
-    said = shell("inspect", "v1.safetensors")
-    assert "label      step = 7" in said
-    assert "label      note = a=b" in said
+    output = shell("inspect", "v1.safetensors")
+    assert "label      step = 7" in output
+    assert "label      note = a=b" in output
     document = json.loads(shell("inspect", "v1.safetensors", "--json"))
-    assert document["stamp"]["weights_id"] in said
+    assert document["stamp"]["weights_id"] in output
     safetensors.torch.save_file(shell.state(), shell.folder / "plain.safetensors")
     assert "not recorded" in shell("inspect", "plain.safetensors")
     assert json.loads(shell("inspect", "plain.safetensors", "--json"))["stamp"] is None
@@ -143,8 +143,8 @@ def test_a_delta_between_two_files(shell: Shell) -> None:
         )
         shell("pack", f"{name}.safetensors", "m.artifact", "-o", f"{name}.packed.safetensors")
     files = ("one.packed.safetensors", "two.packed.safetensors")
-    said = shell("delta", *files, "-o", "d.safetensors", "--label", "step=2")
-    assert "changes     8 B of 24 B (33.33 %)" in said
+    output = shell("delta", *files, "-o", "d.safetensors", "--label", "step=2")
+    assert "changes     8 B of 24 B (33.33 %)" in output
     made = json.loads(shell("delta", *files, "-o", "d.safetensors", "--json"))
     assert (made["changed"], made["nbytes"]) == (["bias"], 8)
     shown = shell("inspect", "d.safetensors")
@@ -168,9 +168,9 @@ def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
         safetensors.torch.save_file({f"module.{name}": tensor}, shards / f"{name}.safetensors")
     (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     weights_id = json.loads(shell("inspect", "v1.safetensors", "--json"))["stamp"]["weights_id"]
-    said = shell("swap", "net.artifact", "shards", "v1.safetensors", "--residency", "single")
-    assert said.count(f"weights id  {weights_id}") == 2
-    assert "generation  1: v1.safetensors" in said
+    output = shell("swap", "net.artifact", "shards", "v1.safetensors", "--residency", "single")
+    assert output.count(f"weights id  {weights_id}") == 2
+    assert "generation  1: v1.safetensors" in output
     receipts = json.loads(shell("swap", "net.artifact", "shards/model.safetensors.index.json", "--json"))["receipts"]
     assert [receipt["weights_id"] for receipt in receipts] == [weights_id]
     assert "shards     linear.bias.safetensors, linear.weight.safetensors" in shell("inspect", "shards")
@@ -183,15 +183,15 @@ def test_old_keys_are_left_out_of_a_swap(shell: Shell) -> None:
     old = shell.state() | {"emb.position_ids": torch.ones(3)}
     safetensors.torch.save_file(old, shell.folder / "old.safetensors")
     assert "emb.position_ids: unexpected" in shell("swap", "net.artifact", "old.safetensors", status=1)
-    said = shell("swap", "net.artifact", "old.safetensors", "--ignore", "*.position_ids", "--ignore", "rotary.*")
-    assert "left out    emb.position_ids" in said
-    assert "warning: ignore='rotary.*': matches no name of old.safetensors" in said
+    output = shell("swap", "net.artifact", "old.safetensors", "--ignore", "*.position_ids", "--ignore", "rotary.*")
+    assert "left out    emb.position_ids" in output
+    assert "warning: ignore='rotary.*': matches no name of old.safetensors" in output
 
 
 @pytest.mark.slow
 def test_an_adapter_that_computes(shell: Shell) -> None:
-    said = shell("export", "recipe.py:fused", "--out", "fused.artifact", "--skeleton")
-    assert "warning" not in said
+    output = shell("export", "recipe.py:fused", "--out", "fused.artifact", "--skeleton")
+    assert "warning" not in output
     assert "computed from q, k" in shell("inspect", "fused.artifact")
     parts = {"q": torch.rand(1, 4), "k": torch.rand(2, 4), "bias": torch.rand(3)}
     safetensors.torch.save_file(parts, shell.folder / "parts.safetensors")
@@ -202,10 +202,10 @@ def test_an_adapter_that_computes(shell: Shell) -> None:
 
 @pytest.mark.slow
 def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
-    said = json.loads(shell("export", "recipe:pair", "-o", "pair.artifact", "--json"))
-    assert said["weights"] == 2
+    output = json.loads(shell("export", "recipe:pair", "-o", "pair.artifact", "--json"))
+    assert output["weights"] == 2
     again = json.loads(shell("export", "recipe.py:pair", "-o", "pair.artifact", "--json"))
-    assert again["graph_id"] == said["graph_id"]
+    assert again["graph_id"] == output["graph_id"]
 
 
 REFUSED = {
@@ -248,29 +248,29 @@ REFUSED = {
 @pytest.mark.parametrize(("arguments", "status", "says"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.sampled(7)
 def test_refusals_have_a_reason_and_a_status(arguments: tuple[str, ...], status: int, says: str, shell: Shell) -> None:
-    said = " ".join(shell(*arguments, status=status).replace("│", "").split())
-    assert says in said
+    output = " ".join(shell(*arguments, status=status).replace("│", "").split())
+    assert says in output
     assert not (shell.folder / "x").exists()
 
 
 def test_errors_are_documents_with_json(shell: Shell) -> None:
-    said = shell("run", "net.artifact", "-w", "v1.safetensors", "--json", status=1)
-    document = json.loads(said[: said.rindex("}") + 1])
+    output = shell("run", "net.artifact", "-w", "v1.safetensors", "--json", status=1)
+    document = json.loads(output[: output.rindex("}") + 1])
     assert document["error"] == "InputMismatch"
     assert len(document["problems"]) == 2
 
 
 def test_a_refused_file_does_not_hide_those_before_it(shell: Shell) -> None:
-    said = shell("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", "--json", status=1)
-    document = json.loads(said[: said.rindex("}") + 1])
+    output = shell("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", "--json", status=1)
+    document = json.loads(output[: output.rindex("}") + 1])
     assert document["error"] == "WeightFileError"
     assert [receipt["source"] for receipt in document["receipts"]] == ["v1.safetensors"]
 
 
 @pytest.mark.parametrize("command", [(), ("export",), ("pack",), ("inspect",), ("run",), ("swap",)])
 def test_every_command_has_help(command: tuple[str, ...], shell: Shell) -> None:
-    said = shell(*command, "--help")
-    assert "Usage: " in said
+    output = shell(*command, "--help")
+    assert "Usage: " in output
 
 
 def test_the_version(shell: Shell) -> None:

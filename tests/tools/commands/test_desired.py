@@ -1,4 +1,4 @@
-"""`weightswap desired`: shown, changed, and refused."""
+"""`weightswap desired`: showing, changing and refusing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments: object, status: int = 0) -> str:
     return done.output
 
 
-def test_what_is_desired_is_shown(service: Service) -> None:
+def test_the_desired_state_is_shown(service: Service) -> None:
     assert "desired     nothing yet" in run(service.folder)
     first, second = service.promote(1), service.promote(2)
     service.place.rollback(revision=2, by="ana", why="slow\x1b[2J")
@@ -51,7 +51,7 @@ def test_a_change_names_the_revision_that_was_seen(service: Service) -> None:
     assert service.place.read().hold is None
 
 
-def test_each_change(service: Service) -> None:
+def test_changes_by_every_option(service: Service) -> None:
     ids = [service.promote(seed) for seed in (1, 2, 3)]
     run(service.folder, "--rollback-to", ids[0][:8], "--revision", 3, "--no-hold")
     assert (service.desired, service.place.read().hold) == (ids[0], None)
@@ -73,13 +73,13 @@ def test_each_change(service: Service) -> None:
         (("--set", "none.safetensors", "--revision", "1"), 1, "WeightFileError"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: tuple[str, ...], status: int, says: str, service: Service) -> None:
+def test_refused_changes_say_why(arguments: tuple[str, ...], status: int, says: str, service: Service) -> None:
     service.set(1)
     assert says in run(service.folder, *arguments, status=status)
     assert service.revision == 1
 
 
-def test_a_place_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_place_is_an_error(tmp_path: Path) -> None:
     assert "DesiredError" in run(tmp_path / "none", status=1)
 
 

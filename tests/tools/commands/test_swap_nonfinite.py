@@ -1,4 +1,4 @@
-"""`weightswap swap` and values that are not finite: told, shown in reports, refused on request and while watching."""
+"""`weightswap swap` and values that are not finite: printed, in reports, refused on request and while watching."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def shell(*arguments: object, status: int = 0) -> str:
     return result.stdout
 
 
-def test_they_are_told_and_refused(tiny: TinyArtifact, weight_file: WriteWeights, bad: Path, tmp_path: Path) -> None:
+def test_nonfinite_values_are_reported_and_refused(
+    tiny: TinyArtifact, weight_file: WriteWeights, bad: Path, tmp_path: Path
+) -> None:
     files = tiny.path, weight_file(0), bad
     assert "warning     weight is not finite: 1 NaN of 15 values\n" in shell(*files)
     (first, second) = json.loads(shell(*files, "--json"))["receipts"]
@@ -67,7 +69,7 @@ def test_a_watched_directory(
     assert json.loads(capsys.readouterr().out)["nonfinite"] == {"weight": {"nan": 1, "infinite": 0, "of": 15}}
 
 
-def test_the_log_warns(
+def test_nonfinite_values_are_logged(
     tiny: TinyArtifact, weight_file: WriteWeights, bad: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load(tiny.path, weight_file(0))

@@ -1,4 +1,4 @@
-"""`weightswap swap --html`: a timeline of what was committed, also if something was refused in the end."""
+"""`weightswap swap --html`: a timeline of commits, even if the last file is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_before_the_first_commit_there_is_nothing_to_draw(tiny: TinyArtifact) ->
     assert report.sections[1].blocks == (Note("nothing was committed"),)
 
 
-def test_the_command_writes_it_whether_the_last_file_is_taken_or_not(
+def test_the_report_is_written_even_if_the_last_file_is_refused(
     tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.safetensors"

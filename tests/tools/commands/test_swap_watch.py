@@ -73,7 +73,7 @@ def test_the_command_prints_each_event_until_it_is_interrupted(
 
 
 @pytest.mark.slow
-def test_events_are_lines_of_json_also_where_a_name_is_no_text(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_events_are_lines_of_json_even_with_names_that_are_not_text(tiny: TinyArtifact, tmp_path: Path) -> None:
     directory = Directory(tiny, Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
     directory.write(1)
     directory.damaged(2)

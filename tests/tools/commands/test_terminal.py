@@ -1,4 +1,4 @@
-"""What commands print where names and labels are hostile, nobody reads, or standard output is closed."""
+"""Output of commands with hostile names and labels, a broken pipe, or closed standard streams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(folder: Path, script: str, arguments: list[str], **streams: int) -> subp
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_printed_can_be_seen(name: str, folder: Path) -> None:
+def test_all_output_is_printable(name: str, folder: Path) -> None:
     done = run(folder, MAIN, COMMANDS[name])
     assert done.returncode == (name in ANSWERS_NO), done.stderr
     for line in (done.stdout + done.stderr).split("\n"):
@@ -90,21 +90,21 @@ def test_what_is_printed_can_be_seen(name: str, folder: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_has_left_ends_a_command_quietly(name: str, folder: Path) -> None:
+def test_a_broken_pipe_ends_a_command_quietly(name: str, folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = run(folder, MAIN, COMMANDS[name], stdout=writer)
     finally:
         os.close(writer)
-    # what is said on standard error alone is not in the reader's way
-    quiet = 1 if name == "help" else 141  # rich prints that
+    # a command that prints only on standard error does not meet the broken pipe
+    quiet = 1 if name == "help" else 141  # rich prints the help
     assert done.returncode == (name in ANSWERS_NO if done.stderr else quiet), done.stderr
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_closed_standard_output_is_none_of_a_commands_business(name: str, folder: Path) -> None:
+def test_commands_work_with_closed_standard_output(name: str, folder: Path) -> None:
     done = run(folder, WITHOUT_STDOUT, COMMANDS[name])
     assert done.returncode == (name in ANSWERS_NO), done.stderr
     assert done.stdout == ""
@@ -113,7 +113,7 @@ def test_a_closed_standard_output_is_none_of_a_commands_business(name: str, fold
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.sampled(1)
 def test_streams_that_a_shell_has_closed(closed: str, folder: Path) -> None:
-    """Files that are opened then have the numbers of these streams; a report goes into its own."""
+    """Files opened with closed streams could get their descriptors; a report must still be whole."""
     script = f'exec "$0" "$@" {closed}'
     command = ["sh", "-c", script, warm.sys.executable, "-c", MAIN]
     done = subprocess.run(

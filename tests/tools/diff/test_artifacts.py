@@ -1,4 +1,4 @@
-"""Comparing two artifacts: what of each part is told, the verdict, and that no torch is needed."""
+"""Comparisons of two artifacts: the differences of each part, the verdict, and that no torch is needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Renamed(Net):
-    """Its checkpoints have another name for one weight."""
+    """A model whose checkpoints have another name for one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_values_of_constants(artifacts: dict[str, Artifact]) -> None:
     assert diff.fits
 
 
-def test_where_weights_come_from(artifacts: dict[str, Artifact]) -> None:
+def test_changed_sources_of_weights(artifacts: dict[str, Artifact]) -> None:
     diff = compare(artifacts, "renamed")
     (source,) = diff.sources
     assert (source.weight, source.before, source.after) == ("first.weight", ("first.weight",), ("w",))
@@ -148,7 +148,7 @@ def test_methods_signatures_and_engines(tiny: TinyArtifact, tmp_path: Path) -> N
 
 
 def write(tiny: TinyArtifact, document: dict[str, object]) -> None:
-    """A changed manifest with the graph id that it has to have."""
+    """A changed manifest with the matching graph id."""
     tiny.write_manifest(encode_manifest(with_graph_id(msgspec.convert(document, type(tiny.manifest)))))
 
 

@@ -1,4 +1,4 @@
-"""The map of a comparison: whatever is in either file has a cell, which says what became of it."""
+"""The map of a comparison: every tensor of either file has a cell with its change."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def block_name(block: object) -> str:
     return str(getattr(block, "caption", ""))
 
 
-def test_there_is_a_mark_for_whatever_may_have_no_number() -> None:
+def test_every_cell_without_a_number_has_a_mark() -> None:
     statuses = set(Status.__args__) - {"same"}
     assert statuses <= {mark.text for mark in MARKS}
     found = change_map([TensorDiff(name=f"w{status}", status=status) for status in sorted(statuses)])

@@ -1,4 +1,4 @@
-"""`weightswap diff` as it is called: what it prints and writes, and with which status it ends."""
+"""The command `weightswap diff`: its output, its reports and its exit status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Said(NamedTuple):
 
 
 class Diff:
-    """Calls the command on files of a folder, and writes them: `a` and `b`."""
+    """Runs the command on the files `a` and `b` of a folder, which it writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,12 +101,12 @@ def test_json_is_one_document_with_everything(diff: Diff) -> None:
 
 
 @pytest.mark.parametrize("target", ["a", "b"])
-def test_a_report_takes_the_place_of_a_report_alone(target: str, diff: Diff) -> None:
+def test_a_report_replaces_only_reports(target: str, diff: Diff) -> None:
     path = diff.folder / f"{target}.safetensors"
     before = path.read_bytes()
     said = diff("--html", str(path))
     assert said.status == 2
-    assert "is there and is no report, and would be" in said.err
+    assert "exists, is not a report, and would be overwritten" in said.err
     assert path.read_bytes() == before
     page = diff.folder / "d.html"
     page.touch()
@@ -114,7 +114,7 @@ def test_a_report_takes_the_place_of_a_report_alone(target: str, diff: Diff) -> 
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--tree",)])
-def test_a_reader_that_has_enough_is_no_mismatch(form: tuple[str, ...], diff: Diff) -> None:
+def test_a_broken_pipe_is_no_mismatch(form: tuple[str, ...], diff: Diff) -> None:
     program = [warm.python(), "-c", "from weightswap_tools.program import main; main()", "inspect"]
     reading, writing = os.pipe()
     os.close(reading)
@@ -168,7 +168,7 @@ def test_a_condition_on_values_reads_what_was_renamed(condition: str, diff: Diff
     "name", ["rel_change", "max_change", "max_rel_change", "share_changed", "sign_flips", "cosine"]
 )
 @pytest.mark.parametrize("value", [0.0, float("nan"), 3.0])
-def test_a_condition_means_the_same_whatever_else_is_asked(
+def test_a_condition_means_the_same_beside_other_options(
     name: str, value: float, tiny: TinyArtifact, tmp_path: Path, diff: Diff
 ) -> None:
     path = str(tiny.write(tmp_path / "v.safetensors", tiny.values(1) | {"bias": torch.full((5,), value)}))
@@ -187,7 +187,7 @@ def test_infinity_that_became_nan_is_an_alarm(diff: Diff) -> None:
     assert "1 new NaN" in said.out
 
 
-def test_the_report(diff: Diff, tmp_path: Path) -> None:
+def test_a_report_of_weights(diff: Diff, tmp_path: Path) -> None:
     page = tmp_path / "diff.html"
     said = diff("--html", str(page), "--fail-if", "new_nan")
     assert said.status == 1
@@ -219,7 +219,7 @@ def test_a_report_that_can_be_written_leaves_nothing_if_the_work_fails(diff: Dif
 
 @pytest.mark.parametrize("form", [("--json",), (), ("--html",)])
 @pytest.mark.parametrize("command", ["diff", "inspect"])
-def test_paths_that_are_no_text(command: str, form: tuple[str, ...], diff: Diff) -> None:
+def test_paths_that_are_not_utf_8(command: str, form: tuple[str, ...], diff: Diff) -> None:
     path = os.fsencode(diff.folder) + b"/\xff.safetensors"
     Path(os.fsdecode(path)).write_bytes((diff.folder / "a.safetensors").read_bytes())
     page = os.fsencode(diff.folder) + b"/\xfe.html"

@@ -1,4 +1,4 @@
-"""Conditions on what changed: what they mean, and which texts are none."""
+"""Conditions on changes: their meaning, and their syntax errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(scope="module")
 def diff(tmp_path_factory: pytest.TempPathFactory) -> WeightsDiff:
-    """Tensors that are called after what became of them."""
+    """Tensors that are named after their change."""
     folder = tmp_path_factory.mktemp("policies")
     ones = torch.ones(2, 2)
     before = {
@@ -91,7 +91,7 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize("text", MEANINGS)
-def test_what_conditions_mean(text: str, diff: WeightsDiff) -> None:
+def test_meanings_of_conditions(text: str, diff: WeightsDiff) -> None:
     policy = Policy(text)
     failures = policy.failures(diff)
     assert set(failures) == MEANINGS[text]
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_no_condition_is_pointed_at(text: str) -> None:
+def test_syntax_errors_name_their_column(text: str) -> None:
     column, says = REFUSED[text]
     with pytest.raises(Unsupported) as refused:
         Policy(text)
@@ -149,12 +149,12 @@ def test_texts_that_are_too_long_or_too_deep() -> None:
     assert Policy("not " * 400 + "nan").quantities == {"nan"}
 
 
-def test_which_conditions_ask_for_values_of_what_did_not_change() -> None:
+def test_conditions_that_need_values_of_unchanged_tensors() -> None:
     wanting = {name for name in QUANTITIES if Policy(name).needs_values}
     assert wanting == {"nan", "inf", "mean", "std", "norm", "dead_rows"}
 
 
-def test_what_was_not_read_did_not_change(tmp_path: Path) -> None:
+def test_unread_tensors_count_as_unchanged(tmp_path: Path) -> None:
     from tests.support.tiny import TinyArtifact
 
     tiny = TinyArtifact(tmp_path / "t.artifact")
@@ -195,7 +195,7 @@ UNCHANGED = TensorDiff(name="x", status="same", values_before=NOTHING, values_af
 
 
 def parsed(text: str) -> Policy | None:
-    """None for a text that is refused with its column."""
+    """Parse a condition; None for a text that is refused with its column."""
     try:
         return Policy(text)
     except Unsupported as error:

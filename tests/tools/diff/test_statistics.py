@@ -31,11 +31,11 @@ MOST = np.finfo(np.float64).max
 
 
 def scan(*tensors: torch.Tensor) -> Summary:
-    """What the reader finds in one tensor, or in a pair."""
-    found = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
-    Reader(0, None).run([found])
-    assert found.found.summary is not None
-    return found.found.summary
+    """The summary of one tensor, or of a pair."""
+    scan = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
+    Reader(0, None).run([scan])
+    assert scan.result.summary is not None
+    return scan.result.summary
 
 
 def compare(before: torch.Tensor, after: torch.Tensor) -> tuple[Values, Values, Change]:
@@ -64,7 +64,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
 
 
 def expected_change(old: np.ndarray, new: np.ndarray) -> dict[str, float]:
-    """By numpy, in one go; of finite values."""
+    """Expected statistics of the finite values, computed by numpy at once."""
     gaps = new - old
     ratios = np.abs(gaps[old != 0] / old[old != 0])
     return {
@@ -151,16 +151,16 @@ def test_any_bits_of_any_dtype(dtype: str, one: bytes, other: bytes) -> None:
     contents = [TensorBytes(dtype, (count,), memoryview(side[: count * size])) for side in (one, other)]
     if dtype == "BOOL":
         contents = [content._replace(data=memoryview(bytes(code & 1 for code in content.data))) for content in contents]
-    found = Scan([TensorBytes(*content) for content in contents], hashed=True)
-    Reader(0, None).run([found])
-    assert found.found.summary is not None
-    (old, new), change = found.found.summary
+    scan = Scan([TensorBytes(*content) for content in contents], hashed=True)
+    Reader(0, None).run([scan])
+    assert scan.result.summary is not None
+    (old, new), change = scan.result.summary
     assert change is not None
     before, after = (np.ascontiguousarray(as_float64(content)).view(np.float64) for content in contents)
     both = np.isfinite(before) & np.isfinite(after)
     same = (before == after) | (np.isnan(before) & np.isnan(after))
-    assert found.found.equal == (contents[0].data == contents[1].data)
-    assert found.found.digests == tuple(tensor_digest(block_digests(content.data)) for content in contents)
+    assert scan.result.equal == (contents[0].data == contents[1].data)
+    assert scan.result.digests == tuple(tensor_digest(block_digests(content.data)) for content in contents)
     assert (old.nan, new.nan) == (np.isnan(before).sum(), np.isnan(after).sum())
     assert (old.inf, new.inf) == (np.isinf(before).sum(), np.isinf(after).sum())
     assert change.new_nan == (~np.isnan(before) & np.isnan(after)).sum()
@@ -197,7 +197,7 @@ def test_norms_of_64_bit_floats_are_exact_to_twelve_digits(pairs: list[tuple[flo
     assert change.changed == sum(gap != 0 for gap in gaps) == sum(change.histogram.counts)
 
 
-def test_what_overflows_is_infinite_and_raises_no_warning() -> None:
+def test_overflow_is_infinite_and_raises_no_warning() -> None:
     most = torch.tensor([MOST, MOST, 1.0], dtype=torch.float64)
     old, new, change = compare(most, -most)
     assert (old.norm, new.norm, old.mean, new.mean, change.norm) == (INF, INF, INF, -INF, INF)
@@ -259,12 +259,12 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
         (NAN, 1.0, (0, 0)),
     ],
 )
-def test_what_is_not_finite_in_a_new_way_is_new(before: float, after: float, new: tuple[int, int]) -> None:
+def test_each_new_kind_of_nonfinite_value_is_counted(before: float, after: float, new: tuple[int, int]) -> None:
     change = compare(torch.tensor([2.0, before]), torch.tensor([3.0, after]))[2]
     assert (change.new_nan, change.new_inf) == new
 
 
-def test_where_nothing_is_finite() -> None:
+def test_tensors_without_finite_values() -> None:
     old, _, change = compare(torch.tensor([NAN, INF]), torch.tensor([NAN, INF]))
     assert (old.mean, old.std, old.norm) == (None, None, 0.0)
     assert (change.changed, change.norm, change.rel_change, change.cosine, change.largest) == (0, 0.0, 0.0, 1.0, None)
@@ -288,7 +288,7 @@ def test_relative_change_of_zero() -> None:
     assert compare(zero, zero)[2].cosine == compare(zero, -zero)[2].cosine == 1.0
 
 
-def test_signs() -> None:
+def test_sign_flips_ignore_zeros() -> None:
     before = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0, 1e-40])
     after = torch.tensor([-1.0, 1.0, -0.0, 1.0, 0.0, -1e-40])
     change = compare(before, after)[2]
@@ -366,8 +366,8 @@ def test_elements_that_do_not_fill_bytes_are_compared_by_their_bytes() -> None:
         sides = [TensorBytes("F4", (4,), memoryview(data)) for data in (b"\x12\x34", codes)]
         pair = Scan(sides, hashed=True)
         Reader(0, None).run([pair])
-        assert pair.found.summary is None
-        found.append(pair.found.equal)
+        assert pair.result.summary is None
+        found.append(pair.result.equal)
     assert found == [True, False]
 
 

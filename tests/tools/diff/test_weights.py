@@ -1,4 +1,4 @@
-"""Comparing two files: which tensor is which, what is alarming, what is read, and what is refused."""
+"""Comparisons of two files: matching of tensors, severity, what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
     assert "its bytes are not those whose digest the file records" in str(refused.value)
 
 
-def test_damage_in_a_renamed_tensor_is_told_under_its_old_name(packed: tuple[Path, Path], files: Files) -> None:
+def test_damage_in_a_renamed_tensor_is_reported_under_its_old_name(packed: tuple[Path, Path], files: Files) -> None:
     tensors = safetensors.torch.load_file(packed[0])
     copy = files.write("copy", {f"new.{name}": value for name, value in tensors.items()})
     raw = bytearray(packed[0].read_bytes())

@@ -1,4 +1,4 @@
-"""Graphs by module, against what torch.export says of the same graphs; and archives that nobody should trust."""
+"""Graphs by module, compared with torch.export's view of the same graphs; and hostile archives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def outlined(folder: Path, model: nn.Module, args: tuple[torch.Tensor, ...], **m
 
 
 def calls_of(graph: torch.fx.Graph, root: nn.Module, default: str = "") -> Counter[tuple[str, str]]:
-    """Module and operator of every call of an operator, subgraphs included, as torch tells them."""
+    """Module and operator of every call, subgraphs included, according to torch."""
     found: Counter[tuple[str, str]] = Counter()
     for node in graph.nodes:
         if node.op != "call_function" or "getitem" in str(node.target):
@@ -84,7 +84,7 @@ def test_calls_are_those_of_torch(name: str, tmp_path: Path) -> None:
     assert {key: ours[key] for key in aten} == {key: expected[key] for key in aten}
 
 
-def test_what_crosses_the_border_of_a_module(tmp_path: Path) -> None:
+def test_inputs_and_outputs_of_modules(tmp_path: Path) -> None:
     _, found = outlined(tmp_path, Twice(), (torch.rand(2, 4),), dynamic_shapes={"x": BATCH})
     head = found.modules["head"]
     assert head.kind == "torch.nn.modules.linear.Linear"
@@ -116,7 +116,7 @@ GRAPH = "graphs/forward.pt2"
 
 
 def with_graph(tiny: TinyArtifact, raw: bytes) -> Artifact:
-    """The tiny artifact with another graph, whose digests and id are right."""
+    """The tiny artifact with another graph, and matching digests and ids."""
     replace_file(tiny.path, GRAPH, raw)
     return Artifact.open(tiny.path)
 
@@ -146,7 +146,7 @@ def test_damaged_graphs_are_refused(tiny: TinyArtifact, change: Callable[[dict[s
         outline(artifact, artifact.manifest.methods["forward"])
 
 
-def test_what_is_no_archive_is_refused(tiny: TinyArtifact) -> None:
+def test_files_that_are_no_archives_are_refused(tiny: TinyArtifact) -> None:
     artifact = with_graph(tiny, b"PK\x03\x04")
     with pytest.raises(ArtifactError, match=r"not an archive that torch\.export writes"):
         outline(artifact, artifact.manifest.methods["forward"])

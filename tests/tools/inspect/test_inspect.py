@@ -1,4 +1,4 @@
-"""`weightswap inspect` of everything that it takes: text, tree, document and report."""
+"""`weightswap inspect` of all kinds of files: text, tree, document and report."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_artifact_in_words(inspect: Inspect) -> None:
     assert {"weight": "head.bias", "how": "as it is", "keys": ["head.bias"]} in document["origins"]
 
 
-def test_layers_that_are_alike_are_told_once(inspect: Inspect) -> None:
+def test_equal_layers_are_shown_once(inspect: Inspect) -> None:
     said = inspect("layers.artifact", "--tree").splitlines()
     assert said[0] == "layers.artifact  Layers  26 tensors, 1.0 kB"
     assert "│   └── 0 … 11  (12 × alike)  Sequential  2 tensors, 80 B each" in said
@@ -130,7 +130,7 @@ def test_layers_that_are_alike_are_told_once(inspect: Inspect) -> None:
     assert "    ├── weight  F32[2, 4]  32 B" in said
 
 
-def test_a_tree_tells_ties_and_roles(inspect: Inspect) -> None:
+def test_a_tree_shows_ties_and_roles(inspect: Inspect) -> None:
     assert "tied to head.weight" in inspect("everything.artifact", "--tree")
     said = inspect("counter.artifact", "--tree")
     assert "steps  I64[]  8 B  state" in said
@@ -177,13 +177,13 @@ def test_the_graph_of_every_method_is_there_by_module(inspect: Inspect) -> None:
     assert "table" in {row[0] for row in rows(data, "Constants")}
 
 
-def test_state_is_told_from_weights(inspect: Inspect) -> None:
+def test_state_and_weights_are_separate(inspect: Inspect) -> None:
     _, data = report(inspect, "counter.artifact")
     assert {row[0] for row in rows(data, "State")} == {"steps", "mean"}
     assert {row[0] for row in rows(data, "Weights")} == {"linear.weight", "linear.bias"}
 
 
-def test_renamed_keys_are_told(inspect: Inspect) -> None:
+def test_renamed_keys_are_listed(inspect: Inspect) -> None:
     assert "layers.0.weight" in inspect("renamed.artifact")
     _, data = report(inspect, "renamed.artifact")
     assert ["layers.0.layer.weight", "renamed", "layers.0.weight"] in rows(data, "How checkpoints become weights")
@@ -229,7 +229,7 @@ def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
     assert "F32[3, 4]" in said
     seen, data = report(inspect, path)
     assert "Goldens: 1 recorded call" in seen
-    assert rows(data, "What goes in, and what the eager model gave") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
+    assert rows(data, "Inputs, and the outputs of the eager model") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
     assert "goldens have no modules" in inspect(path, "--tree", status=2)
 
 
@@ -250,8 +250,8 @@ def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
     assert "<img src=x" not in Path("r.html").read_text()
 
 
-def test_one_answer_is_asked_for(inspect: Inspect) -> None:
-    assert "give one of them" in inspect("layers.artifact", "--tree", "--json", status=2)
+def test_tree_and_json_exclude_each_other(inspect: Inspect) -> None:
+    assert "--tree and --json: give one" in inspect("layers.artifact", "--tree", "--json", status=2)
     document = json.loads(inspect("layers.artifact", "--json", "--html", "both.html"))
     assert document["kind"] == "artifact"
     assert Path("both.html").exists()

@@ -1,4 +1,4 @@
-"""A graph by module for a report: what is alike is one run, and nothing is lost."""
+"""Graphs by module for reports: equal modules form runs, and no module is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 
 
 def manifest(*weights: NamedTensor) -> Manifest:
-    """Of an artifact of which nothing but the weights matters."""
+    """A manifest of which only the weights matter."""
     return Manifest(
         format_version=1,
         graph_id="",
@@ -88,14 +88,14 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("other", UNLIKE.values(), ids=UNLIKE)
-def test_what_is_not_alike_stays_alone(other: dict[str, tuple[str, dict[str, int]]]) -> None:
+def test_different_neighbours_stay_separate(other: dict[str, tuple[str, dict[str, int]]]) -> None:
     (layers,) = module_nodes(outlined({**layer(0), **layer(1), **other}), manifest()).children
     assert isinstance(layers, ModuleNode)
     assert [type(child) for child in layers.children][:2] == [ModuleRun, ModuleNode]
     assert shape(layers).startswith("layers([0-1] ")
 
 
-def test_other_weights_are_not_alike() -> None:
+def test_modules_with_other_weights_are_not_equal() -> None:
     rows = [NamedTensor(name=f"layers.{place}.w", dtype="F32", shape=(size,)) for place, size in enumerate((2, 2, 3))]
     found = module_nodes(outlined(layer(0) | layer(1) | layer(2)), manifest(*rows))
     assert shape(found).startswith("(layers([0-1] 2(")

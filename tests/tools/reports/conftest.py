@@ -1,4 +1,4 @@
-"""A browser for reports, where there is one: what it complains about and what it asks the network for is kept."""
+"""A browser for reports, if one is installed. Its console messages and network requests are recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_report(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """`open_report(report, **context)` gives a page; at the end nothing was complained about or asked for."""
+    """Open reports in pages; fails at the end if there were console messages or network requests."""
     complaints: list[str] = []
     requests: list[str] = []
     contexts = []

@@ -1,4 +1,4 @@
-"""What of a chart's SVG is there, and the table behind it."""
+"""The drawn shapes of a chart's SVG, and the table behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def labels(page: Any) -> list[str]:
 
 
 def fills(page: Any) -> list[str]:
-    """The colour of every shape that was drawn, in order, as it is seen."""
+    """The computed colour of every drawn shape, in order."""
     colours: list[str] = page.locator("svg path[fill]").evaluate_all(
         "all => all.map(one => getComputedStyle(one).fill)"
     )
@@ -19,7 +19,7 @@ def fills(page: Any) -> list[str]:
 
 
 def colour(page: Any, variable: str) -> str:
-    """The colour of a variable of the style sheet, as it is seen."""
+    """The computed colour of a variable of the style sheet."""
     seen: str = page.evaluate(
         """(name) => {
             const probe = document.body.appendChild(document.createElement("i"));
@@ -34,7 +34,7 @@ def colour(page: Any, variable: str) -> str:
 
 
 def shapes(page: Any, variable: str) -> int:
-    """How many shapes have the colour of a variable of the style sheet."""
+    """The number of shapes in the colour of a variable of the style sheet."""
     return fills(page).count(colour(page, variable))
 
 

@@ -1,4 +1,4 @@
-"""What readers need who do not see a page, or use no mouse: names, an order, places to stop at, contrast."""
+"""Accessibility of pages: names, tab order, focusable regions, contrast."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def page(open_report: Open) -> Any:
     return page
 
 
-def test_whatever_can_be_stopped_at_has_a_name(page: Any) -> None:
+def test_every_focusable_element_has_a_name(page: Any) -> None:
     assert page.locator(STOPS).count() > 50
     assert page.locator(STOPS).evaluate_all(NAMELESS) == []
 
 
 @pytest.mark.slow
-def test_the_order_is_that_of_the_page(page: Any) -> None:
+def test_the_tab_order_is_that_of_the_page(page: Any) -> None:
     assert page.locator("[tabindex]").evaluate_all("all => all.filter(one => one.tabIndex > 0).length") == 0
     page.locator("h1").click()
     seen = []
@@ -44,7 +44,7 @@ def test_the_order_is_that_of_the_page(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_scrolls_can_be_reached(page: Any) -> None:
+def test_scrolling_regions_can_be_focused(page: Any) -> None:
     page.set_viewport_size({"width": 480, "height": 800})
     assert page.locator("body *").evaluate_all(UNREACHED) == []
 
@@ -57,7 +57,7 @@ def test_no_two_elements_have_one_id(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.sampled(1)
-def test_texts_stand_out(scheme: str, open_report: Open) -> None:
+def test_all_texts_have_enough_contrast(scheme: str, open_report: Open) -> None:
     page = open_report(EVERYTHING, color_scheme=scheme)
     count, faint = page.locator("body *").evaluate_all(FAINT)
     assert count > 100

@@ -1,4 +1,4 @@
-"""Charts in a browser: what of the drawn SVG is there, and that every number can be reached without it."""
+"""Charts in a browser: the drawn SVG, and the tables with the same numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_chart_is_one_labelled_svg(open_report: Open, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHARTS)
-def test_what_a_pointer_is_at_keeps_its_colour(open_report: Open, name: str) -> None:
+def test_hovered_shapes_keep_their_colour(open_report: Open, name: str) -> None:
     page = open_report(report_of(CHARTS[name]))
     drawn = Counter(fills(page))
     box = page.locator(".chart").bounding_box()
@@ -87,7 +87,7 @@ def test_the_time_is_zoomed_by_buttons(open_report: Open) -> None:
     assert shapes(page, "hue-1") == 40 + 1
 
 
-def test_a_span_is_told_of_in_plain_text(open_report: Open) -> None:
+def test_the_tooltip_of_a_span_is_plain_text(open_report: Open) -> None:
     page = open_report(report_of(SPANS))
     label = page.locator("svg text").filter(has_text=EVIL).last
     label.hover(force=True)
@@ -109,7 +109,7 @@ def test_areas_are_zoomed_by_mouse(open_report: Open) -> None:
     assert EVIL in labels(page)
 
 
-def test_a_press_outlasts_a_redraw(open_report: Open) -> None:
+def test_a_click_survives_a_redraw(open_report: Open) -> None:
     page = open_report(report_of(MAP))
     box = page.locator("svg text").filter(has_text="encoder").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -152,7 +152,7 @@ def test_the_smallest_of_very_many_areas_are_one(open_report: Open) -> None:
 
 
 @pytest.mark.parametrize("blocks", [NOTHING, ODD_NUMBERS], ids=["nothing", "odd numbers"])
-def test_whatever_there_is_is_drawn(open_report: Open, blocks: tuple[Block, ...]) -> None:
+def test_every_block_is_drawn(open_report: Open, blocks: tuple[Block, ...]) -> None:
     page = open_report(report_of(*blocks))  # which sees to it that nothing was complained about
     assert page.locator("figure").count() == len(blocks)
     for summary in page.locator("summary").all():
@@ -166,7 +166,7 @@ PATHS = "all => all.map(one => one.getAttribute('d'))"
 
 
 def test_ten_thousand_weights_make_a_small_page(open_report: Open) -> None:
-    """Of which few elements are drawn at a time."""
+    """A large map, of which few elements are drawn at a time."""
     layers = tuple(
         TreemapNode(str(layer), 100, "", tuple(TreemapNode(f"w{place}", 1, "F32[1]") for place in range(100)))
         for layer in range(100)

@@ -56,7 +56,7 @@ def test_contrasts(name: str, least: float, pairs: list[tuple[str, str]]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_is_written_on_a_colour_is_black_or_white_and_stands_out(name: str, open_report: Open) -> None:
+def test_text_on_colours_is_black_or_white_with_enough_contrast(name: str, open_report: Open) -> None:
     page = open_report(report_of(HEAT), color_scheme=name)
     fills = [*(f"hue-{place}" for place in range(1, 9)), *(f"heat-{place}" for place in range(1, 6)), "bad", "raised"]
     inks = page.locator(".swatch").first.evaluate(INKS, fills)

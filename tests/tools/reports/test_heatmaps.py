@@ -29,7 +29,7 @@ def legend(page: Any) -> list[str]:
 
 
 def keys(page: Any) -> list[str]:
-    """What the legend tells beside the scale, each with its sign."""
+    """The legend's entries beside the scale, each with its sign."""
     texts: list[str] = page.locator(".mark-key").all_text_contents()
     return texts
 
@@ -57,7 +57,7 @@ def test_a_long_heat_map_is_drawn_in_pages(open_report: Open) -> None:
     page.locator("svg text").filter(has_text="row 200").first.wait_for()
 
 
-def test_marks_are_drawn_and_told(open_report: Open) -> None:
+def test_marks_are_drawn_and_in_the_legend(open_report: Open) -> None:
     page = open_report(report_of(heat((0.5, "removed", "added"), (EVIL, "new NaN", None), ("removed", 0.1, 0.2))))
     assert keys(page) == ["NaNnew NaN", "-removed", "+added", f"!{EVIL}"]
     assert sorted(set(labels(page)) & {"NaN", "-", "+", "!"}) == ["!", "+", "-", "NaN"]
@@ -89,13 +89,13 @@ def test_an_infinite_value_leaves_the_scale_to_the_others(open_report: Open) -> 
         ((0.0, -1.0), "log", []),
     ],
 )
-def test_the_scale_is_told_whatever_its_range(
+def test_the_legend_shows_scales_of_any_range(
     values: tuple[float, ...], scale: str, says: list[str], open_report: Open
 ) -> None:
     assert legend(open_report(report_of(heat(values, scale=scale)))) == says
 
 
-def test_zero_is_none_of_the_colours_of_a_logarithmic_scale(open_report: Open) -> None:
+def test_zero_is_off_a_logarithmic_scale(open_report: Open) -> None:
     page = open_report(report_of(heat((0.0, 1e-9, 1.0), (-2.0, 0.0, 0.0))))
     assert keys(page) == ["0zero or less"]
     assert shapes(page, "raised") == 4

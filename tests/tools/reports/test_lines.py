@@ -1,4 +1,4 @@
-"""Line plots in a browser: where points lie, what their axes say, and what can be hidden."""
+"""Line plots in a browser: positions of points, labels of axes, hidden lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def strokes(page: Any) -> list[tuple[str, bool]]:
 
 
 def places(page: Any, side: str) -> list[float]:
-    """Where the points of the first group are."""
+    """The positions of the points of the first group."""
     boxes = page.locator("svg path[fill]").evaluate_all(
         "(all, colour) => all.filter(one => getComputedStyle(one).fill === colour)"
         ".map(one => one.getBoundingClientRect()).map(box => [box.x + box.width / 2, box.y + box.height / 2])",
@@ -91,7 +91,7 @@ def test_all_lines_can_be_hidden(open_report: Open) -> None:
     assert "32" in labels(page)
 
 
-def test_a_place_is_told_of_with_all_its_lines(open_report: Open) -> None:
+def test_a_tooltip_shows_all_lines_at_a_point(open_report: Open) -> None:
     page = open_report(report_of(LINES))
     page.locator(".chart").hover(
         position={"x": places(page, "x")[2] - page.locator(".chart").bounding_box()["x"], "y": 100}

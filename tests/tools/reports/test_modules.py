@@ -98,7 +98,7 @@ def test_modules_are_searched_by_name_class_and_operator(page: Any) -> None:
     assert names(page) == ["(model)", "embed"]
     assert page.locator("[aria-selected=true] .name").text_content() == "embed"
     box.fill("nowhere")
-    assert page.get_by_text("No module is called so.").is_visible()
+    assert page.get_by_text("No module matches.").is_visible()
     box.fill("")
     assert len(names(page)) == 18
 
@@ -149,7 +149,7 @@ def rows(page: Any) -> list[str]:
     return texts
 
 
-def test_modules_that_are_alike_are_one_entry(folded: Any) -> None:
+def test_equal_modules_are_one_entry(folded: Any) -> None:
     assert rows(folded) == [
         "(model)Net64 calls",
         "embedEmbedding2 calls",
@@ -163,7 +163,7 @@ def test_modules_that_are_alike_are_one_entry(folded: Any) -> None:
         assert text in told
 
 
-def test_an_entry_of_modules_that_are_alike_is_opened(folded: Any) -> None:
+def test_a_run_of_equal_modules_is_opened(folded: Any) -> None:
     start(folded)
     assert press(folded, "ArrowDown", "ArrowDown", "ArrowDown") == "layers.0-14"
     assert folded.locator("[aria-selected=true]").get_attribute("aria-expanded") == "false"
@@ -176,7 +176,7 @@ def test_an_entry_of_modules_that_are_alike_is_opened(folded: Any) -> None:
     assert len(names(folded)) == 5
 
 
-def test_calls_of_modules_that_are_alike_are_a_range(open_report: Open) -> None:
+def test_calls_of_a_run_are_a_range(open_report: Open) -> None:
     run = ModuleRun((module("0", "Block", *BLOCK, module("size", "Size")), module("1", "Block", *BLOCK)))
     page = open_report(report_of(ModuleGraph(module("", "Net", run))))
     page.get_by_role("treeitem", name="0-1").click()
@@ -193,9 +193,9 @@ def test_a_search_opens_what_is_folded(folded: Any) -> None:
     assert len(names(folded)) == 5 + 15 + 2
 
 
-def test_an_entry_of_modules_is_no_module(folded: Any) -> None:
+def test_a_run_is_not_a_module(folded: Any) -> None:
     folded.get_by_role("searchbox", name="Search modules").fill("0-14")
-    assert folded.get_by_text("No module is called so.").is_visible()
+    assert folded.get_by_text("No module matches.").is_visible()
     folded.get_by_role("searchbox", name="Search modules").fill("")
     folded.get_by_role("button", name="Expand all").click()
     assert len(names(folded)) == 5 + 15 * 3

@@ -1,4 +1,4 @@
-"""Reports as text: what is in a page, what it keeps from the reader's browser, what it would load."""
+"""Pages of reports as text: their content, escaping, and that they load nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY = "Apache Software Foundation"
 
 
 class Reader(HTMLParser):
-    """What a browser finds in a page: elements with their attributes, the texts of scripts, and what is seen."""
+    """A parsed page: elements with their attributes, the texts of scripts, and visible texts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_names_are_shown_as_themselves() -> None:
     assert "{b} {c|d}" in page.seen
 
 
-def test_the_library_is_there_where_a_chart_is() -> None:
+def test_only_pages_with_charts_include_the_library() -> None:
     assert LIBRARY not in render(report_of(table(3), Note("x")))
     assert LIBRARY in render(report_of(Histogram((0.0, 1.0), (1,), "x", "linear")))
 

@@ -1,4 +1,4 @@
-"""The report of every command, made from real files, in a browser: nothing is complained about, everything is drawn."""
+"""The report of every command, made from real files, in a browser: no console messages, and every chart is drawn."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_diff_of_files_that_have_other_tensors(tmp_path: Path, open_report: Op
         ),
     ],
 )
-def test_other_commands(command: str, arguments: list[str], charts: int, folder: Path, browser: Any) -> None:
+def test_reports_of_other_commands(command: str, arguments: list[str], charts: int, folder: Path, browser: Any) -> None:
     from weightswap_tools.program import app
 
     paths = [str(folder / text) if (folder / text).exists() else text for text in arguments]

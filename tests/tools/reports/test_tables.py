@@ -67,7 +67,7 @@ def test_the_filter_takes_every_word(open_report: Open) -> None:
     assert len(column(page, 1)) == 30
 
 
-def test_flagged_rows_are_marked_and_can_be_asked_for_alone(open_report: Open) -> None:
+def test_flagged_rows_are_marked_and_can_be_shown_alone(open_report: Open) -> None:
     page = open_report(report_of(table(30)))
     assert page.locator("tr.flagged").count() == 6
     page.get_by_role("checkbox", name="only rows with: changed").press("Space")
@@ -80,7 +80,7 @@ def test_short_tables_have_no_filter(open_report: Open) -> None:
     assert len(column(page, 1)) == 10
 
 
-def test_thousands_of_rows_are_drawn_as_they_are_asked_for(open_report: Open) -> None:
+def test_thousands_of_rows_are_drawn_on_demand(open_report: Open) -> None:
     page = open_report(report_of(table(5001)))
     assert len(column(page, 1)) == 200
     more = page.get_by_role("button", name="more of 5,001 rows")

@@ -33,7 +33,7 @@ def test_numbers_have_few_digits(value: float, digits: int, says: str) -> None:
     ("value", "says"),
     [(1234567, "1,234,567"), (-2.0, "-2"), (0.123456789, "0.123457"), (1e-9, "1e-9"), (1e300, "1e300")],
 )
-def test_whole_numbers_are_told_in_full(value: float, says: str) -> None:
+def test_whole_numbers_are_shown_in_full(value: float, says: str) -> None:
     assert number_text(value) == says
 
 

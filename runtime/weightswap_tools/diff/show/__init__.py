@@ -1,1 +1,1 @@
-"""What a comparison found, on a terminal and on a page."""
+"""Comparisons shown on a terminal and on a page."""

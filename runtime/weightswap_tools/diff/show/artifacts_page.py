@@ -1,4 +1,4 @@
-"""A comparison of artifacts as a report."""
+"""The HTML report of a comparison of artifacts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from weightswap_tools.diff import ArtifactsDiff
 from weightswap_tools.diff.artifacts import MethodDiff
 from weightswap_tools.reports.blocks import Block, Column, Facts, Note, Report, Section, Table, columns
 
-from .artifacts_text import row_cells, signature_words, source_cells
+from .artifacts_text import method_signature, row_cells, source_cells
 from .weights_text import COLUMNS, tensor_cells
 
 
 def artifacts_report(diff: ArtifactsDiff) -> Report:
-    """The verdict, and everything that is different."""
+    """Return a report with the verdict and all differences."""
     facts = [
         fact
         for title, info in (("before", diff.before), ("after", diff.after))
@@ -21,7 +21,7 @@ def artifacts_report(diff: ArtifactsDiff) -> Report:
     ]
     facts += [(f"engine {engine}", what) for engine, what in diff.engines.items()]
     if diff.transforms_changed:
-        facts.append(("adapter", "the graph that computes weights from a checkpoint is another one"))
+        facts.append(("adapter", "the graph that computes weights from a checkpoint changed"))
     overview = Section("Overview", (Facts(tuple(facts)), *(Note(problem, "bad") for problem in diff.misfits)))
     methods = (Section(f"Method {method.name}", tuple(_method(method))) for method in diff.methods)
     subtitle = f"{diff.before.where} → {diff.after.where}"
@@ -35,8 +35,8 @@ def _method(method: MethodDiff) -> Iterator[Block]:
     else:
         yield Facts(
             (
-                ("before", signature_words(method.name, method.before)),
-                ("after", signature_words(method.name, method.after)),
+                ("before", method_signature(method.name, method.before)),
+                ("after", method_signature(method.name, method.after)),
             )
         )
     rows = tuple((count.name, count.before, count.after, count.after - count.before) for count in method.operators)
@@ -54,5 +54,5 @@ def _tables(diff: ArtifactsDiff) -> Iterator[Section]:
 
 
 def _table(title: str, heads: list[str], rows: Iterator[list[str]]) -> Iterator[Section]:
-    if found := tuple(map(tuple, rows)):
-        yield Section(title, (Table(columns(*heads), found),))
+    if cells := tuple(map(tuple, rows)):
+        yield Section(title, (Table(columns(*heads), cells),))

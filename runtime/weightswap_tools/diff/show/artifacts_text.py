@@ -1,4 +1,4 @@
-"""A comparison of artifacts on a terminal."""
+"""The terminal output of a comparison of artifacts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .weights_text import COLUMNS, tensor_cells
 
 
 def print_artifacts(diff: ArtifactsDiff) -> None:
-    """The verdict, and everything that is different."""
+    """Print the verdict and all differences."""
     for title, info in (("before", diff.before), ("after", diff.after)):
         say(f"{title:<12}{info.where}, graph id {info.graph_id[:12]}, torch {info.torch}")
     say(f"verdict     {diff.verdict}")
@@ -24,7 +24,7 @@ def print_artifacts(diff: ArtifactsDiff) -> None:
     _table("constants and initial state", COLUMNS, [tensor_cells(tensor) for tensor in diff.constants])
     _table("checkpoints", ["weight", "came from", "comes from"], [source_cells(source) for source in diff.sources])
     if diff.transforms_changed:
-        say("adapter     the graph that computes weights from a checkpoint is another one")
+        say("adapter     the graph that computes weights from a checkpoint changed")
     for engine, what in diff.engines.items():
         say(f"engine      {engine}: {what}")
 
@@ -32,7 +32,7 @@ def print_artifacts(diff: ArtifactsDiff) -> None:
 def _print_method(method: MethodDiff) -> None:
     for title, signature in (("before", method.before), ("after", method.after)):
         if not method.same_signature:
-            say(f"{title:<12}{signature_words(method.name, signature)}")
+            say(f"{title:<12}{method_signature(method.name, signature)}")
     rows = [[count.name, str(count.before), str(count.after)] for count in method.operators]
     if not rows and not method.same_graph:
         say(f"method      {method.name}: the same operators, in another graph")
@@ -44,18 +44,18 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         print_table(title, columns, rows)
 
 
-def signature_words(name: str, signature: Signature | None) -> str:
-    """A method's signature, or that there is none."""
+def method_signature(name: str, signature: Signature | None) -> str:
+    """Return a method's signature as text, or say that there is no such method."""
     return signature_text(name, signature) if signature else f"no method {name}"
 
 
 def row_cells(row: RowDiff) -> list[str]:
-    """A row of the tables of weights, state and constants."""
+    """Return the cells of a changed tensor of the weights, state or constants."""
     return [row.kind, row.name, str(row.before or "absent"), str(row.after or "absent")]
 
 
 def source_cells(source: SourceDiff) -> list[str]:
-    """Where a weight comes from in a checkpoint."""
+    """Return the cells of a weight whose checkpoint keys changed."""
     return [
         source.weight,
         _keys(source.before, source.computed_before),

@@ -1,4 +1,4 @@
-"""The tensors of two sets of weights as a map of layers: how much each changed, or what else became of it."""
+"""A heat map of layers and weights: how much each tensor changed, or its status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKS = (
 
 
 def change_map(tensors: Sequence[TensorDiff]) -> Block:
-    """A cell for every tensor of either set, under its name in the second; a note where that are too many, or none."""
+    """Return a map with a cell for each tensor, under its later name; or a note if there are none or too many."""
     cells = {tensor.name: _cell(tensor) for tensor in tensors}
     layers = grid(list(cells))
     if not cells:
@@ -36,7 +36,7 @@ def change_map(tensors: Sequence[TensorDiff]) -> Block:
 
 
 def _cell(tensor: TensorDiff) -> float | str:
-    """The relative change; a mark where there is a graver one, or where nothing was compared by value."""
+    """Return the relative change; or a mark, if it became NaN or Inf, or if values were not compared."""
     change = tensor.change
     if change is None:
         return 0.0 if tensor.status == "same" else tensor.status
@@ -46,7 +46,7 @@ def _cell(tensor: TensorDiff) -> float | str:
 
 
 class Grid(NamedTuple):
-    """`names[row][column]`: the weight that is there, None where there is none."""
+    """A grid of weights: `names[row][column]` is the weight in a cell, None if the cell is empty."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -54,9 +54,9 @@ class Grid(NamedTuple):
 
 
 def grid(names: Sequence[str]) -> Grid:
-    """`encoder.layers.0.attn.q.weight` is `attn.q.weight` of `encoder.layers.0`: the first number ends a layer's name.
+    """Arrange weights in a grid with a row for each layer: `encoder.layers.0`, column `attn.q.weight`.
 
-    A weight outside of numbered layers is in the row of its module, under its own name.
+    A layer's name ends with its first number. A weight outside numbered layers is in the row of its module.
     """
     positions = {name: _row_and_column(name) for name in sorted(names, key=natural)}
     rows = tuple(dict.fromkeys(row for row, _ in positions.values()))

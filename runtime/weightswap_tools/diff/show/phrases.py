@@ -1,4 +1,4 @@
-"""Phrases that both the terminal and the page say."""
+"""Texts that the terminal and the page share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
 from weightswap_tools.diff.report import LEVELS
 from weightswap_tools.terminal import human_bytes
 
-NAMED = 20  # of the tensors that meet a condition
+NAMED = 20  # the most tensors to name for a condition
 
 
 def percent(share: float) -> str:
-    """`100 %`, `0.02 %`; what is not 0 does not look like it."""
+    """Return a share as `100 %` or `0.02 %`. A nonzero share never reads as 0."""
     return f"{100 * share:.3g} %"
 
 
 def largest_change(diff: TensorDiff) -> str:
-    """`0.5 at [3, 128]`: the largest change of one element."""
+    """Return the largest change of an element, as `0.5 at [3, 128]`."""
     if diff.change is None or diff.change.largest is None:
         return ""
     largest = diff.change.largest
@@ -28,12 +28,12 @@ def largest_change(diff: TensorDiff) -> str:
 
 
 def condition_words(condition: str, names: Sequence[str]) -> str:
-    """The condition, and the tensors that meet it; not all of many."""
+    """Return the condition and the tensors that meet it, at most NAMED of them."""
     return f"{condition}: {listed(names, NAMED)}" if names else condition
 
 
 def set_facts(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
-    """`v1.safetensors (12 tensors, 1.2 MB)`, or `last.pt, level model (...)`; its id, its labels, what is left out."""
+    """Yield a set's file and size, as `v1.safetensors (12 tensors, 1.2 MB)`, its id, labels and ignored tensors."""
     level = f", level {info.level}" if info.level else ""
     yield title, f"{info.where}{level} ({info.tensors} tensors, {human_bytes(info.nbytes)})"
     if info.weights_id:
@@ -44,7 +44,7 @@ def set_facts(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
 
 
 def verdict(diff: WeightsDiff) -> str:
-    """`1 alarm, 2 notices, 3 changed, 4 the same`."""
+    """Return the number of tensors by level, as `1 alarm, 2 notices, 3 changed, 4 the same`."""
     counts = Counter(tensor.level for tensor in diff.tensors)
     words = {
         "alarm": plural(counts["alarm"], "alarm"),
@@ -56,7 +56,7 @@ def verdict(diff: WeightsDiff) -> str:
 
 
 def overall(diff: WeightsDiff) -> str:
-    """How much of the tensors that changed is different."""
+    """Return the overall change of the tensors that changed."""
     whole = diff.overall
     if not whole.tensors:
         return "no value changed"

@@ -1,4 +1,4 @@
-"""A comparison of weights as a report."""
+"""The HTML report of a comparison of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_HISTOGRAMS = 6
 
 
 def weights_report(diff: WeightsDiff, failures: Mapping[str, tuple[str, ...]]) -> Report:
-    """Facts, conditions that are met, a map of where the change is, histograms of it, and every tensor."""
+    """Return a report: facts, conditions, a map and histograms of the changes, and tables of all tensors."""
     met = any(failures.values())
     sections = [
         Section("Overview", (Facts(tuple(_facts(diff))), *(Note(notice, "bad") for notice in diff.notices))),
@@ -29,9 +29,9 @@ def weights_report(diff: WeightsDiff, failures: Mapping[str, tuple[str, ...]]) -
     return Report(title, subtitle, tuple(sections), verdict(diff), not met and diff.level != "alarm")
 
 
-_MAP_NOTE = """Relative change ‖B - A‖ / ‖A‖: layers down, what is in each of them across.
-It is 0 where nothing changed, and infinite where all of A is zero."""
-_TABLE_NOTE = "The most alarming first. A is before, B after."
+_MAP_NOTE = """Relative change ‖B - A‖ / ‖A‖, with a row for each layer and a column for each kind of weight.
+It is 0 if nothing changed, and infinite if all of A is zero."""
+_TABLE_NOTE = "The most alarming tensors first. A is before, B is after."
 
 
 def _facts(diff: WeightsDiff) -> Iterator[tuple[str, str]]:
@@ -47,18 +47,18 @@ def _conditions(failures: Mapping[str, tuple[str, ...]]) -> Iterator[Section]:
             Note(condition_words(condition, names) if names else f"{condition}: no tensor", "bad" if names else "good")
             for condition, names in failures.items()
         )
-        yield Section("Conditions", tuple(notes), "Given with --fail-if. Where a tensor meets one, the status is 1.")
+        yield Section(
+            "Conditions", tuple(notes), "Conditions of --fail-if. The exit status is 1 if a tensor meets one."
+        )
 
 
 def _histograms(diff: WeightsDiff) -> Iterator[Section]:
-    most = sorted((tensor for tensor in diff.tensors if tensor.change), key=lambda tensor: -tensor.rel_change)
-    changed = [(tensor.name, tensor.change.histogram) for tensor in most if tensor.change and tensor.change.changed]
+    compared = sorted((tensor for tensor in diff.tensors if tensor.change), key=lambda tensor: -tensor.rel_change)
+    changed = [(tensor.name, tensor.change.histogram) for tensor in compared if tensor.change and tensor.change.changed]
     if changed:
         blocks = [_histogram("All tensors", diff.overall.histogram)]
         blocks += [_histogram(name, changes) for name, changes in changed[:MOST_HISTOGRAMS]]
-        note = (
-            "Elements that changed, by the absolute size of the change: overall, and of the tensors that changed most."
-        )
+        note = "Changed elements by the absolute size of the change, in all tensors and in those that changed most."
         yield Section("How large the changes are", tuple(blocks), note)
 
 

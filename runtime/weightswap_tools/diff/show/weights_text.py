@@ -1,4 +1,4 @@
-"""A comparison of weights on a terminal."""
+"""The terminal output of a comparison of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ["level", "tensor", "what", "relative change", "largest change", "elem
 
 
 def print_weights(diff: WeightsDiff, most: int | None) -> None:
-    """A summary, and the `most` alarming tensors; None: all of them. Without `most`, those that are the same, too."""
+    """Print a summary and the `most` alarming changed tensors; None prints all tensors, also unchanged ones."""
     facts = [*set_facts("before", diff.before), *set_facts("after", diff.after)]
     facts += [("tensors", verdict(diff)), ("change", overall(diff)), *(("note", notice) for notice in diff.notices)]
     for title, text in facts:
@@ -28,13 +28,13 @@ def print_weights(diff: WeightsDiff, most: int | None) -> None:
 
 
 def print_failures(failures: Mapping[str, tuple[str, ...]]) -> None:
-    """Which tensors meet each condition."""
+    """Print which tensors meet each condition."""
     for condition, names in failures.items():
         say(f"{'failed' if names else 'passed':<12}{condition_words(condition, names)}")
 
 
 def tensor_cells(tensor: TensorDiff) -> list[str]:
-    """A tensor's row, in the order of COLUMNS."""
+    """Return the cells of a tensor, in the order of COLUMNS."""
     change = tensor.change
     return [
         tensor.level,

@@ -1,7 +1,7 @@
 "use strict";
 
-// The options of a report, handed to ECharts, which draws SVG: there, variables of the style sheet are colours, and follow
-// it. Tooltips are elements, never HTML texts. Each chart has its numbers beside it as a table.
+// Passes the options of a report to ECharts. It draws SVG, so that colours can be variables of the style sheet. Tooltips
+// are elements, never HTML strings. Each chart comes with a table of its numbers.
 
 const LINE = { lineStyle: { color: "var(--line)" } };
 const LABEL = { color: "var(--muted)", hideOverlap: true };
@@ -30,9 +30,9 @@ const TOOLTIP = {
   extraCssText: "max-width: 24rem; white-space: normal; overflow-wrap: anywhere;",
 };
 const FEW_HUES = 8;
-const LEAST_ENTERED = 4000; // square pixels of an area in which those in it are drawn
-const LEAST_NAMED = 1500; // in which its name is told
-const LEAST_MEASURED = 4500; // and its size, too
+const LEAST_NESTED = 4000; // square pixels from which an area shows its children
+const LEAST_NAMED = 1500; // from which it shows its name
+const LEAST_MEASURED = 4500; // from which it shows its size, too
 
 function drawChart(figure, block) {
   const box = figure.querySelector(".chart");
@@ -40,12 +40,12 @@ function drawChart(figure, block) {
   const { fontFamily } = getComputedStyle(document.body);
   const { option } = block;
   for (const series of option.series) {
-    series.emphasis = { disabled: true }; // which would calculate with colours
+    series.emphasis = { disabled: true }; // else the library would compute with colours, which are variables here
     series.renderItem = (at, api) => bar(at, api, series.data[at.dataIndex].label, fontFamily); // of custom series
-    if (series.type === "heatmap") series.data = series.data.map((cell) => signed(cell, option.visualMap.pieces));
+    if (series.type === "heatmap") series.data = series.data.map((cell) => withSign(cell, option.visualMap.pieces));
   }
-  const tooltip = { ...TOOLTIP, ...option.tooltip, formatter: (items) => told(block, [items].flat()) };
-  chart.setOption({ ...option, tooltip, textStyle: { fontFamily, color: "var(--text)" } });
+  const tooltipOption = { ...TOOLTIP, ...option.tooltip, formatter: (items) => tooltip(block, [items].flat()) };
+  chart.setOption({ ...option, tooltip: tooltipOption, textStyle: { fontFamily, color: "var(--text)" } });
   new ResizeObserver(() => box.clientWidth === chart.getWidth() || chart.resize()).observe(box);
   if (block.root) enterAreas(figure, block, chart);
   const keys = figure.querySelectorAll(".key");
@@ -55,32 +55,32 @@ function drawChart(figure, block) {
   table.addEventListener("toggle", () => drawTable(table, block), { once: true });
 }
 
-/** Black or white, whichever is read better on a colour; from this lightness on it is black. */
+/** The more legible text colour on a background: black from this lightness on, else white. */
 function inkOn(colour) {
   return `lab(from ${colour} calc((49.4 - l) * infinity) 0 0)`;
 }
 
-/** A tooltip of lines, the first of which is its heading: those of the data, or what the table has for a cell. */
-function told(block, items) {
+/** A tooltip with a heading and lines: those of the data, or the cell of the table. */
+function tooltip(block, items) {
   if (block.root && !items[0].data.told) return ""; // between areas
-  const found = items
+  const texts = items
     .sort((a, b) => b.value[1] - a.value[1])
-    .map((item) => item.data.told ?? cellTold(block, item.value));
-  const lines = [found[0][0], ...found.flatMap(([, ...lines]) => lines)];
+    .map((item) => item.data.told ?? cellTexts(block, item.value));
+  const lines = [texts[0][0], ...texts.flatMap(([, ...lines]) => lines)];
   return element("div", {}, ...lines.map((line, index) => element(index ? "div" : "strong", {}, line)));
 }
 
-function cellTold({ columns, rows }, [column, row]) {
+function cellTexts({ columns, rows }, [column, row]) {
   return [rows[row][0], `${columns[column + 1].name}: ${numberText(rows[row][column + 1])}`];
 }
 
-function signed(cell, pieces) {
+function withSign(cell, pieces) {
   if (!cell.sign) return cell;
   const label = { show: true, formatter: cell.sign, color: inkOn(pieces[cell.value[2]].color), fontSize: 11 };
   return { value: cell.value, label };
 }
 
-/** A rectangle from one corner to another, at least two pixels wide, with a text if it has room for one. */
+/** A rectangle between two corners, at least two pixels wide, with a label if it has room for one. */
 function bar(at, api, label = "", fontFamily) {
   const [left, bottom] = api.coord([api.value(0), api.value(2)]);
   const [right, top] = api.coord([api.value(1), api.value(3)]);
@@ -101,7 +101,7 @@ function bar(at, api, label = "", fontFamily) {
   };
 }
 
-/** A line is shown as long as all keys that name it are pressed. */
+/** Toggle a key. A line is shown while all keys that name it are pressed. */
 function press(key, keys, chart) {
   key.ariaPressed = String(key.ariaPressed !== "true");
   const selected = {};
@@ -111,7 +111,7 @@ function press(key, keys, chart) {
   chart.setOption({ legend: { selected } });
 }
 
-/** Show another part of an axis: moved by so many of its widths, or another width. */
+/** Shift the visible range of an axis by a fraction of its width, and scale the width. */
 function move(chart, { shift, scale }) {
   const [{ start, end }] = chart.getOption().dataZoom;
   const width = Math.min(100, Math.max(0.01, (end - start) * scale));
@@ -120,7 +120,7 @@ function move(chart, { shift, scale }) {
   chart.dispatchAction({ type: "dataZoom", start: last - width, end: last });
 }
 
-/** The areas of one node at a time, which a click enters, a path of buttons leaves, and a list tells. */
+/** Show the areas of one node at a time. A click enters an area, a path of buttons leads back, a list names all. */
 function enterAreas(figure, { root, columns }, chart) {
   const trail = figure.querySelector(".trail");
   const list = figure.querySelector(".parts");
@@ -136,13 +136,13 @@ function enterAreas(figure, { root, columns }, chart) {
     const data = node.children.map((child, index) => {
       const colour = colourOf(index, node.children.length);
       const shade = (rank) => mixed(colour, 82 - (40 * rank) / child.children.length);
-      const inside = child.children.map((inner, rank) => area(inner, index, shade(rank)));
-      return { ...area(child, index, colour), children: pixels(child) < LEAST_ENTERED ? [] : inside.reverse() };
+      const areas = child.children.map((inner, rank) => area(inner, index, shade(rank)));
+      return { ...area(child, index, colour), children: pixels(child) < LEAST_NESTED ? [] : areas.reverse() };
     });
-    data.reverse(); // of equal ones, the last comes first
+    data.reverse(); // the library draws the last of equal areas first
     const fontSize = data.length > 60 ? 10 : 12;
-    const named = (between) => ({ fontSize, formatter: ({ data: item }) => areaText(item, between) });
-    chart.setOption({ series: [{ data, label: named("\n"), upperLabel: named("   ") }] });
+    const labels = (separator) => ({ fontSize, formatter: ({ data: item }) => areaText(item, separator) });
+    chart.setOption({ series: [{ data, label: labels("\n"), upperLabel: labels("   ") }] });
   }
 
   function enter(...nodes) {
@@ -175,16 +175,16 @@ function enterAreas(figure, { root, columns }, chart) {
     return (chart.getWidth() * chart.getHeight() * value) / Math.max(1, path.at(-1).value);
   }
 
-  function areaText(item, between) {
+  function areaText(item, separator) {
     if (pixels(item) < LEAST_NAMED) return "";
-    return pixels(item) < LEAST_MEASURED ? item.name : `${item.name}${between}${size(item)}`;
+    return pixels(item) < LEAST_MEASURED ? item.name : `${item.name}${separator}${size(item)}`;
   }
 
   chart.on("click", ({ data }) => data && enter(...path, path.at(-1).children[data.index]));
   go(root);
 }
 
-/** Few parts have a hue each; many, as the layers of a model, are shades of one. */
+/** A hue for each of a few parts; shades of one hue for many, such as the layers of a model. */
 function colourOf(index, count) {
   return count > FEW_HUES ? mixed("var(--hue-1)", 95 - (50 * index) / count) : `var(--hue-${index + 1})`;
 }

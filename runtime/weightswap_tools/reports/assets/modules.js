@@ -1,19 +1,19 @@
 "use strict";
 
-// A graph by module, as a tree (https://www.w3.org/WAI/ARIA/apg/patterns/treeview/) beside what is told of one module.
+// A graph by module: a tree (https://www.w3.org/WAI/ARIA/apg/patterns/treeview/) beside a panel about one module.
 
 const MOST_ROWS = 1000;
-const EDGE_ROWS = 50; // of the rows that are drawn
+const EDGE_ROWS = 50; // at either end of the drawn rows, where they move on
 
 function drawModules(figure, block) {
-  const [tree, left, panel, box, count] = [".tree", ".side > p", ".panel", "input", "[role=status]"].map((part) =>
+  const [tree, remainder, panel, box, count] = [".tree", ".side > p", ".panel", "input", "[role=status]"].map((part) =>
     figure.querySelector(part),
   );
   const { root } = block;
   const modules = [...linked(root, null, 1)];
   let open = new Set(modules.filter((node) => node.open));
   let current = root;
-  let found = null; // while something is searched for: the modules to show
+  let found = null; // during a search: the modules to show
   let hits = new Set();
   let shown = [];
   let start = 0;
@@ -26,7 +26,7 @@ function drawModules(figure, block) {
     if (isOpen(node)) for (const child of node.children) yield* visible(child);
   }
 
-  /** Draw the rows anew: all that are visible, or of very many those around the chosen one. */
+  /** Redraw the visible rows, or of very many those around the selected one. */
   function draw() {
     shown = [...visible()];
     if (!shown.includes(current)) current = shown[0] ?? root;
@@ -38,8 +38,8 @@ function drawModules(figure, block) {
     tree.replaceChildren(...rows.map(drawRow));
     tree.parentElement.scrollTop = scrollTop;
     const more = plural(shown.length - rows.length, "more module");
-    left.textContent = rows.length < shown.length ? `${more}; search to see fewer.` : "";
-    if (!rows.length) left.textContent = "No module is called so.";
+    remainder.textContent = rows.length < shown.length ? `${more}; search to see fewer.` : "";
+    if (!rows.length) remainder.textContent = "No module matches.";
     panel.replaceChildren(...description(current));
   }
 
@@ -145,7 +145,7 @@ function drawModules(figure, block) {
   draw();
 }
 
-/** A module and all below, which now know where they are. */
+/** Add its position to a module and all below, and yield them. */
 function* linked(node, parent, position) {
   yield Object.assign(node, { parent, position, level: parent ? parent.level + 1 : 1 });
   for (const [index, child] of node.children.entries()) yield* linked(child, node, index + 1);
@@ -155,13 +155,13 @@ function above(node) {
   return node.parent ? [node.parent, ...above(node.parent)] : [];
 }
 
-/** What a module is found by. */
+/** The text that a search for a module looks at. */
 function textOf(node) {
   node.text ??= [node.path || node.name, node.kind, ...node.ops.map(([name]) => name)].join("\n").toLowerCase();
   return node.text;
 }
 
-/** What is told of one module, or of a run of modules that are alike. */
+/** The content of the panel for a module, or for a run of equal modules. */
 function description(node) {
   const facts = {
     Path: node.path || "(model)",
@@ -169,7 +169,7 @@ function description(node) {
     Calls: node.told,
     Modules: node.alike ? `${node.alike} alike; open it to see what each takes and gives` : "",
   };
-  const told = Object.entries(facts).filter(([, text]) => text);
+  const known = Object.entries(facts).filter(([, text]) => text);
   const fact = ([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text));
   const most = Math.max(...node.ops.map(([, calls]) => calls));
   const item = (text) => element("li", {}, text);
@@ -177,7 +177,7 @@ function description(node) {
   return [
     element("h3", {}, node.name || "(model)"),
     element("p", { class: "muted" }, node.detail),
-    element("dl", { class: "facts" }, ...told.map(fact)),
+    element("dl", { class: "facts" }, ...known.map(fact)),
     ...list("Takes", "flow", node.takes.map(item)),
     ...list("Gives", "flow", node.gives.map(item)),
     ...list("Operators", "ops", node.ops.map(operator)),

@@ -1,15 +1,15 @@
 "use strict";
 
-// What is shared by all scripts. Texts of the report reach the page through textContent alone.
+// Functions that all scripts share. Texts of a report enter the page only through textContent.
 
 function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made[name] = value;
-    else if (value !== null && value !== false) made.setAttribute(name, value);
+    if (name.startsWith("on")) node[name] = value;
+    else if (value !== null && value !== false) node.setAttribute(name, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 function numberText(value) {
@@ -29,14 +29,14 @@ function plural(count, one) {
   return `${count.toLocaleString("en")} ${one}${count === 1 ? "" : "s"}`;
 }
 
-/** A row of texts, each with its class, and a bar for a part of the most that there is. */
+/** A row of texts by class, and a bar that shows a part of the maximum. */
 function barRow(tag, attributes, part, most, texts) {
   const bar = element("span", { class: "bar", style: `--part: ${(100 * part) / Math.max(1, most)}%` });
   return element(tag, { class: "part", ...attributes }, ...spans(texts), bar);
 }
 
-/** The texts that there are, by class. */
+/** Elements for the texts that are not empty, by class. */
 function spans(texts) {
-  const there = Object.entries(texts).filter(([, text]) => text);
-  return there.map(([look, text]) => element("span", { class: look }, text));
+  const shown = Object.entries(texts).filter(([, text]) => text);
+  return shown.map(([look, text]) => element("span", { class: look }, text));
 }

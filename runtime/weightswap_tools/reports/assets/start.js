@@ -1,6 +1,6 @@
 "use strict";
 
-// The last script: the choice of colours, and the drawing of every block.
+// The last script: sets up the choice of colours, and draws every block.
 
 function setUpColours() {
   const button = document.getElementById("theme");

@@ -1,10 +1,10 @@
 "use strict";
 
-// Tables that are sorted by their headings, filtered by a box, and drawn as far as somebody asks for.
+// Tables: sorted by headings, filtered by a search box, with further rows on demand.
 
 const ROWS_AT_FIRST = 200;
 const MORE_ROWS = 2000;
-const LONG = 20; // letters in a text for which a column is kept wide
+const LONG = 20; // letters from which a text keeps its column wide
 const TEXT_ORDER = new Intl.Collator("en", { numeric: true });
 
 function drawTable(figure, { columns, rows }) {
@@ -13,7 +13,7 @@ function drawTable(figure, { columns, rows }) {
   const heads = [...figure.querySelectorAll("th")];
   const flagged = (row) => columns.some(({ flag }, at) => flag && row[at]);
   const long = columns.map(({ kind }, at) => kind === "text" && rows.some((row) => String(row[at]).length > LONG));
-  const texts = new Map(); // of rows that were looked at for the words of the filter
+  const texts = new Map(); // row -> its text, which the filter searches
   let order = [...rows];
   let most;
 

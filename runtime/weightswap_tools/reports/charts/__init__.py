@@ -1,4 +1,4 @@
-"""Blocks as options of the chart library, which one script hands to it. Colours are variables of the style sheet."""
+"""Conversion of blocks to options of the chart library. Colours are variables of the style sheet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Chart", "chart_of"]
 
 
 def chart_of(block: ChartBlock) -> Chart:
-    """How a block is drawn."""
+    """Return the chart of a block."""
     match block:
         case HeatMap():
             return heatmap(block)

@@ -1,4 +1,4 @@
-"""A chart: what the library is told, what is around it on the page, and the table with the same numbers."""
+"""A chart: the options of the library, the markup around it, and the table with the same numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_LINES = {"splitLine": {"show": False}}
 
 
 class Chart(NamedTuple):
-    """label: its name for who cannot see it. before, after: markup around it. root: of areas that are entered."""
+    """A chart. label: for screen readers. before, after: markup around it. root: of a treemap's areas."""
 
     label: str
     height: int
@@ -27,7 +27,7 @@ class Chart(NamedTuple):
     root: Option | None = None
 
     def markup(self) -> str:
-        """The box of the drawing, with all that is around it."""
+        """Return the box of the chart with the markup around it and the table."""
         size = f"height: {self.height}px; max-width: {self.widest}"
         box = f'<div class="chart" role="img" aria-label="{markup(self.label)}" style="{size}"></div>'
         numbers = f"<summary>The same as a table</summary>{table_markup(self.table)}"
@@ -35,14 +35,14 @@ class Chart(NamedTuple):
 
 
 def hue(number: int) -> str:
-    """A colour for each of a few things, by number from 0 on; more have the same colours again."""
+    """Return a categorical colour by number from 0 on; colours repeat after HUES."""
     return f"var(--hue-{number % HUES + 1})"
 
 
 def moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:
-    """Buttons for the part of a chart that is shown: by how many of its widths it moves, and how it grows."""
-    made = (
+    """Return buttons that move the visible range, by a fraction of its width, and scale it."""
+    markups = (
         f'<button type="button" class="button" data-shift="{shift}" data-scale="{scale}">{name}</button>'
         for name, (shift, scale) in buttons.items()
     )
-    return f'<div class="moves" role="group" aria-label="{label}">{"".join(made)}</div>'
+    return f'<div class="moves" role="group" aria-label="{label}">{"".join(markups)}</div>'

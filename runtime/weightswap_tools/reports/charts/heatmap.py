@@ -1,4 +1,4 @@
-"""Heat maps. Colours are chosen here, as the chart knows linear scales alone; so is the legend, which wraps."""
+"""Heat maps. Colours are computed here, as the library has only linear scales; the legend is markup that wraps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weightswap_tools.reports.texts import cut_text, distinct_texts
 
 from .chart import NO_LINES, Chart, Option, hue, moves
 
-ROWS = 200  # that are drawn at a time
+ROWS = 200  # drawn at a time
 ROW_HEIGHT = 18
-SHADES = 64  # steps of the colours
-STOPS = 5  # colours of the style sheet that the steps are between
+SHADES = 64  # steps of the colour scale
+STOPS = 5  # colours of the style sheet, between which the steps are mixed
 LETTERS = 40  # of a row's name
 MOST_LEVEL_LABELS = 8
 COLUMN_LETTERS, TILTED_LETTERS = 18, 27
 MOST_SIGNED = 4000  # cells
-MARK_HUES = (1, 2, 3, 5, 7)  # none that is like the scale's
+MARK_HUES = (1, 2, 3, 5, 7)  # hues unlike those of the scale
 INFINITE = hue(6)
 END = 1e9
 _MOVES = {"First": (-END, 1), "Previous": (-1, 1), "Next": (1, 1), "Last": (END, 1)}
@@ -28,15 +28,15 @@ Value = float | str | None
 
 
 class _Key(NamedTuple):
-    """What the legend tells of cells that have no colour of the scale."""
+    """A legend entry for cells off the colour scale."""
 
-    told: str
+    text: str
     sign: str
     colour: str
 
 
 def heatmap(block: HeatMap) -> Chart:
-    """A coloured cell for each value."""
+    """Return a chart with a coloured cell for each value."""
     scale = _Scale(block)
     heads = (Column("row"), *columns(*block.columns, kind="number"))
     rows = tuple((name, *map(_cell, row)) for name, row in zip(block.rows, block.values, strict=True))
@@ -54,25 +54,25 @@ def heatmap(block: HeatMap) -> Chart:
 
 
 def _cell(value: Value) -> Value:
-    """What the table says."""
+    """Return the value that the table shows."""
     infinite = isinstance(value, float) and math.isinf(value)
     return value if not infinite else "infinite" if value == math.inf else "infinite, negative"
 
 
 class _Scale:
-    """Which values have a colour of the scale, and which; the keys of the others."""
+    """The colour scale of a heat map, and the legend keys of values off the scale."""
 
     def __init__(self, block: HeatMap) -> None:
         self.log = block.scale == "log"
         present = {value for row in block.values for value in row if value is not None}
         plain = [value for value in present if self.key(value) is None and not isinstance(value, str)]
         self.ends = [min(plain), max(plain)] if plain else []
-        found = {self.key(value) for value in present}
+        names = {self.key(value) for value in present}
         below = any(not isinstance(value, str) and value < 0 for value in present)
-        self.keys = {name: key for name, key in _keys(block, below) if name in found}
+        self.keys = {name: key for name, key in _keys(block, below) if name in names}
 
     def key(self, value: float | str) -> str | None:
-        """The name of a value's key; None for what has a colour of the scale."""
+        """Return the name of a value's legend key; None for a value on the scale."""
         if isinstance(value, str):
             return value
         if not math.isfinite(value):
@@ -83,14 +83,14 @@ class _Scale:
         return math.log10(value) if self.log else value
 
     def shade(self, value: float) -> int:
-        """The step of the colours, from 0 on."""
-        low, high = (self.scaled(end) / 2 for end in self.ends)  # halves, as a difference may be too large
+        """Return the step of the colour scale, from 0 on."""
+        low, high = (self.scaled(end) / 2 for end in self.ends)  # halves, as the difference may overflow
         if low == high:
             return SHADES // 2
         return round((self.scaled(value) / 2 - low) / (high - low) * SHADES)
 
     def ticks(self) -> list[str]:
-        """The ends of the scale and its middle; one where they are equal, none where nothing is on the scale."""
+        """Return labels for the ends and the middle of the scale: one if they are equal, none without values."""
         if len(set(self.ends)) < 2:
             return distinct_texts(self.ends[:1])
         low, high = (self.scaled(end) / 2 for end in self.ends)
@@ -98,7 +98,7 @@ class _Scale:
 
 
 def _keys(block: HeatMap, below: bool) -> Iterator[tuple[str, _Key]]:
-    """All keys by name: those of the block's marks, zero, and what is not finite."""
+    """Yield all possible keys by name: the block's marks, zero, and values that are not finite."""
     plain = [mark for mark in block.marks if mark.kind == "plain"]
     for mark in block.marks:
         bad = mark.kind == "bad"
@@ -119,7 +119,7 @@ def _legend(block: HeatMap, scale: _Scale) -> str:
         ramp = f'<span class="ramp">{colours}<span class="ticks">{texts}</span></span>'
     keys = (
         f'<span class="mark-key"><span class="swatch" aria-hidden="true" style="--fill: {key.colour}">'
-        f"{markup(key.sign)}</span>{markup(key.told)}</span>"
+        f"{markup(key.sign)}</span>{markup(key.text)}</span>"
         for key in scale.keys.values()
     )
     return f'<div class="legend"><span>{markup(block.what)}</span>{ramp}{"".join(keys)}</div>'
@@ -171,14 +171,14 @@ def _option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Option:
 
 
 def _shade(step: int) -> str:
-    """The colour of a step: one of the style sheet, or a mixture of two."""
+    """Return the colour of a step: one of the style sheet, or a mixture of two."""
     stop, part = divmod(step * (STOPS - 1) / SHADES, 1)
     near = f"var(--heat-{int(stop) + 1})"
     return f"color-mix(in srgb, {near}, var(--heat-{int(stop) + 2}) {part:.0%})" if part else near
 
 
 def _cells(block: HeatMap, scale: _Scale) -> Iterator[list[int] | Option]:
-    """Column, row and number of the colour; those without a colour of the scale have their sign, too."""
+    """Yield column, row and colour number of each cell; cells off the scale have their sign, too."""
     signed = len(block.rows) * len(block.columns) <= MOST_SIGNED
     numbers = {name: SHADES + 1 + index for index, name in enumerate(scale.keys)}
     cells = ((row, column) for row in range(len(block.rows)) for column in range(len(block.columns)))

@@ -1,4 +1,4 @@
-"""Histograms: bins as wide as they are, or all equally wide where edges are orders of magnitude or infinite."""
+"""Histograms: bins to scale, or equally wide if edges are orders of magnitude or infinite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .chart import NO_LINES, Chart, Option, hue
 
 
 def histogram(block: Histogram) -> Chart:
-    """A bar for each bin."""
+    """Return a chart with a bar for each bin."""
     bins = list(zip(block.edges, block.edges[1:], block.counts, strict=False))
     equal = block.scale == "log" or not all(map(math.isfinite, block.edges))
     bars = [

@@ -1,4 +1,4 @@
-"""Line plots: a colour and a symbol for each group of lines, a dash for each style. Buttons hide both."""
+"""Line plots: a colour and a symbol for each group, a dash pattern for each style, and buttons to hide both."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from weightswap_tools.reports.texts import number_text
 
 from .chart import Chart, Option, hue
 
-SYMBOLS = {"circle": "●", "rect": "■", "triangle": "▲", "diamond": "◆"}  # and how they look in a text
-HUES = (0, 1, 2, 3, 6, 5, 4, 7)  # so that what has the same symbol looks least alike
+SYMBOLS = {"circle": "●", "rect": "■", "triangle": "▲", "diamond": "◆"}  # and their characters
+HUES = (0, 1, 2, 3, 6, 5, 4, 7)  # groups with the same symbol get hues that differ most
 DASHES = ("solid", "dashed", "dotted")
-MOST_TICKS = 12  # one for each x, if there are no more
+MOST_TICKS = 12  # one for each x, up to this many
 Points = list[tuple[float, float]]
 
 
 def lines(block: LinePlot) -> Chart:
-    """Lines over a pair of axes."""
+    """Return a chart with lines over a pair of axes."""
     label = block.caption or f"{block.y.what} over {block.x.what}"
-    heads = (Column("line"), *columns(_measured(block.x), _measured(block.y), kind="number"))
+    heads = (Column("line"), *columns(_axis_label(block.x), _axis_label(block.y), kind="number"))
     rows = tuple((_name(line), x, y) for line in block.lines for x, y in line.points)
     return Chart(label, 320, _option(block), Table(heads, rows), _keys(block, label))
 
 
-def _looks(block: LinePlot) -> tuple[list[str], list[str]]:
-    """The groups and the styles, in the order of their first lines."""
+def _groups_and_styles(block: LinePlot) -> tuple[list[str], list[str]]:
+    """Return the groups and the styles, in the order of their first lines."""
     groups = dict.fromkeys(line.group for line in block.lines)
     return list(groups), list(dict.fromkeys(line.style for line in block.lines))
 
 
 def _keys(block: LinePlot, label: str) -> str:
-    """A button for each group and each style, with the numbers of its lines."""
-    groups, styles = _looks(block)
+    """Return buttons for each group and style, with the numbers of their lines."""
+    groups, styles = _groups_and_styles(block)
     symbols = list(SYMBOLS.values())
     keys = [
         (name, f'class="mark" style="color: {_colour(index)}"', symbols[index % len(symbols)], "group")
@@ -48,16 +48,16 @@ def _keys(block: LinePlot, label: str) -> str:
     ]
     buttons = []
     for name, look, sign, kind in keys:
-        own = " ".join(str(index) for index, line in enumerate(block.lines) if getattr(line, kind) == name)
+        numbers = " ".join(str(index) for index, line in enumerate(block.lines) if getattr(line, kind) == name)
         mark = f'<span {look} aria-hidden="true">{sign}</span>'
-        attributes = f'type="button" class="key" aria-pressed="true" data-lines="{own}"'
+        attributes = f'type="button" class="key" aria-pressed="true" data-lines="{numbers}"'
         buttons.append(f"<button {attributes}>{mark}{markup(name)}</button>")
     bar = f'<div class="keys" role="group" aria-label="Lines of: {markup(label)}">{"".join(buttons)}</div>'
     return bar if buttons else ""
 
 
 def _option(block: LinePlot) -> Option:
-    groups, styles = _looks(block)
+    groups, styles = _groups_and_styles(block)
     points = [_drawable(line.points, block) for line in block.lines]
     across, up = (sorted({point[side] for line in points for point in line}) for side in (0, 1))
     return {
@@ -74,7 +74,7 @@ def _option(block: LinePlot) -> Option:
             {
                 "type": "line",
                 "name": str(index),
-                "data": [{"value": point, "told": _told(block, line, *point)} for point in drawable],
+                "data": [{"value": point, "told": _tooltip(block, line, *point)} for point in drawable],
                 "symbol": list(SYMBOLS)[groups.index(line.group) % len(SYMBOLS)],
                 "symbolSize": 8,
                 "lineStyle": {"type": _dash(styles.index(line.style)), "width": 2},
@@ -85,7 +85,7 @@ def _option(block: LinePlot) -> Option:
     }
 
 
-def _told(block: LinePlot, line: Line, x: float, y: float) -> list[str]:
+def _tooltip(block: LinePlot, line: Line, x: float, y: float) -> list[str]:
     return [f"{block.x.what}: {_with_unit(x, block.x)}", f"{_name(line)}: {_with_unit(y, block.y)}"]
 
 
@@ -101,7 +101,7 @@ def _name(line: Line) -> str:
     return ", ".join(filter(None, (line.group, line.style)))
 
 
-def _measured(axis: Axis) -> str:
+def _axis_label(axis: Axis) -> str:
     return f"{axis.what} ({axis.unit})" if axis.unit else axis.what
 
 
@@ -110,7 +110,7 @@ def _with_unit(value: float, axis: Axis) -> str:
 
 
 def _drawable(points: Sequence[tuple[float, float]], block: LinePlot) -> Points:
-    """The points that both axes can show."""
+    """Return the points that both axes can show."""
 
     def placed(value: float, axis: Axis) -> bool:
         return math.isfinite(value) and (axis.scale == "linear" or value > 0)
@@ -119,16 +119,16 @@ def _drawable(points: Sequence[tuple[float, float]], block: LinePlot) -> Points:
 
 
 def _axis(axis: Axis, ticks: list[float]) -> Option:
-    """An axis with ticks at given values and nothing beyond them; without values the chart chooses both."""
-    made = {"type": "log" if axis.scale == "log" else "value", "name": _measured(axis)}
+    """Return an axis with these ticks and limits; without ticks, the library chooses both."""
+    option = {"type": "log" if axis.scale == "log" else "value", "name": _axis_label(axis)}
     if len(ticks) < 2:
-        return made
-    at = {"customValues": ticks}
-    return {**made, "axisLabel": at, "axisTick": at, "min": ticks[0], "max": ticks[-1]}
+        return option
+    values = {"customValues": ticks}
+    return {**option, "axisLabel": values, "axisTick": values, "min": ticks[0], "max": ticks[-1]}
 
 
 def _steps(values: list[float]) -> list[float]:
-    """Round numbers around rising values for a logarithmic axis, fewer where the range is wide."""
+    """Return round numbers that enclose rising values, for a logarithmic axis; fewer if the range is wide."""
     if not values:
         return []
     low, high = (math.floor(math.log10(value)) for value in (values[0], values[-1]))

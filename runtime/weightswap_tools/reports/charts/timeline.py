@@ -1,4 +1,4 @@
-"""Timelines: a lane for each row, a colour for each kind of span."""
+"""Timelines: a row for each lane, a colour for each kind of span."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def timeline(block: Timeline) -> Chart:
-    """Bars in lanes; a part of the time can be looked at where there are many."""
+    """Return a chart with bars in lanes, which can be zoomed if there are many."""
     spans = [(row, span) for row, lane in enumerate(block.lanes) for span in lane.spans]
     rows = (
         (block.lanes[row].name, span.label, span.kind, span.start, span.end, span.end - span.start)
@@ -73,7 +73,7 @@ def _series(kind: str, number: int, spans: list[tuple[int, Span]], factor: float
 
 
 def _bar(row: int, span: Span, factor: float) -> Option:
-    told = [
+    tooltip = [
         span.label,
         span.kind,
         f"{seconds_text(span.start)} to {seconds_text(span.end)}",
@@ -81,4 +81,4 @@ def _bar(row: int, span: Span, factor: float) -> Option:
     ]
     middle = row + 0.5
     corners = [span.start * factor, span.end * factor, middle + BAR / 2, middle - BAR / 2]
-    return {"value": corners, "label": span.label, "told": told}
+    return {"value": corners, "label": span.label, "told": tooltip}

@@ -1,4 +1,4 @@
-"""Nested areas, which are entered one by one: in the chart, by the path above it, or by the list beside it."""
+"""Treemaps. The reader navigates in the chart, in the path above it, or in the list beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTION = {
     "series": [
         {
             "type": "treemap",
-            "animation": False,  # areas and labels would fly through each other
+            "animation": False,  # areas and labels would fly across each other
             **dict.fromkeys(("left", "right", "top", "bottom"), 0),
             "roam": False,
             "nodeClick": False,
@@ -39,7 +39,7 @@ _OPTION = {
 
 
 def treemap(block: Treemap) -> Chart:
-    """The areas of the root, with those in each of them."""
+    """Return a chart with two levels of areas, starting at the root."""
     columns = (Column("name"), Column(block.what, "bytes" if block.what == "bytes" else "number"), Column("detail"))
     label = block.caption or f"Areas of {block.what}"
     table = Table(columns, tuple(_leaves(block.root, "")))
@@ -47,7 +47,7 @@ def treemap(block: Treemap) -> Chart:
 
 
 def _area(node: TreemapNode) -> Option:
-    """A node whose children go by falling size, then by name; the smallest of very many become one."""
+    """Return a node with its children by falling size, then by name; the smallest of many are merged."""
     children = sorted(node.children, key=lambda child: (-child.size, natural(child.name)))
     if rest := children[MOST_PARTS:]:
         size = sum(child.size for child in rest)
