@@ -36,7 +36,7 @@ class NodeMetrics:
         """What a replica shows now, as Prometheus reads it."""
         with self._lock:
             self._told.add(pid)
-            self._totals.tell(pid, "worker", text)
+            self._totals.update(pid, "worker", text)
 
     def show(self, name: str, what: str, value: Callable[[], float]) -> None:
         """A number of the node itself, as it is whenever it is asked for."""
@@ -52,7 +52,7 @@ class NodeMetrics:
     def text(self) -> str:
         """As Prometheus reads it."""
         with self._lock:
-            self._totals.tell("keeper", "keeper", generate_latest(self._registry).decode())
+            self._totals.update("keeper", "keeper", generate_latest(self._registry).decode())
             return self._totals.text()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClose
 from weightswap_runtime.live.staged import Staged
 from weightswap_server.canary.judging import Measured
 from weightswap_server.canary.measuring import Answers, Compared
-from weightswap_server.workers.trials import Tried
+from weightswap_server.workers.trials import TrialMeasures
 
 from .nodes import SOON, Fleet, serving_zero
 
@@ -61,7 +61,9 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
     keeper = fleet.keepers[node]
-    text = msgspec.msgpack.encode(Tried("tiny", keeper.changes._control.trial if word is None else word, measured))
+    text = msgspec.msgpack.encode(
+        TrialMeasures("tiny", keeper.changes._control.trial if word is None else word, measured)
+    )
     keeper.changes.tried(b64encode(text).decode())
 
 

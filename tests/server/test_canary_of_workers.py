@@ -207,7 +207,7 @@ def test_what_was_taken_and_added_is_what_one_has_measured() -> None:
     for number in range(100):
         for side in (whole, parts[number % 2]):
             side.failed() if number % 10 == 3 else side.answered(number / 1000)
-            side.looked_at(number % 4 == 0)
+            side.examined(number % 4 == 0)
         if number % 30 == 0:
             for part in parts:
                 total.add(part.take())

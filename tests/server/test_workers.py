@@ -28,7 +28,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_runtime.metrics import Families
 from weightswap_server import ModelSource, Settings
-from weightswap_server.workers.child_main import ChildTask, Line
+from weightswap_server.workers.child_main import ChildTask, ManagerConnection
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Role, Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
@@ -212,16 +212,16 @@ def test_who_asks_the_manager_for_something_does_not_outlive_it() -> None:
     manager, child = socket.socketpair()
     task = ChildTask(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
     manager.sendall(msgspec.json.encode(task) + b"\n")
-    line = Line(child.detach())
-    line.listen()
-    asking = [Thread(target=line.total, args=(b"",), daemon=True) for _ in range(3)]
+    connection = ManagerConnection(child.detach())
+    connection.listen()
+    asking = [Thread(target=connection.total, args=(b"",), daemon=True) for _ in range(3)]
     for thread in asking:
         thread.start()
     manager.close()
     for thread in asking:
         thread.join(20)
     assert not any(thread.is_alive() for thread in asking)
-    assert line.processes() == []
+    assert connection.processes() == []
 
 
 @pytest.mark.slow
@@ -275,25 +275,25 @@ OF_WORKERS = ("leases", "calls", "call_seconds")
 def test_each_metric_is_the_keepers_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
     """A new one of calls that `totals` does not know would be lost of workers: say here whose it is."""
     totals, families = Totals(), SimpleNamespace(collect=vars(Families()).values)
-    totals.tell(1, role, generate_latest(families).decode())
+    totals.update(1, role, generate_latest(families).decode())
     assert {family.name for family in totals.collect()} == {f"weightswap_{name}" for name in names}
 
 
-def _told(value: float, kind: str = "counter") -> str:
+def _metrics(value: float, kind: str = "counter") -> str:
     name = "weightswap_server_requests_total" if kind == "counter" else "weightswap_server_queued"
     return f'# HELP {name} x\n# TYPE {name} {kind}\n{name}{{model="m"}} {value}\n'
 
 
 def test_totals_add_up_and_never_go_back() -> None:
     totals = Totals()
-    totals.tell(1, "worker", _told(3) + _told(2, "gauge"))
-    totals.tell(2, "worker", _told(4) + _told(1, "gauge"))
-    totals.tell(3, "keeper", _told(100))  # what is not the keeper's to count
+    totals.update(1, "worker", _metrics(3) + _metrics(2, "gauge"))
+    totals.update(2, "worker", _metrics(4) + _metrics(1, "gauge"))
+    totals.update(3, "keeper", _metrics(100))  # what is not the keeper's to count
     assert 'requests_total{model="m"} 7.0' in totals.text()
     assert 'queued{model="m"} 3.0' in totals.text()
     totals.end(1)
     assert 'requests_total{model="m"} 7.0' in totals.text()
     assert 'queued{model="m"} 1.0' in totals.text()
-    totals.tell(4, "worker", _told(1))
+    totals.update(4, "worker", _metrics(1))
     totals.end(5)
     assert 'requests_total{model="m"} 8.0' in totals.text()

@@ -11,7 +11,7 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import begin_trial
 from weightswap_server.canary.judging import Judgement, Measured
-from weightswap_server.workers.trials import read_tried
+from weightswap_server.workers.trials import read_measures
 
 
 class Lease:
@@ -68,9 +68,9 @@ class NodeTrial:
 
     def heard(self, text: str) -> None:
         """A replica has said what it has measured. What is of an earlier trial is nobody's."""
-        tried = read_tried(text)
-        if tried.trial == self._word:
-            self._judged.add(tried.measured)
+        measures = read_measures(text)
+        if measures.trial == self._word:
+            self._judged.add(measures.measured)
 
     def end(self) -> None:
         """Nobody calls its weights from now on, and they are given up."""

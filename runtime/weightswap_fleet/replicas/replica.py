@@ -81,7 +81,7 @@ class Replica:
             time.sleep(_TELL)
             counted = self._service.metrics.text().decode()
             sent = [keeper.ask.remote("told", os.getpid(), counted, self._spec)]
-            sent += [keeper.ask.remote("tried", text) for text in trials.told()]
+            sent += [keeper.ask.remote("tried", text) for text in trials.take()]
             ray.wait(sent, num_returns=len(sent), timeout=_WARM)  # a keeper that is behind gets no more meanwhile
 
     def __serve_build_asgi_app__(self) -> FreshApp:
