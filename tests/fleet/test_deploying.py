@@ -132,7 +132,7 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
 
     monkeypatch.setattr(Controller, "_lead", lambda controller: None)
     controller, deadlines = Controller("fleet"), Deadlines(prepare=0.01)
-    with controller._alone(time.monotonic(), Deadlines()) as left:
+    with controller._exclusively(time.monotonic(), Deadlines()) as left:
         assert left.prepare <= Deadlines().prepare
         for change in (controller.swap, controller.publish):
             with pytest.raises(StagingBusy, match=r"fleet: another change has taken all of 0\.01 s"):

@@ -33,20 +33,20 @@ def read(text: str, name: str) -> dict[Labels, float]:
 def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> None:
     metrics = NodeMetrics("tiny", fleet.keepers["n0"].model)
     for pid, requests in ((1, 3), (2, 4), (1, 5)):
-        metrics.tell(pid, replica("w", requests))
+        metrics.update(pid, replica("w", requests))
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 9
-    metrics.keep([2])
-    metrics.tell(3, replica("w", 1))
+    metrics.end_others([2])
+    metrics.update(3, replica("w", 1))
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
-    metrics.keep([2])
-    metrics.keep([])
+    metrics.end_others([2])
+    metrics.end_others([])
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
     metrics.close()
 
 
 def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     for node, keeper in fleet.keepers.items():
-        keeper._metrics.tell(1, replica("w", 2 if node == "n0" else 7))
+        keeper._metrics.update(1, replica("w", 2 if node == "n0" else 7))
     fleet.swap(1)
     answers = fleet.ask(fleet.names(), "metrics", timeout=1.0)
     text = joined(answers)
