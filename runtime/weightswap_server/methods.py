@@ -39,10 +39,8 @@ Outputs = Sequence[tuple[str, TensorBytes]]
 
 
 class ServedMethod:
-    """One method of a model, called with the bytes of tensors and returning bytes.
-
-    `inputs` and `outputs` are the protocol's metadata of the tensors, `dtypes` the numpy dtype of each input by name.
-    """
+    """One method of a model, called with bytes and returning bytes. `inputs` and `outputs` are the protocol's metadata,
+    `dtypes` the numpy dtype of each input by name."""
 
     def __init__(self, model: Model, name: str) -> None:
         """Raises Unsupported if an input or output has a dtype that the protocol has no name for."""
@@ -76,10 +74,8 @@ class ServedMethod:
             raise BadRequest("an output is asked for twice")
 
     def call(self, caller: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
-        """Call the method on one version of the weights, and return its outputs with their names.
-
-        The inputs are copied first. variants: as in calls of a model.
-        """
+        """Call the method on one version of the weights, and return its named outputs. The inputs are copied first.
+        variants: as in calls of a model."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
         values = caller.call_flat(self.name, tensors, variants)
         return [
@@ -94,10 +90,7 @@ class ServedMethod:
         return {name: as_array(content) for name, content in self.call(pinned, flat)}
 
     def sample(self) -> list[Any] | None:
-        """Return flat inputs of zeros with the smallest sizes that the signature allows, at least 1 each.
-
-        None if those sizes break the signature's conditions.
-        """
+        """Return flat inputs of zeros of the smallest allowed sizes, at least 1; None if no call may have these."""
         sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
         if not all_hold(self.signature.conditions, sizes):
             return None
@@ -105,9 +98,7 @@ class ServedMethod:
 
     def batch_limit(self, dim: str) -> int | None:
         """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
-
-        Raises Unsupported if calls cannot be batched along it.
-        """
+        Raises Unsupported if calls cannot be batched along it."""
         tensors = [leaf for leaf in (*self._inputs, *self._outputs) if isinstance(leaf, Tensor)]
         conditions = [condition_dims(parse_condition(text)) for text in self.signature.conditions]
         if (

@@ -1,4 +1,4 @@
-"""What a fleet counts: of each node the sum of its replicas, also of those that have ended; all nodes in one text."""
+"""Metrics of a fleet: for each node the sum of its replicas, even of ended ones; all nodes in one text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def replica(weights_id: str, requests: int) -> str:
-    """What a replica shows that has refused so many requests."""
+    """Return the metrics of a replica that has refused so many requests."""
     counted = ServerMetrics()
     for _ in range(requests):
         counted.refused("tiny", weights_id, 503)
@@ -21,7 +21,7 @@ def replica(weights_id: str, requests: int) -> str:
 
 
 def read(text: str, name: str) -> dict[Labels, float]:
-    """The samples of a name, by all their labels."""
+    """Return the samples of a name, by all their labels."""
     return {
         tuple(sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)

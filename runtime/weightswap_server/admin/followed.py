@@ -78,9 +78,8 @@ class Followed:
         self._look_until(lambda follower: self._model.weights_id == desired or refused(follower) is not None)
         follower = self.follower
         if desired and self._model.weights_id != desired and follower and (error := refused(follower)) is not None:
-            raise NotServed(
-                f"{self._name}: {follower.place.where} desires {desired[:12]} by now, refused here: {error}"
-            )
+            where = follower.place.where
+            raise NotServed(f"{self._name}: {where} desires {desired[:12]} by now, refused here: {error}")
         return self._await_receipt() if self._model.weights_id == desired else None
 
     def _await_receipt(self) -> SwapReceipt | None:

@@ -45,11 +45,9 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
         "/admin/uploads/{file}": {"put": _upload(), "delete": _removal(), "parameters": [file]},
         model: {"get": operation("A model.", ModelStatus), "parameters": [name]},
         f"{model}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
-        f"{repository}/index": {
-            "post": operation("The models.", list[IndexEntry], body=IndexRequest, body_required=False)
-        },
+        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, required=False)},
         f"{repository}/models/{{name}}/load": {
-            "post": operation("Answer again.", None, body=LoadRequest, body_required=False),
+            "post": operation("Answer again.", None, body=LoadRequest, required=False),
             "parameters": [name],
         },
         f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},

@@ -49,9 +49,8 @@ class AdminPlane:
             service.load_metrics, {served.name: {served.name, *served.methods} for served in service.served}
         )
         self._endpoints = AdminEndpoints(service, self.models, self._load, self._audit, uploads, settings)
-        self._http = HttpServer(
-            TokenGuard(self._endpoints.app(), tokens, self._endpoints.refuse, OPEN_PATHS), settings.http
-        )
+        guard = TokenGuard(self._endpoints.app(), tokens, self._endpoints.refuse, OPEN_PATHS)
+        self._http = HttpServer(guard, settings.http)
         self._ending = Event()
         self.port = 0
 
@@ -59,7 +58,7 @@ class AdminPlane:
     def where(self) -> str:
         """The address, as `weightswap status` takes it."""
         if self.settings.socket is not None:
-            return f"unix://{os.path.abspath(self.settings.socket)}"  # noqa: PTH100 - a Path would not keep the URL's slashes
+            return f"unix://{os.path.abspath(self.settings.socket)}"  # noqa: PTH100 - Path.resolve() follows links
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         return f"http://{host}:{self.port}"
 

@@ -17,14 +17,7 @@ from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_server.canary.canary import HEADER
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
-from weightswap_server.protocol.tensors_on_the_wire import (
-    Answer,
-    dtype_of,
-    from_bytes,
-    from_values,
-    select_outputs,
-    version_of,
-)
+from weightswap_server.protocol.tensors_on_the_wire import Answer, dtype_of, from_bytes, from_values, select, version_of
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
@@ -45,7 +38,7 @@ _CONTENTS = {
 
 
 class GrpcServer:
-    """The gRPC server. It listens as soon as it is message."""
+    """The gRPC server. It listens as soon as it is made."""
 
     def __init__(self, service: Service, shared: bool) -> None:
         """shared: other processes listen at the port, too. Raises OSError if the port is not available."""
@@ -199,10 +192,8 @@ class _Methods:
         timer.start()
         try:
             while (piece := generation.next_here()) is not END:
-                token = TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
-                yield response(
-                    request, Answer([("output_ids", token)], *msgspec.structs.astuple(generation.answered)), []
-                )
+                token = "output_ids", TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
+                yield response(request, Answer([token], *msgspec.structs.astuple(generation.answered)), [])
             if request.parameters["triton_enable_empty_final_response"].bool_param:
                 last = response(request, Answer([], *msgspec.structs.astuple(generation.answered)), [])
                 last.parameters["triton_final_response"].bool_param = True
@@ -306,7 +297,7 @@ def response(request: Any, answer: Answer, names: list[str]) -> Any:
     message.parameters["weights_id"].string_param = answer.weights_id
     if answer.variant:
         message.parameters[PARAMETER].string_param = answer.variant
-    for name, content in select_outputs(answer.outputs, names):
+    for name, content in select(answer.outputs, names):
         message.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
         message.raw_output_contents.append(bytes(content.data))
     return message

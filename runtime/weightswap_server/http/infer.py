@@ -17,13 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_server.canary.canary import HEADER
 from weightswap_server.protocol.documents import HEADER_LENGTH, Answered, InferRequest, InferResponse
-from weightswap_server.protocol.tensors_on_the_wire import (
-    Answer,
-    read_request,
-    select_outputs,
-    version_of,
-    write_outputs,
-)
+from weightswap_server.protocol.tensors_on_the_wire import Answer, read_request, select, version_of, write_outputs
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.service import Service
 
@@ -33,7 +27,7 @@ from .refusals import JSON, no_such_endpoint, refusal
 
 _PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _LENGTH = HEADER_LENGTH.encode()
-_HeadersAndBody = tuple[list[tuple[bytes, bytes]], bytes]
+_Parts = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
 
 
 class InferEndpoint:
@@ -69,9 +63,7 @@ class InferEndpoint:
         finally:
             self._bodies.release(scope)
 
-    async def _infer(
-        self, name: str, version: str, headers: Headers, scope: Scope, receive: Receive
-    ) -> _HeadersAndBody:
+    async def _infer(self, name: str, version: str, headers: Headers, scope: Scope, receive: Receive) -> _Parts:
         self._service.find(name, version)
         parser = partial(read_request, header_length=headers.text(HEADER_LENGTH) if _LENGTH in headers else None)
         request, tensors = await self._bodies.parse(await self._bodies.body(scope, receive, headers), parser)
@@ -87,9 +79,9 @@ class InferEndpoint:
         return response
 
 
-def _response(name: str, request: InferRequest, answer: Answer) -> _HeadersAndBody:
+def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
     requested = request.outputs or []
-    outputs = select_outputs(answer.outputs, [output.name for output in requested])
+    outputs = select(answer.outputs, [output.name for output in requested])
     default = request.parameters.get("binary_data_output") is True
     binary = {output.name: output.parameters.get("binary_data", default) is True for output in requested}
     documents, tail = write_outputs(outputs, binary or dict.fromkeys(dict(outputs), default))

@@ -29,10 +29,7 @@ _LARGE = _MOST_HEADERS = 1 << 16
 _H2C_UPGRADE = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
 ON_DISCONNECT = "weightswap.on_disconnect"  # in a scope: a callback for a client that disconnects before its response
 _Timer = Literal["request", "reading", "closing"]
-_DRAIN_CHECKS, _DRAIN_PAUSE = (
-    20,
-    0.05,
-)  # checks of the accept queue, and seconds before each: handshakes may be under way
+_DRAIN_CHECKS, _DRAIN_PAUSE = 20, 0.05  # of the accept queue; seconds before each check, for pending handshakes
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, which Python does not define
 _NO_SYN = b"".join(  # a classic BPF program over the TCP header
     struct.pack("HBBI", *instruction)

@@ -40,7 +40,7 @@ def description(models: Sequence[str]) -> dict[str, Any]:
         "/v2/health/ready": {"get": operation("Whether all models are ready.", None, unready=True)},
         "/v2": {"get": operation("The server.", ServerMetadata)},
         "/v2/repository/index": {
-            "post": operation("The models.", list[IndexEntry], body={"type": "object"}, body_required=False)
+            "post": operation("The models.", list[IndexEntry], body={"type": "object"}, required=False)
         },
         "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
         "/openapi.json": {"get": operation("This document.", {"type": "object"})},
@@ -85,7 +85,7 @@ def operation(
     answer: Any,
     *,
     body: Any = None,
-    body_required: bool = True,
+    required: bool = True,
     unready: bool = False,
     media: str = "application/json",
 ) -> dict[str, Any]:
@@ -97,5 +97,5 @@ def operation(
     if unready:
         described["responses"]["503"] = {"description": "Not ready.", "content": content({"type": "object"})}
     if body is not None:
-        described["requestBody"] = {"required": body_required, "content": content(body)}
+        described["requestBody"] = {"required": required, "content": content(body)}
     return described

@@ -18,9 +18,8 @@ _RETRY_AFTER = "1"
 def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
     """Return the error response of a failure."""
     retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
-    return Response(
-        msgspec.json.encode(ErrorDocument(failure.text)), failure.status, {**(headers or {}), **retry}, JSON
-    )
+    content = msgspec.json.encode(ErrorDocument(failure.text))
+    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
 
 
 def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:

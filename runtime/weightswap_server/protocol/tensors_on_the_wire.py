@@ -162,7 +162,7 @@ def version_of(answer: Answer) -> str:
     return "canary" if answer.generation is None else str(answer.generation)
 
 
-def select_outputs(outputs: Sequence[Named], names: Sequence[str]) -> Sequence[Named]:
+def select(outputs: Sequence[Named], names: Sequence[str]) -> Sequence[Named]:
     """Return the outputs of these names, in this order; all of them if there are no names."""
     by_name = dict(outputs)
     return [(name, by_name[name]) for name in names] if names else outputs

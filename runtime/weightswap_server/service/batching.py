@@ -117,9 +117,7 @@ class ModelThread:
             if call_soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
                 self._changed.notify()
             elif len(self._queue) == 1:
-                call_soon(
-                    partial(self.answer_here, call_soon)
-                )  # by then the loop's other connections may have queued more
+                call_soon(partial(self.answer_here, call_soon))  # the loop's other connections may add to the batch
 
     def do(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a task, and return the future of its result."""

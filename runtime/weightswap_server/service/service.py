@@ -49,9 +49,7 @@ class Service:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
-        self.load_metrics: Callable[[], Iterable[Metric]] = (
-            self.metrics.load
-        )  # counts and latencies of requests, of all processes
+        self.load_metrics: Callable[[], Iterable[Metric]] = self.metrics.load  # requests of all these processes
         self.processes: Callable[[], list[Process]] = lambda: [self.process("server")]
         self.traces: Traces | None = None
         if settings.traces:

@@ -181,8 +181,8 @@ def _serve(manager: ManagerConnection) -> None:
     gc.freeze()
     loop_alive = Event()
     server.on_listening(lambda: _signal_alive(asyncio.get_running_loop(), loop_alive))
-    arguments = (manager, server, loop_alive, trials)
-    Thread(target=_report_regularly, args=arguments, name="weightswap-reports", daemon=True).start()
+    report = partial(_report_regularly, manager, server, loop_alive, trials)
+    Thread(target=report, name="weightswap-reports", daemon=True).start()
     server.run()
 
 

@@ -94,9 +94,7 @@ class Workers:
             if self.settings.grpc_port is not None:
                 self.grpc_port = _reserve(stack, self.settings.host, self.settings.grpc_port)
             artifacts = {name: Artifact.open(source.artifact) for name, source in self._sources.items()}
-            segments = {
-                name: Segment.create(artifact.manifest.weights, self._number) for name, artifact in artifacts.items()
-            }
+            segments = {name: Segment.create(file.manifest.weights, self._number) for name, file in artifacts.items()}
             mapped = {name: segment.read_only() for name, segment in segments.items()}
             for segment in (*segments.values(), *mapped.values()):
                 stack.callback(segment.close)
