@@ -133,10 +133,10 @@ def _metadata(method: str, method_leaves: Sequence[Leaf]) -> list[TensorMetadata
     return tensors
 
 
-def _value(leaf: Leaf, given: Mapping[str, TensorBytes]) -> Any:
+def _value(leaf: Leaf, tensors: Mapping[str, TensorBytes]) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
-    content = given[leaf.name]
+    content = tensors[leaf.name]
     if isinstance(leaf, Tensor):
         return content
     if content.dtype != "I64" or math.prod(content.shape) != 1:

@@ -1,6 +1,6 @@
 """The Ray actors of a fleet: a keeper on each node, and a controller.
 
-All are detached, have names, and are restarted by whoever needs them.
+All are named and detached. A process that needs one starts it if there is none.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class NodeChanges:
     def _check_free(self) -> None:
         if not self.is_deployed:
             raise StagingBusy(
-                f"{self._node}: its keeper has begun again, and no replica has told it how yet; try again"
+                f"{self._node}: its keeper was restarted, and no replica has sent it the deployment yet; try again"
             )
         if (open_order := self._order) is not None:
             weights = open_order.order.weights

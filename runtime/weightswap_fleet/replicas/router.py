@@ -25,4 +25,5 @@ def fresh(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
     """Return the replicas that are not behind. One without a report has just started with the desired weights."""
     revisions = [replica.routing_stats.get("revision") for replica in replicas]
     newest = max((revision for revision in revisions if revision is not None), default=0)
-    return [each for each, revision in zip(replicas, revisions, strict=True) if revision is None or revision >= newest]
+    pairs = zip(replicas, revisions, strict=True)
+    return [replica for replica, revision in pairs if revision is None or revision >= newest]

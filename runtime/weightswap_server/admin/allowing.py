@@ -54,7 +54,7 @@ class Allowed:
         return str(path)
 
     def folder(self, place: str) -> str:
-        """As `weights`, for a directory or URL to watch or follow. Raises Forbidden."""
+        """Return the path or URL of a directory to watch or follow. Raises Forbidden."""
         return self._url(place) if "://" in place else str(self._path(place))
 
     def _uploaded(self, name: str) -> str:

@@ -75,9 +75,10 @@ class Side:
     def take(self) -> Answers:
         """Return the measures, and begin anew."""
         with self._lock:
-            taken = Answers(self.requests, self.errors, list(self._seconds), list(self._failed), list(self._nonfinite))
+            seconds, failed, nonfinite = list(self._seconds), list(self._failed), list(self._nonfinite)
+            answers = Answers(self.requests, self.errors, seconds, failed, nonfinite)
             self._begin()
-        return taken
+        return answers
 
     def add(self, answers: Answers) -> None:
         """Add the measures of another process."""
@@ -138,9 +139,9 @@ class Differences:
     def take(self) -> Compared:
         """Return the differences, and begin anew."""
         with self._lock:
-            taken = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
+            compared = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
             self._begin()
-        return taken
+        return compared
 
     def add(self, compared: Compared) -> None:
         """Add the differences of another process."""

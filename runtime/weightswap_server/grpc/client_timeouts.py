@@ -20,7 +20,7 @@ class ClientTimeouts:
         Thread(target=self._check, name="weightswap-grpc-timeouts", daemon=True).start()
 
     def start(self, context: grpc.ServicerContext, seconds: float) -> None:
-        """Cancel the call in so many seconds, unless `stop` or `start` comes first."""
+        """Cancel the call after so many seconds, unless `stop` or `start` is called before."""
         self._deadlines[context] = time.monotonic() + seconds
 
     def stop(self, context: grpc.ServicerContext) -> None:

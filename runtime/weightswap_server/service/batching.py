@@ -1,4 +1,4 @@
-"""The thread that calls a model: it works off a queue in order, and joins calls into batches where that is enabled.
+"""The thread that calls a model: it processes a queue in order, and joins calls into batches if that is enabled.
 
 A batch is answered by one version of the weights. The inputs of calls are already checked.
 """
