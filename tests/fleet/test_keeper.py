@@ -125,7 +125,7 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
     fleet.start("n0", deployed=False)
     keeper = fleet.keepers["n0"]
     keeper.changes.look()
-    with pytest.raises(StagingBusy, match="has begun again"):
+    with pytest.raises(StagingBusy, match="was restarted, and no replica has sent it the deployment"):
         keeper.changes.prepare(fleet.order(2))
     assert keeper.model.weights_id == fleet.weights_id(0)
     keeper.told(os.getpid(), "", later)
