@@ -1,6 +1,6 @@
 """Fleets on Ray Serve that change their weights together; docs/fleet.md.
 
-Nothing of this imports Ray before it is asked for.
+Ray is imported on the first use of a name that needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .deploying import deployment
     from .replicas.replica import FleetAnswer
 
-_HOMES = {
+_MODULES = {
     "Fleet": "client",
     "FleetAnswer": "replicas.replica",
     "FleetClient": "client",
@@ -49,11 +49,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("ray") is None:
         raise MissingExtra("a fleet", "ray")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A fleet as its operators, trainers and clients see it."""
+"""The interface of a fleet for operators, trainers and clients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .replicas.replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
 _POLL = 0.05
-_SLACK = 30.0  # seconds beside those of a change's phases
+_SLACK = 30.0  # seconds beyond those of a change's phases
 
 
 def connect(name: str = "weightswap") -> Fleet:
-    """The fleet of a name, in the Ray cluster that this process is connected to. Raises UnknownFleet."""
+    """Return the fleet of a name in the Ray cluster that this process is connected to. Raises UnknownFleet."""
     statuses(name)
     return Fleet(name)
 
@@ -46,19 +46,19 @@ class Fleet:
         return f"Fleet({self.name!r})"
 
     def swap(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
-        """Let all nodes serve other weights, at one revision: all of them, or none.
+        """Change the weights of all nodes, at one revision: all nodes or none.
 
         weights: a packed file, an index of shards, or a URL, which all nodes can read. deadlines: for each phase.
 
-        Raises FleetRefused with the reasons of all nodes that could not take them, RevisionConflict where others have
-        decided something meanwhile, FleetUndecided where the place did not say whether it was written, DesiredError,
+        Raises FleetRefused with the reasons of all nodes that cannot take them, RevisionConflict if the place was
+        changed meanwhile, FleetUndecided if the place did not say whether the change was written, DesiredError,
         WeightFileError, and UnknownFleet.
         """
         source = fixed_text(as_location(weights))
         return cast("FleetReceipt", self._ask("swap", source, by, why, deadlines, timeout=sum(deadlines)))
 
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
-        """Let all nodes serve new weights, unless that would undo what an operator has done: for trainers.
+        """Change the weights as a trainer, which never undoes an operator's hold or rollback.
 
         Raises Held, Superseded for weights that were desired or withdrawn before, and what `swap` raises.
         """
@@ -74,10 +74,11 @@ class Fleet:
         hold: bool = True,
         deadlines: Deadlines = DEADLINES,
     ) -> FleetReceipt:
-        """Let all nodes serve earlier weights again, and withdraw what came after them.
+        """Serve earlier weights again on all nodes, and withdraw all later ones.
 
-        to: the beginning of a weights id of the history; None: what was desired before. A node that has them in memory
-        reads nothing. hold: take nothing new until `release`. Raises NothingToRollBack, and what `swap` raises.
+        to: the beginning of a weights id of the history; None: the previously desired weights. A node that still has
+        them in memory reads nothing. hold: promote nothing until `release`. Raises NothingToRollBack, and what `swap`
+        raises.
         """
         return cast("FleetReceipt", self._ask("rollback", to, by, why, hold, deadlines, timeout=sum(deadlines)))
 
@@ -91,81 +92,80 @@ class Fleet:
         deadlines: Deadlines = DEADLINES,
         **fields: Any,
     ) -> TrialReport:
-        """Let weights answer some requests on all nodes, before all of them get it: a canary, a shadow, or by steps.
+        """Start a trial of weights on all nodes, before they serve them: a canary, a shadow, or a rollout by steps.
 
         plan: a `FleetPlan`, or its fields by name: `share=0.1`, `of="nodes"`, `shadow=True`, `steps=(0.1, 0.5, 1.0)`,
-        `promote_if=`, `abort_if=`. All nodes stage and verify first. It goes on until `promote`, `abort`, or what its
-        rules say.
+        `promote_if=`, `abort_if=`. All nodes stage and verify first. The trial lasts until `promote`, `abort`, or a
+        rule.
 
-        Raises StagingBusy where others are on trial, Unsupported for a plan that cannot be meant, and what `swap`
-        raises.
+        Raises StagingBusy if other weights are on trial, Unsupported for a wrong plan, and what `swap` raises.
         """
         if plan is not None and fields:
             raise Unsupported(f"a plan beside {', '.join(fields)}: expected one of them")
-        wanted = FleetPlan(**fields) if plan is None else plan
+        plan = FleetPlan(**fields) if plan is None else plan
         source, timeout = fixed_text(as_location(weights)), deadlines.prepare
-        return cast("TrialReport", self._ask("begin_trial", source, wanted, by, why, deadlines, timeout=timeout))
+        return cast("TrialReport", self._ask("begin_trial", source, plan, by, why, deadlines, timeout=timeout))
 
     def promote(self, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
-        """Let all nodes serve what is on trial, at one revision: all of them, or none, and then the trial goes on.
+        """Serve the weights on trial on all nodes, at one revision: all nodes or none. If none, the trial goes on.
 
-        Raises StageClosed where nothing is on trial, and what `swap` raises.
+        Raises StageClosed without a trial, and what `swap` raises.
         """
         return cast("FleetReceipt", self._ask("promote", by, why, deadlines, timeout=sum(deadlines)))
 
     def abort(self, *, by: str = "", why: str = "") -> TrialReport:
-        """Give up what is on trial. Raises StageClosed where nothing is."""
+        """End the trial, and discard its weights. Raises StageClosed without a trial."""
         return cast("TrialReport", self._ask("abort", by, why))
 
     @property
     def trial(self) -> TrialReport | None:
-        """What is on trial; else how the last one has ended, as long as the controller knows that."""
-        return cast("TrialReport | None", self._ask_again("trial"))
+        """The current trial, or else the last one, as long as the controller remembers it."""
+        return cast("TrialReport | None", self._ask_with_retries("trial"))
 
     def hold(self, *, by: str = "", why: str = "") -> DesiredState:
-        """Let nothing be promoted until `release`. Raises RevisionConflict and DesiredError."""
+        """Hold promotions until `release`. Raises RevisionConflict and DesiredError."""
         return cast("DesiredState", self._ask("hold", by, why))
 
     def release(self) -> DesiredState:
-        """Let promotions through again. Raises RevisionConflict and DesiredError."""
+        """Allow promotions again. Raises RevisionConflict and DesiredError."""
         return cast("DesiredState", self._ask("release"))
 
     @property
     def desired(self) -> DesiredState:
-        """What the place says. Raises DesiredError."""
-        return cast("DesiredState", self._ask_again("desired"))
+        """The desired state, read from the place. Raises DesiredError."""
+        return cast("DesiredState", self._ask_with_retries("desired"))
 
-    def _ask_again(self, method: str) -> Any:
-        """What the controller answers, or the next one."""
+    def _ask_with_retries(self, method: str) -> Any:
+        """Call a method of the controller that changes nothing, again if the controller was restarted."""
         deadline = time.monotonic() + _SLACK
         while True:
             try:
                 return self._ask(method)
-            except FleetUndecided:  # it begins again
+            except FleetUndecided:  # the controller is restarted
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL)
 
     @property
     def nodes(self) -> dict[str, NodeStatus]:
-        """How the nodes stand, by name; one that does not answer says so in `error`. Raises UnknownFleet."""
+        """The status of each node, by name; `error` says if one does not answer. Raises UnknownFleet."""
         return {status.node: status for status in statuses(self.name)}
 
     def metrics(self) -> str:
-        """What all nodes have counted, as Prometheus reads it, with the label `node`. Raises UnknownFleet."""
+        """Return the metrics of all nodes in Prometheus' text format, with the label `node`. Raises UnknownFleet."""
         return metrics(find_spec(self.name))
 
     def wait(self, timeout: float = 60.0) -> bool:
-        """Wait until all nodes serve what is desired. Returns whether they do.
+        """Wait until all nodes serve the desired weights. Returns False after the timeout.
 
-        Raises what `desired` and `nodes` raise, if they do so when the time is over.
+        Raises what `desired` and `nodes` raise at the timeout.
         """
         deadline = time.monotonic() + timeout
         while True:
             is_last = time.monotonic() >= deadline
             try:
                 agree = self._agrees()
-            except (DesiredError, FleetError):  # as long as keepers begin again, or the place is away
+            except (DesiredError, FleetError):  # keepers may be restarting, or the place unreachable
                 if is_last:
                     raise
             else:
@@ -174,20 +174,20 @@ class Fleet:
             time.sleep(_POLL)
 
     def _agrees(self) -> bool:
-        wanted = self.desired.weights_id
-        return all(wanted is not None and each.weights_id == wanted for each in self.nodes.values())
+        desired = self.desired.weights_id
+        return all(desired is not None and node.weights_id == desired for node in self.nodes.values())
 
     def remove(self) -> None:
-        """End its replicas, keepers and memory. What is desired stays as it is."""
+        """End the replicas and keepers, and free their memory. The desired state stays."""
         serve.delete(_application(self.name))
         end_actors(self.name)
 
     def client(self) -> FleetClient:
-        """A client whose answers never go back to earlier weights."""
+        """Return a client whose answers never go back to an earlier revision."""
         return FleetClient(serve.get_deployment_handle(self.name, _application(self.name)))
 
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
-        """What the controller answers. Whether one that has ended meanwhile had changed anything, the place says."""
+        """Call a method of the controller. Raises its error, or FleetUndecided if it ended or did not answer."""
         try:
             return ray.get(getattr(controller_of(self.name), method).remote(*arguments), timeout=timeout + _SLACK)
         except RayTaskError as error:
@@ -200,7 +200,7 @@ class Fleet:
 
 
 def _application(fleet: str) -> str:
-    """Under which a fleet was deployed. Raises UnknownFleet."""
+    """Return the name of a fleet's application. Raises UnknownFleet."""
     for name, application in serve.status().applications.items():
         if fleet in application.deployments:
             return str(name)
@@ -208,21 +208,21 @@ def _application(fleet: str) -> str:
 
 
 class FleetClient:
-    """Calls a fleet through Ray. Once it has seen a revision, no older one answers it. From any thread."""
+    """A client of a fleet, through Ray. Once it has seen a revision, no older one answers. Thread-safe."""
 
     def __init__(self, handle: DeploymentHandle[Any], *, patience: float = 30.0) -> None:
-        """handle: of the fleet's deployment. patience: seconds for a replica that is not behind."""
+        """handle: of the fleet's deployment. patience: seconds to wait for a replica that is not behind."""
         self._method, self._patience = handle.infer, patience
         self._seen = 0
         self._lock = threading.Lock()
 
     @property
     def revision(self) -> int:
-        """The newest that it has seen."""
+        """The newest revision that it has seen."""
         return self._seen
 
     def close(self) -> None:
-        """Stop following which replicas there are, which else goes on as long as the process."""
+        """Stop tracking the replicas, which would otherwise go on as long as the process."""
         self._method.shutdown()
 
     def __enter__(self) -> FleetClient:
@@ -233,31 +233,31 @@ class FleetClient:
 
     def infer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "", canary: bool | None = None) -> FleetAnswer:
         """Call a method with arrays by the inputs' names, and wait. model: as over HTTP; empty: the default method.
-        canary: ask for what is on trial, or for what is served; None: whichever it is.
+        canary: True asks for the weights on trial, False for the served ones; None leaves the choice to the fleet.
 
-        Raises StaleReplica where no replica has caught up in time, and what the call raises.
+        Raises StaleReplica if no replica has caught up in time, and what the call raises.
         """
         deadline = time.monotonic() + self._patience
         while True:
             try:
                 return self._note(self._method.remote(inputs, model, self._seen, canary).result())
             except RayTaskError as error:
-                self._check(error, deadline)
+                self._raise_unless_retry(error, deadline)
 
     async def ainfer(
         self, inputs: Mapping[str, NDArray[Any]], *, model: str = "", canary: bool | None = None
     ) -> FleetAnswer:
-        """As `infer`, for asyncio."""
+        """Call a method as `infer` does, for asyncio."""
         deadline = time.monotonic() + self._patience
         while True:
             try:
                 return self._note(await self._method.remote(inputs, model, self._seen, canary))
             except RayTaskError as error:
-                self._check(error, deadline)
+                self._raise_unless_retry(error, deadline)
 
     @staticmethod
-    def _check(error: RayTaskError, deadline: float) -> None:
-        """Whether to try again."""
+    def _raise_unless_retry(error: RayTaskError, deadline: float) -> None:
+        """Raise a call's error, unless it is worth a retry."""
         if not isinstance(error.cause, StaleReplica) or time.monotonic() >= deadline:
             raise error.cause from None
 

@@ -62,28 +62,28 @@ def deployment(
     interval: float = 1.0,
     relay: bool = True,
 ) -> serve.Application:
-    """An application for `serve.run`, whose replicas serve what a place says is desired, and change together.
+    """Return an application for `serve.run`, whose replicas serve the desired weights of a place, and change together.
 
     artifact: a path that all nodes see. follow: the place, a directory that all nodes see or the URL of a folder;
       None: the directory of `weights`.
-    weights: a packed file that is desired where the place says nothing yet.
-    name: the fleet's, for `connect`. model: what requests over HTTP call it; None: the artifact's name.
-    num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests, max_queued_requests: as Ray Serve takes
-      them. What one proxy or handle has waiting beyond the last is refused at once: 503, or BackPressureError; -1 lets
-      any number wait.
-    batch: how many rows of requests one call may have; 1 for no batching. verify: as for `Model.stage`.
-    allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are served
-      have none. Others are refused.
-    require_signature: a public key, or several; weights that none of them has signed are refused. op_libraries: as for
+    weights: a packed file, which becomes desired if the place desires nothing yet.
+    name: the fleet's, for `connect`. model: the model's name in HTTP requests; None: the artifact's name.
+    num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests, max_queued_requests: as for Ray Serve.
+      Requests beyond the last that wait in one proxy or handle are refused at once with 503 or BackPressureError; -1
+      sets no limit.
+    batch: the most rows that one batch may have; 1 disables batching. verify: as for `Model.stage`.
+    allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where the served ones have
+      none. Others are refused.
+    require_signature: one or more public keys; weights that none of them has signed are refused. op_libraries: as for
       `load`.
-    settings: limits of the server; ports and times of connections are those of Serve's proxies.
-    interval: seconds between two looks at the place. relay: weights behind a URL are read by one node, which gives them
-      to the others; False: each reads for itself.
+    settings: limits of the server; ports and timeouts of connections are those of Serve's proxies.
+    interval: seconds between two reads of the place. relay: one node reads weights behind a URL and passes them on to
+      the others; False: each node reads for itself.
 
-    Replicas are on the CPU, with the engine "torch"; those of one node share one copy of the weights.
+    Replicas run on the CPU, with the engine "torch"; those of one node share one copy of the weights.
 
-    Raises Unsupported, ArtifactError, MissingExtra, NoWeights where none are given and none are desired,
-    GraphMismatch for weights of another graph, and what `DesiredPlace.set` raises.
+    Raises Unsupported, ArtifactError, MissingExtra, NoWeights if none are given and none are desired, GraphMismatch for
+    weights of another graph, and what `DesiredPlace.set` raises.
     """
     if weights is None and follow is None:
         raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
@@ -132,7 +132,7 @@ def deployment(
 
 
 def _since(name: str) -> float:
-    """Now, or just after what is deployed already, by a machine whose clock is ahead: else this one would not count."""
+    """Return the current time, but later than the present deployment's, which a clock that is ahead may have set."""
     known = 0.0
     if ray.is_initialized():
         with suppress(UnknownFleet):
@@ -141,7 +141,7 @@ def _since(name: str) -> float:
 
 
 def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
-    """Weights to begin with. What is desired must be for this graph, or no replica could ever start."""
+    """Write the first weights to the place. Raises GraphMismatch if others are desired that no replica could serve."""
     if place.is_local and not Path(place.where).is_dir():
         raise Unsupported(f"{place.where}: is no folder; make it, where all machines see it, or follow another place")
     state = place.read()
@@ -158,23 +158,23 @@ def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
         raise NoWeights(f"{place.where}: nothing is desired there yet, with which replicas could begin; give weights")
 
 
-def _check_graph(what: str, found: str, expected: str) -> None:
-    if found and found != expected:
+def _check_graph(what: str, graph_id: str, expected: str) -> None:
+    if graph_id and graph_id != expected:
         raise GraphMismatch(
-            f"{what}: was packed for the graph {found[:SHOWN]}, and the artifact has {expected[:SHOWN]}. Nothing was "
-            "deployed: pack it for this artifact, or follow another place"
+            f"{what}: was packed for the graph {graph_id[:SHOWN]}, and the artifact has {expected[:SHOWN]}. Nothing "
+            "was deployed: pack it for this artifact, or follow another place"
         )
 
 
-def _allowed(given: bool | str | Sequence[str], manifest: Manifest) -> bool | tuple[str, ...]:
-    """Names, so that patterns are tried before there are replicas."""
-    found = as_allowed(given, manifest)
-    return found if isinstance(found, bool) else tuple(sorted(found or ()))
+def _allowed(patterns: bool | str | Sequence[str], manifest: Manifest) -> bool | tuple[str, ...]:
+    """Resolve patterns into names, so that wrong ones fail here and not in replicas."""
+    allowed = as_allowed(patterns, manifest)
+    return allowed if isinstance(allowed, bool) else tuple(sorted(allowed or ()))
 
 
-def _keys(given: _Path | Sequence[_Path] | None) -> tuple[str, ...]:
-    """Tried before there are replicas."""
-    paths = [given] if isinstance(given, str | os.PathLike) else given or ()
+def _keys(option: _Path | Sequence[_Path] | None) -> tuple[str, ...]:
+    """Return the paths of public keys, and check them here and not in replicas."""
+    paths = [option] if isinstance(option, str | os.PathLike) else option or ()
     keys = tuple(fixed_text(as_location(path)) for path in paths)
     if keys:
         requires(*keys)

@@ -1,4 +1,4 @@
-"""Documents that a fleet's processes send to each other."""
+"""Messages between a fleet's processes, and receipts for its users."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TRIAL_LEASE = 30.0  # seconds
 
 
 class Spec(NamedTuple):
-    """What a fleet serves: an artifact, under a name, and the place of its desired state.
+    """A deployment of a fleet: its artifact, its model's name in requests, and the place of its desired state.
 
-    since: when it was deployed, in seconds since the epoch; of two deployments of one name the later one counts.
-    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two looks at the place. relay: one node
-    reads a URL for all. model: what requests call it.
+    since: the time of the deployment, in seconds since the epoch; of two deployments of one fleet the later one counts.
+    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two reads of the place. relay: one node
+    reads a URL for all.
     """
 
     fleet: str
@@ -39,17 +39,17 @@ class Spec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Of what shares memory: replicas of another graph, or of another place, have keepers of their own."""
+        """The key of the shared memory: replicas of another graph or place have keepers of their own."""
         return blake3(f"{self.graph_id}\n{self.place}".encode()).hexdigest()[:12]
 
 
 class Order(NamedTuple):
-    """What all nodes of a fleet are to serve together, once all of them can.
+    """A change of all nodes together, once all of them can make it.
 
-    id: of this change. revision: that of the place which it follows on. lease: seconds after which a node that was told
-    nothing more looks at the place itself, and gives the weights up unless they are desired. proven: the source was
-    desired before, so that a node which has the weights in memory need not read it. reader: the node that reads a URL
-    for all; empty: each for itself.
+    id: the change's. revision: that of the place, before the change. lease: seconds without a message after which a
+    node reads the place itself, and discards the weights unless they are desired. proven: the source was desired
+    before, so a node that has the weights in memory need not read it. reader: the node that reads a URL for all; empty:
+    each reads.
     """
 
     id: str
@@ -62,11 +62,12 @@ class Order(NamedTuple):
 
 
 class FleetPlan(NamedTuple):
-    """How weights are tried before all nodes serve them.
+    """The plan of a trial of weights before all nodes serve them.
 
-    share: of the requests of each node; with of="nodes", of the nodes, which answer all of theirs so. steps: one share
-    after another, each for `step_seconds`; after the last one the weights are promoted, where there is no rule for
-    that. shadow, tolerance, promote_if, abort_if: as of a server's canary, over what all replicas measure.
+    share: of the requests of each node; with of="nodes", of the nodes, which then answer all of their requests so.
+    steps: shares one after another, each for `step_seconds`; after the last one the weights are promoted, unless there
+    is a rule for that. shadow, tolerance, promote_if, abort_if: as of a server's canary, over the measures of all
+    replicas.
     """
 
     share: float = 0.0
@@ -80,11 +81,11 @@ class FleetPlan(NamedTuple):
 
     @property
     def judged(self) -> CanaryPlan:
-        """What is measured and judged, of all shares."""
+        """The plan of what is measured and judged, whatever the share."""
         return CanaryPlan(self.share, self.shadow, self.tolerance, self.promote_if, self.abort_if)
 
     def check(self) -> None:
-        """Raise Unsupported for what cannot be meant."""
+        """Raise Unsupported for values out of range, and for wrong rules."""
         check_plan(self.judged)
         if self.of not in ("requests", "nodes"):
             raise Unsupported(f"of={self.of!r}: expected 'requests' or 'nodes'")
@@ -96,20 +97,20 @@ class FleetPlan(NamedTuple):
             raise Unsupported(f"step_seconds={self.step_seconds}: expected a number of seconds")
 
     def share_at(self, elapsed: float) -> float:
-        """That after so many seconds."""
+        """Return the share after so many seconds."""
         if not self.steps:
             return self.share
         return self.steps[min(max(0, int(elapsed / self.step_seconds)), len(self.steps) - 1)]
 
     def is_through(self, elapsed: float) -> bool:
-        """Whether its last step is over, and nothing more is asked for."""
+        """True if the last step is over, and no rule decides about the promotion."""
         return bool(self.steps) and not self.promote_if and elapsed >= len(self.steps) * self.step_seconds
 
 
 class TrialOrder(NamedTuple):
-    """What all nodes are to try. id, source, lease, reader: as of an `Order`; weights.since: when it was begun.
+    """A trial on all nodes. id, source, lease, reader: as of an `Order`; weights.since: the start of the trial.
 
-    The next controller begins within the lease, or the nodes give it up.
+    If the controller dies, the next one must start within the lease, or the nodes end the trial.
     """
 
     id: str
@@ -123,9 +124,9 @@ class TrialOrder(NamedTuple):
 class TrialReport(NamedTuple):
     """A trial of a fleet.
 
-    shares: of its requests, by node. values: what rules are about. promote_held: for how many seconds the rule of
-    promotion has held; skipped: answers that were not compared. outcome: empty while it goes on, then "promoted",
-    "aborted", or "ended" where the nodes have given it up; reason: why.
+    shares: of the requests of each node, by name. values: measures, by the names that rules use. promote_held: seconds
+    for which the promotion rule has held; skipped: answers that were not compared. outcome: empty during the trial,
+    then "promoted", "aborted", or "ended" if the nodes have given it up; reason: why.
     """
 
     weights_id: str
@@ -147,7 +148,7 @@ class TrialReport(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A node has the weights of an order, and they are verified. resident: they were still in its memory."""
+    """The answer of a node that has the verified weights of an order. resident: they were still in its memory."""
 
     seconds: float
     resident: bool
@@ -155,7 +156,7 @@ class Prepared(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A node serves what was decided. at: when, in seconds since the epoch. seconds: how long calls were held."""
+    """The answer of a node after its commit. at: its time, in seconds since the epoch. seconds: of the pause."""
 
     at: float
     generation: int
@@ -163,12 +164,11 @@ class Committed(NamedTuple):
 
 
 class NodeStatus(NamedTuple):
-    """A node. revision: of what it serves; since: when that began, in seconds since the epoch; read: the revision of
-    the place, when it was last read; replicas: their processes.
+    """The status of a node. keeper: the keeper's process id; 0: the node does not answer, and only `error` is known.
 
-    preparing, trying: the weights of an order, and on trial; empty if there are none. error: why it does not serve what
-    is desired, or cannot read the place; empty if all is well. Of a node that does not answer, which has no number of a
-    process, error says that, and the rest is not known.
+    revision: that of the served weights; since: the time of their commit, in seconds since the epoch; read: the place's
+    revision when it was last read; replicas: their process ids. preparing, trying: weights ids of an order and a trial;
+    empty if there are none. error: why it does not serve the desired weights, or cannot read the place, else empty.
     """
 
     node: str
@@ -187,12 +187,12 @@ class NodeStatus(NamedTuple):
 
     @classmethod
     def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:
-        """Of a node that does not answer."""
+        """Return the status of a node that does not answer."""
         return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error)
 
 
 class NodeReceipt(NamedTuple):
-    """How a node took part in a change. committed_at: None where it has read the decision in the place itself."""
+    """A node's part in a change. committed_at: None if it has read the decision in the place itself."""
 
     seconds_staged: float
     resident: bool
@@ -204,10 +204,10 @@ class NodeReceipt(NamedTuple):
 class FleetReceipt(NamedTuple):
     """A change of a whole fleet.
 
-    kind: "swap", "publish", "rollback", or "none" where the weights were desired already. seconds_staged: until all
-    nodes were ready; seconds_committed: from the decision until all nodes served; skew: seconds between the first
-    node's commit and the last one's, by their clocks. nodes: by name. late: nodes that did not say in time that they
-    serve it, and why; they do as soon as they read the place.
+    kind: "swap", "publish", "rollback", or "none" if the weights were desired already. seconds_staged: until all nodes
+    were ready; seconds_committed: from the decision until all nodes served the weights; skew: seconds between the first
+    and the last node's commit, by their clocks. nodes: by name. late: nodes that did not confirm in time, and why; they
+    follow as soon as they read the place.
     """
 
     kind: str
@@ -229,7 +229,7 @@ class FleetReceipt(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a replica needs to serve its node's memory: where the descriptors are found, and its slot."""
+    """A replica's access to its node's memory: the keeper's process, its file descriptors, and a slot."""
 
     keeper: int
     descriptors: tuple[int, ...]

@@ -1,11 +1,11 @@
-"""Why a fleet was not changed, or did not answer.
+"""Errors of a fleet's changes and answers.
 
 WeightswapError
 `-- FleetError
-    |-- FleetRefused     a node could not take the weights, so that none has
-    |-- FleetUndecided   whether the change was written is not known; all nodes do what the place says
+    |-- FleetRefused     a node cannot take the weights, so no node has changed
+    |-- FleetUndecided   it is unknown if the change was written; all nodes follow the place
     |-- UnknownFleet     no fleet of that name is deployed
-    `-- StaleReplica     a replica has not caught up with what its client has seen
+    `-- StaleReplica     a replica serves an older revision than its client has seen
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weightswap_runtime.messages import brief, plural
 
 
 class FleetError(WeightswapError):
-    """Raised by a fleet; each node serves what it served, or what the place of the desired state says."""
+    """An error of a fleet. Each node serves the same weights as before, or those that the place desires."""
 
 
 class FleetRefused(FleetError):
-    """Not all nodes could take the weights, so that none did.
+    """A change that not all nodes could take, so that no node has changed.
 
     reasons: the errors, by the nodes' names. problems: the same as sentences.
     """
@@ -42,12 +42,12 @@ def _in_one_line(text: str) -> str:
 
 
 class FleetUndecided(FleetError):
-    """The place did not say whether it has taken a change. The nodes read it, and do what it says."""
+    """A change of which the place did not say if it was written. The nodes read the place, and follow it."""
 
 
 class UnknownFleet(FleetError):
-    """No fleet of that name is deployed here."""
+    """A name of which no fleet is deployed here."""
 
 
 class StaleReplica(FleetError):
-    """A replica has older weights than its client has seen; the same request may be sent again."""
+    """A replica with older weights than its client has seen; the same request may be sent again."""

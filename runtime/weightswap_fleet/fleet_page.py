@@ -1,7 +1,6 @@
-"""The page of a fleet: which weights each replica serves, and how a commit passes over them. It changes nothing.
+"""The page of a fleet: the weights of each replica, and the progress of a commit. It is read-only.
 
-It tells whoever may open it what is served, and asks for no token: it listens on this machine alone, unless it is told
-otherwise, and answers to no other name.
+It needs no token, so by default it listens on localhost alone, and refuses requests with another host name.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from weightswap_server.http.listening import listening
 from .documents import NodeStatus, TrialReport
 
 _FOLDER = Path(__file__).parent / "page"
-_LOOK, _QUIET = 0.2, 1.0  # seconds between two looks, and until it is said that nothing is new
-_PLACE = 5.0  # seconds between two readings of a place of which the nodes tell nothing new
+_INTERVAL, _KEEP_ALIVE = 0.2, 1.0  # seconds between two checks, and until an unchanged status is sent again
+_PLACE_INTERVAL = 5.0  # seconds between two reads of the place, if the nodes report no new revision
 
 
 class Watched(Protocol):
-    """A fleet, as those who look at it see it: a `Fleet`. What it tells may raise a WeightswapError."""
+    """The part of a `Fleet` that the page reads. The properties may raise a WeightswapError."""
 
     name: str
 
@@ -53,21 +52,21 @@ class Watched(Protocol):
 def standing(
     fleet: str, desired: DesiredState, nodes: Mapping[str, NodeStatus], trial: TrialReport | None
 ) -> dict[str, Any]:
-    """How a fleet stands, as plain values. agrees: whether all nodes serve what is desired."""
+    """Return a fleet's status as plain values. agrees: True if all nodes serve the desired weights."""
     return {
         "fleet": fleet,
-        "agrees": all(each.weights_id == desired.weights_id for each in nodes.values()),
+        "agrees": all(node.weights_id == desired.weights_id for node in nodes.values()),
         "desired": desired.as_dict(),
         "nodes": [
-            {name: value for name, value in each._asdict().items() if name != "spec"}
-            for _, each in sorted(nodes.items())
+            {name: value for name, value in node._asdict().items() if name != "spec"}
+            for _, node in sorted(nodes.items())
         ],
         "trial": trial.as_dict() if trial is not None else None,
     }
 
 
 def serve_page(fleet: Watched, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until it is interrupted. ready: is called with its address. Raises OSError for a taken port."""
+    """Serve the page until SIGINT. ready: called with its address. Raises OSError if the port is taken."""
     with listening(host, port) as listener:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
         hosts = ["*"] if host not in ("127.0.0.1", "::1", "localhost") else ["127.0.0.1", "[::1]", "localhost"]
@@ -78,45 +77,45 @@ def serve_page(fleet: Watched, host: str, port: int, ready: Callable[[str], None
 
 
 def page_app(fleet: Watched, hosts: list[str]) -> Starlette:
-    """The page and its stream of events. hosts: by which names it may be asked, else other pages could read it."""
+    """Return the page and its event stream. hosts: allowed host names; others would let DNS rebinding read it."""
 
     async def events(_: Request) -> StreamingResponse:
-        lines = _Looking(fleet).lines()
+        lines = _FleetEvents(fleet).lines()
         return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     routes = [*page_routes(_FOLDER), Route("/fleet/events", events, methods=["GET"])]
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
 
-class _Looking:
-    """What one who looks at the page is told."""
+class _FleetEvents:
+    """The event stream of one open page."""
 
     def __init__(self, fleet: Watched) -> None:
         self._fleet = fleet
         self._trial: TrialReport | None = None
-        self._read: tuple[float, object] = (0.0, None)  # when the place was, and what the nodes knew of it
+        self._read: tuple[float, object] = (0.0, None)  # time of the last read of the place, and its revision then
         self._state = DesiredState()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """`status`, whenever something is new and each second; `problem` while nobody tells how it stands."""
-        before, told = b"", 0.0
+        """Yield `status` on each change and every second, or `problem` while the status is unknown."""
+        before, sent_at = b"", 0.0
         while True:
-            kind, found = await in_thread(self._look)
-            line = encode_json(found)
-            if line != before or time.monotonic() > told + _QUIET:
-                before, told = line, time.monotonic()
-                yield event_line(kind, {**found, "time": time.time()})
-            await asyncio.sleep(_LOOK)
+            kind, document = await in_thread(self._read_status)
+            line = encode_json(document)
+            if line != before or time.monotonic() > sent_at + _KEEP_ALIVE:
+                before, sent_at = line, time.monotonic()
+                yield event_line(kind, {**document, "time": time.time()})
+            await asyncio.sleep(_INTERVAL)
 
-    def _look(self) -> tuple[str, dict[str, Any]]:
+    def _read_status(self) -> tuple[str, dict[str, Any]]:
         try:
             nodes = self._fleet.nodes
-            known = max((max(each.read, each.revision) for each in nodes.values()), default=0)
-            if self._read[1] != known or time.monotonic() > self._read[0] + _PLACE:
+            revision = max((max(node.read, node.revision) for node in nodes.values()), default=0)
+            if self._read[1] != revision or time.monotonic() > self._read[0] + _PLACE_INTERVAL:
                 self._state = self._fleet.desired
-                self._read = time.monotonic(), known
-            goes_on = self._trial is not None and not self._trial.outcome
-            if goes_on or any(each.trying for each in nodes.values()):
+                self._read = time.monotonic(), revision
+            has_trial = self._trial is not None and not self._trial.outcome
+            if has_trial or any(node.trying for node in nodes.values()):
                 self._trial = self._fleet.trial
             return "status", standing(self._fleet.name, self._state, nodes, self._trial)
         except WeightswapError as error:

@@ -1,9 +1,9 @@
-"""Metrics of a fleet: of each node, what its keeper counts of weights, and the sum of what its replicas count of calls.
+"""Metrics of a fleet: for each node, those of weights from its keeper, and those of calls, summed over its replicas.
 
-Any replica shows those of all nodes, so that no counter jumps where a proxy asks another one each time.
+Every replica returns those of all nodes, so that no counter jumps if a proxy sends each scrape to another replica.
 
 weightswap_fleet_revision        gauge: the revision of the desired state that a node serves
-weightswap_fleet_unread_seconds  gauge: since a node has read the desired state
+weightswap_fleet_unread_seconds  gauge: seconds since a node has read the desired state
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightswap_server.workers.totals import Totals
 
 
 class NodeMetrics:
-    """Those of one node, which its keeper has. Every method may be called from any thread."""
+    """The metrics of one node, in its keeper. Every method may be called from any thread."""
 
     def __init__(self, name: str, model: Model) -> None:
         """name: the label `model`."""
@@ -29,30 +29,30 @@ class NodeMetrics:
         self._registry = CollectorRegistry()
         self._collector = ModelCollector(model, name, self._registry)
         self._totals = Totals()
-        self._told: set[int] = set()
+        self._replicas: set[int] = set()  # process ids
         self._lock = Lock()
 
-    def tell(self, pid: int, text: str) -> None:
-        """What a replica shows now, as Prometheus reads it."""
+    def update(self, pid: int, text: str) -> None:
+        """Replace a replica's metrics. text: Prometheus' text format."""
         with self._lock:
-            self._told.add(pid)
-            self._totals.tell(pid, "worker", text)
+            self._replicas.add(pid)
+            self._totals.update(pid, "worker", text)
 
-    def show(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """A number of the node itself, as it is whenever it is asked for."""
-        Gauge(name, what, ["model"], registry=self._registry).labels(self._name).set_function(value)
+    def add_gauge(self, name: str, description: str, value: Callable[[], float]) -> None:
+        """Add a gauge of the node itself. value: called at each scrape."""
+        Gauge(name, description, ["model"], registry=self._registry).labels(self._name).set_function(value)
 
-    def keep(self, living: Collection[int]) -> None:
-        """Other replicas have ended: their counters stay."""
+    def end_others(self, living: Collection[int]) -> None:
+        """Keep the counters of all replicas that have ended."""
         with self._lock:
-            for pid in self._told.difference(living):
+            for pid in self._replicas.difference(living):
                 self._totals.end(pid)
-                self._told.remove(pid)
+                self._replicas.remove(pid)
 
     def text(self) -> str:
-        """As Prometheus reads it."""
+        """Return the metrics in Prometheus' text format."""
         with self._lock:
-            self._totals.tell("keeper", "keeper", generate_latest(self._registry).decode())
+            self._totals.update("keeper", "keeper", generate_latest(self._registry).decode())
             return self._totals.text()
 
     def close(self) -> None:
@@ -60,21 +60,19 @@ class NodeMetrics:
 
 
 def joined(nodes: Mapping[str, str]) -> str:
-    """The metrics of several nodes, with the label `node`."""
+    """Join the metrics of several nodes, with the label `node`."""
     return generate_latest(_Joined(nodes)).decode()
 
 
 class _Joined:
-    """As a registry."""
-
     def __init__(self, nodes: Mapping[str, str]) -> None:
         self._nodes = nodes
 
     def collect(self) -> Iterator[Metric]:
-        made: dict[str, Metric] = {}
+        joined: dict[str, Metric] = {}
         for node, text in self._nodes.items():
             for family in text_string_to_metric_families(text):
-                found = made.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric = joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    found.add_sample(sample.name, {**sample.labels, "node": node}, sample.value)
-        return iter(made.values())
+                    metric.add_sample(sample.name, {**sample.labels, "node": node}, sample.value)
+        return iter(joined.values())

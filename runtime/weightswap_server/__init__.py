@@ -1,4 +1,4 @@
-"""weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC."""
+"""The inference server: exported models behind the Open Inference Protocol, over HTTP and gRPC."""
 
 from weightswap_runtime.errors import MissingExtra
 

@@ -1,14 +1,14 @@
-"""Why a request is refused, and what that is called over HTTP and gRPC.
+"""Errors of requests, and their HTTP and gRPC status.
 
 WeightswapError
 `-- RequestError          the request was not answered
-    |-- BadRequest        it is not what the protocol, or the model's signature, says
+    |-- BadRequest        it does not follow the protocol or the model's signature
     |-- UnknownModel      no such model or version is served
-    |-- BodyTooLarge      it has more bytes than the server takes
-    |-- BodyTooSlow       its bytes did not come in time
-    |-- Overloaded        too much waits already; later it may fit
-    |-- NotReady          nothing can be answered yet, or any more
-    `-- TookTooLong       the answer was not there in time
+    |-- BodyTooLarge      it has more bytes than the server accepts
+    |-- BodyTooSlow       its bytes did not arrive in time
+    |-- Overloaded        too many requests wait already; it may be sent again later
+    |-- NotReady          the model cannot answer yet, or the server is stopping
+    `-- TookTooLong       the answer was not ready in time
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ log = logging.getLogger("weightswap.server")
 
 
 class RequestError(WeightswapError):
-    """A request was not answered; no weights have changed."""
+    """A request that was not answered; no weights have changed."""
 
 
 class BadRequest(RequestError):
-    """A request is not what the protocol, or the model's signature, says."""
+    """A request that does not follow the protocol or the model's signature."""
 
 
 class UnknownModel(RequestError):
-    """No model, version or page of that name is served."""
+    """A model, version or path that is not served."""
 
 
 class BodyTooLarge(RequestError):
-    """A request has more bytes than the server takes."""
+    """A request with more bytes than the server accepts."""
 
 
 class BodyTooSlow(RequestError):
-    """The bytes of a request did not come in time."""
+    """A request whose bytes did not arrive in time."""
 
 
 class Overloaded(RequestError):
-    """Too many requests wait already; the same request may be sent again."""
+    """A request that came while too many others wait; it may be sent again."""
 
 
 class NotReady(RequestError):
-    """The model has nothing to answer with: no weights yet, or the server is stopping."""
+    """A model that cannot answer: it has no weights yet, or the server is stopping."""
 
 
 class TookTooLong(RequestError):
-    """The answer was not there in time."""
+    """An answer that was not ready in time."""
 
 
 class Failure(NamedTuple):
-    """How a failure is told: the status of HTTP, the code of gRPC, and a sentence."""
+    """A failure as clients see it: HTTP status, name of the gRPC status code, and a sentence."""
 
     status: int
     code: str
@@ -70,23 +70,23 @@ class Failure(NamedTuple):
 
     @property
     def retry(self) -> bool:
-        """Whether the same request may succeed later."""
+        """True if the same request may succeed later."""
         return self.status == 503
 
 
-_TOLD: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
+_FAILURES: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
     (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
     (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
     (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
     (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed)),
     (504, "DEADLINE_EXCEEDED", (TookTooLong,)),
-    (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),  # the last: some that are above are of them
+    (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),  # last: some errors above are subclasses
 )
 
 
-def failure(error: BaseException) -> Failure:
-    """What a client is told. What nobody foresaw is logged here, and told without its text."""
-    for status, code, kinds in _TOLD:
+def failure_of(error: BaseException) -> Failure:
+    """Return what a client sees of an error. Unforeseen errors are logged, and their text is not sent."""
+    for status, code, kinds in _FAILURES:
         if isinstance(error, kinds):
             return Failure(status, code, str(error))
     log.error("a request failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""The methods of artifacts under the names that requests call them by."""
+"""The methods of a model, as the server calls them: from bytes to bytes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, DATATYPES, TensorMetadata
 
-Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the graph's order
+Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
 
 
 class ServedMethod:
-    """One method of a model, called with and giving bytes. `inputs` and `outputs` are what the protocol says of them,
-    `dtypes` numpy's type of each input."""
+    """One method of a model, called with bytes and returning bytes. `inputs` and `outputs` are the protocol's metadata,
+    `dtypes` the numpy dtype of each input by name."""
 
     def __init__(self, model: Model, name: str) -> None:
-        """Raises Unsupported where an input or output has a type that the protocol has no name for."""
+        """Raises Unsupported if an input or output has a dtype that the protocol has no name for."""
         self.name = name
         self._model = model
         self._engine = engine_of(model)
@@ -56,7 +56,7 @@ class ServedMethod:
         self._check = CallCheck(name, self.signature, TensorBytes, known, lambda _: None, lambda value: value[:2])
 
     def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
-        """The flat inputs of a call from tensors by name, checked. Raises InputMismatch."""
+        """Check the tensors of a call, given by name, and return its flat inputs. Raises InputMismatch."""
         if given.keys() != self.dtypes.keys():
             problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
             problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
@@ -66,16 +66,16 @@ class ServedMethod:
         return self._check.flatten(args, kwargs)
 
     def check_outputs(self, names: Sequence[str]) -> None:
-        """Raise BadRequest for names that no output has, or that come twice: answers could have any size."""
-        there = [tensor.name for tensor in self.outputs]
-        if unknown := [name for name in names if name not in there]:
-            raise BadRequest(f"no output is called {brief(unknown[0])}; there are: {', '.join(there)}")
+        """Raise BadRequest for names of no output, and for duplicates, with which responses could have any size."""
+        known = [tensor.name for tensor in self.outputs]
+        if unknown := [name for name in names if name not in known]:
+            raise BadRequest(f"no output is called {brief(unknown[0])}; there are: {', '.join(known)}")
         if len(set(names)) < len(names):
             raise BadRequest("an output is asked for twice")
 
     def call(self, caller: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
-        """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
-        calls."""
+        """Call the method on one version of the weights, and return its named outputs. The inputs are copied first.
+        variants: as in calls of a model."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
         values = caller.call_flat(self.name, tensors, variants)
         return [
@@ -85,20 +85,20 @@ class ServedMethod:
         ]
 
     def answer(self, pinned: Pinned, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """`call` with arrays by the inputs' names, for servers of others. Raises what a call raises."""
+        """Call the method with arrays by the inputs' names, for other servers. Raises what a call raises."""
         flat = self.arguments({name: array_content(array) for name, array in arrays.items()})
         return {name: as_array(content) for name, content in self.call(pinned, flat)}
 
     def sample(self) -> list[Any] | None:
-        """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""
+        """Return flat inputs of zeros of the smallest allowed sizes, at least 1; None if no call may have these."""
         sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
         if not all_hold(self.signature.conditions, sizes):
             return None
         return [_zeros(leaf, sizes) for leaf in self._inputs]
 
     def batch_limit(self, dim: str) -> int | None:
-        """How many rows a call may have along a dimension that all inputs and outputs begin with; None: as many as one
-        likes. Raises Unsupported where calls cannot be put together along it."""
+        """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
+        Raises Unsupported if calls cannot be batched along it."""
         tensors = [leaf for leaf in (*self._inputs, *self._outputs) if isinstance(leaf, Tensor)]
         conditions = [condition_dims(parse_condition(text)) for text in self.signature.conditions]
         if (
@@ -118,9 +118,9 @@ def _uses(shape: Sequence[Size], dim: str) -> bool:
     return any(isinstance(size, str) and parse_size(size).dim == dim for size in shape)
 
 
-def _metadata(method: str, found: Sequence[Leaf]) -> list[TensorMetadata]:
+def _metadata(method: str, method_leaves: Sequence[Leaf]) -> list[TensorMetadata]:
     tensors = []
-    for leaf in found:
+    for leaf in method_leaves:
         if isinstance(leaf, Integer):
             tensors.append(TensorMetadata(leaf.name, "INT64", [1]))
         elif isinstance(leaf, Tensor):
@@ -133,10 +133,10 @@ def _metadata(method: str, found: Sequence[Leaf]) -> list[TensorMetadata]:
     return tensors
 
 
-def _value(leaf: Leaf, given: Mapping[str, TensorBytes]) -> Any:
+def _value(leaf: Leaf, tensors: Mapping[str, TensorBytes]) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
-    content = given[leaf.name]
+    content = tensors[leaf.name]
     if isinstance(leaf, Tensor):
         return content
     if content.dtype != "I64" or math.prod(content.shape) != 1:

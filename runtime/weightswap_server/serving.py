@@ -1,4 +1,4 @@
-"""A server from its start to its end: models that are loaded and followed, sockets, signals."""
+"""The server from start to stop: loading models, sockets, signals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A variant that is there from the start."""
+    """A variant that is resident from the start."""
 
     group: str
     name: str
@@ -43,8 +43,9 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact, and where its weights come from: a weight file, a directory that is watched, the place of a desired
-    state, or the first and then one of the others. `options` are more of `load`, such as the engine."""
+    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, or
+    a weight file first and one of the others afterwards. `options` are further arguments of `load`, such as the engine.
+    """
 
     artifact: str
     weights: str | None = None
@@ -55,7 +56,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any] = {}
 
     def open(self) -> Model:
-        """Load it, and let it take what comes. Raises what `load`, `Model.add_variant`, `Model.watch` and
+        """Load the model, and start to watch or follow. Raises what `load`, `Model.add_variant`, `Model.watch` and
         `Model.follow` raise."""
         self.check()
         model = load(self.artifact, self.weights, **self.options)
@@ -65,7 +66,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         return model
 
     def check(self) -> None:
-        """Raise Unsupported for what excludes each other."""
+        """Raise Unsupported for both `watch` and `follow`, or for too many variants."""
         if self.watch is not None and self.follow is not None:
             raise Unsupported(
                 "a model that follows a place takes nothing else: watch the directory in the process "
@@ -79,7 +80,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def take(self, model: Model) -> None:
-        """Let a model take what comes. Raises what `Model.watch` and `Model.follow` raise."""
+        """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""
         if self.watch is not None:
             model.watch(self.watch, self.interval)
         if self.follow is not None:
@@ -87,7 +88,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server:
-    """Serves models until it is told to stop."""
+    """A server of one or more models, over HTTP and gRPC."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class Server:
         admin: AdminSettings | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """models: by the names that requests call them by. The server closes them when it ends. admin: for operators.
-        listener: on which other processes accept, too, and with whom the port of gRPC is shared.
+        """models: by the names that requests use; the server closes them when it ends. admin: the admin API's settings.
+        listener: a listening socket shared with other processes; the gRPC port is then shared, too.
 
         Raises Unsupported.
         """
@@ -106,15 +107,15 @@ class Server:
         self._http = HttpServer(http_app(self.service), settings, shared=listener is not None)
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
-        self._told: list[Callable[[], object]] = []
+        self._listening_callbacks: list[Callable[[], object]] = []
         self._listener = listener
         self.http_port = 0
         self.grpc_port = 0
 
     def run(self) -> None:
-        """Serve until `stop()`, and in the main thread until SIGTERM or SIGINT. What was accepted is finished first.
+        """Serve until `stop()`, or in the main thread until SIGTERM or SIGINT. Requests already accepted are finished.
 
-        Raises OSError where a port cannot be had.
+        Raises OSError if a port is not available.
         """
         with (
             closing(self.service),
@@ -131,7 +132,7 @@ class Server:
                     self._grpc.close(self.settings.grace)
 
     def stop(self) -> None:
-        """Stop accepting, finish what was accepted, and let `run()` return. From any thread, and from signals."""
+        """Stop accepting, finish the accepted requests, and let `run()` return. From any thread or signal handler."""
         self.service.stopping = True
         self._http.should_exit = True
         if self._grpc is not None:
@@ -145,12 +146,12 @@ class Server:
             self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
-        """Call `tell()` once requests are accepted and the ports are known."""
-        self._told.append(tell)
+        """Call `tell()` once the server listens and its ports are known."""
+        self._listening_callbacks.append(tell)
 
     @contextmanager
     def running(self) -> Iterator[Server]:
-        """A block in which it serves in a thread of its own."""
+        """Serve in a background thread while the block runs."""
         listening: Future[None] = Future()
         self.on_listening(lambda: listening.set_result(None))
 
@@ -174,14 +175,14 @@ class Server:
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with signals(loop, self.stop):
-            for tell in self._told:
-                tell()
+            for callback in self._listening_callbacks:
+                callback()
             await self._http.serve(sockets=[listener])
 
 
 @contextmanager
 def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iterator[None]:
-    """A block in which SIGTERM and SIGINT stop the server, where this is the main thread."""
+    """Call `stop` on SIGTERM and SIGINT while the block runs, if this is the main thread."""
     numbers = (signal.SIGTERM, signal.SIGINT) if current_thread() is main_thread() else ()
     for number in numbers:
         loop.add_signal_handler(number, stop)
@@ -193,7 +194,7 @@ def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iter
 
 
 def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:
-    """Variants as `--variant` names them: GROUP=PATH, called like the file or folder, or GROUP/NAME=PATH.
+    """Return the variants of `--variant` options: GROUP/NAME=PATH, or GROUP=PATH, named after the file or folder.
 
     Raises Unsupported.
     """
@@ -211,5 +212,5 @@ def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:
 
 
 def default_name(artifact: str) -> str:
-    """What a model is called where nobody says: the artifact's folder, without `.artifact`."""
+    """Return the default name of a model: the artifact's folder name, without `.artifact`."""
     return Path(artifact.rstrip("/")).name.removesuffix(".artifact")

@@ -1,4 +1,4 @@
-"""Settings of a server, and its limits."""
+"""Settings and limits of a server."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _MIB = 1 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits are per server; times are seconds, sizes bytes.
+    """Settings of one server. Times are in seconds, sizes in bytes.
 
-    host, http_port, grpc_port: where it listens; port 0 is any that is free, grpc_port None is no gRPC.
-    max_batch, max_delay: how many rows of requests one call may have, 1 for no batching, and how long the first waits
-      for others; 0 takes what is queued.
-    batch_dim: the name of the signature's dimension that is the batch.
-    max_queue: requests that wait for a model; more are refused with 503.
-    max_body: the bytes of a request, decompressed, over HTTP or gRPC.
-    max_bodies: those of all requests over HTTP that are under way; more are refused with 503.
-    body_timeout: for the bytes of a request's headers, for those of its body, and for a client that does not read.
-    timeout: from a request's arrival to its answer.
-    max_connections: over HTTP; and calls at once over gRPC.
-    max_streams, stream_timeout: how many generations may be open, each with a context of its own, and for how long.
-    grace: how long a stop waits for what was accepted.
-    traces: spans of requests and swaps for OpenTelemetry, by the tracer provider that the process has.
+    host, http_port, grpc_port: the address to listen on. Port 0 takes any free port; grpc_port None disables gRPC.
+    max_batch, max_delay: the most rows that one batch may have (1 disables batching), and how long the first request
+      waits for others. A max_delay of 0 takes what is queued.
+    batch_dim: the name of the signature's batch dimension.
+    max_queue: the most requests that may wait for one model; more are refused with 503.
+    max_body: the most bytes of a request body, decompressed, over HTTP or gRPC.
+    max_bodies: the most bytes of all HTTP request bodies in flight; more are refused with 503.
+    body_timeout: the time for a request's headers, for its body, and for a client that does not read its response.
+    timeout: the time from a request's arrival to its response.
+    max_connections: the most connections over HTTP, and the most concurrent calls over gRPC.
+    max_streams, stream_timeout: the most generations that may be open, each with its own context, and for how long.
+    grace: how long a stopping server waits for the requests it has accepted.
+    traces: whether to make OpenTelemetry spans of requests and swaps, with the process's tracer provider.
     """
 
     host: str = "127.0.0.1"
@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     traces: bool = False
 
     def check(self) -> None:
-        """Raise Unsupported for numbers that cannot be meant."""
+        """Raise Unsupported for values out of range."""
         counts = ("max_batch", "max_queue", "max_body", "max_bodies", "max_connections", "max_streams")
         self._check_whole(counts, 1, inf)
         self._check_whole(("http_port",) if self.grpc_port is None else ("http_port", "grpc_port"), 0, 65535)

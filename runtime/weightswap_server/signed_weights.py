@@ -1,7 +1,7 @@
-"""Signed weights: a signature beside a weight file, by OpenSSF's model-signing, over the weights id.
+"""Signed weights: a signature of the weights id beside a weight file, made with OpenSSF's model-signing.
 
-What is signed is a folder with one file, `weights-id`, that holds the 64 digits and a line's end. The id is that of the
-bytes: a staging computes it anew, so that a few bytes are signed for any size of weights. No network is asked.
+The signed content is a folder with one file, `weights-id`, of the 64 hex digits and a newline. Staging computes the id
+from the weights' bytes, so a signature of the id covers weights of any size. No network is used.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.staging.request import Admit
 
 SUFFIX = ".sig"
-_MOST = 1 << 20  # bytes of a signature
+_MAX_SIGNATURE = 1 << 20  # bytes
 _SIGNED = "weights-id"
 
 
 class SignatureRefused(SwapError):
-    """A weight file has no signature beside it, or none of the key that is required, for its weights."""
+    """A weight file without a signature beside it, or whose signature is not of its weights by a required key."""
 
 
 def requires(key: str, *others: str) -> Admit:
-    """What `load(admit=...)` takes, to refuse files that none of these public keys has signed.
+    """Return a callback for `load(admit=...)` that refuses files signed by none of these public keys.
 
-    key, others: PEM files with an elliptic curve's public key each. Raises MissingExtra and Unsupported.
+    key, others: PEM files, each with one elliptic-curve public key. Raises MissingExtra and Unsupported.
+    The callback raises SignatureRefused.
     """
     keys = (key, *others)
-    verifiers = [_verifier(each) for each in keys]
+    verifiers = [_verifier(path) for path in keys]
 
     def admit(location: Location, weights_id: str) -> None:
         where = location.with_name(location.name + SUFFIX)
-        signature = read_small(where, _MOST)
+        signature = read_small(where, _MAX_SIGNATURE)
         if signature is None:
             raise SignatureRefused(f"{location}: not signed: {where} is not there; `weightswap sign` writes it")
         with _folder(weights_id) as (folder, file):
             file.write_bytes(signature)
-            if not any(_verified(each, folder, file) for each in verifiers):
+            if not any(_verified(verifier, folder, file) for verifier in verifiers):
                 raise SignatureRefused(
                     f"{location}: {where} is no signature of the weights {weights_id[:12]} by the key "
                     f"{' or '.join(keys)}"
@@ -53,7 +54,7 @@ def requires(key: str, *others: str) -> Admit:
 def _verifier(key: str) -> Any:
     verifying = _library("verifying")
     try:
-        if Path(key).read_bytes().count(b"-----BEGIN PUBLIC KEY") > 1:  # all but the first would be passed over
+        if Path(key).read_bytes().count(b"-----BEGIN PUBLIC KEY") > 1:  # the library would use the first alone
             raise ValueError("it has several; say --require-signature for each, in a file of its own")
         return verifying.Config().use_elliptic_key_verifier(public_key=Path(key))
     except Exception as error:
@@ -63,15 +64,15 @@ def _verifier(key: str) -> Any:
 def _verified(verifier: Any, folder: Path, signature: Path) -> bool:
     try:
         verifier.verify(folder, signature)
-    except Exception:  # of many kinds, for what is no signature
+    except Exception:  # the library raises many kinds for a file that is no signature
         return False
     return True
 
 
 def sign(weights_id: str, key: str, password: str | None = None) -> bytes:
-    """A signature of a weights id. key: a PEM file with an elliptic curve's private key.
+    """Return a signature of a weights id. key: a PEM file with an elliptic-curve private key.
 
-    Raises MissingExtra, and Unsupported for what is no such key.
+    Raises MissingExtra, and Unsupported if the key cannot be read.
     """
     signing = _library("signing")
     try:
@@ -94,7 +95,7 @@ def _library(name: str) -> Any:
 
 @contextmanager
 def _folder(weights_id: str) -> Iterator[tuple[Path, Path]]:
-    """The folder that is signed, and a file for its signature outside of it."""
+    """Make the folder that is signed, and yield it with a path outside of it for the signature."""
     with tempfile.TemporaryDirectory(prefix="weightswap-") as parent:
         folder = Path(parent) / "signed"
         folder.mkdir()

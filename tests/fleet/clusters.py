@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, and a fleet on it whose weights say which they are."""
+"""A local Ray cluster of several nodes, and a fleet on it whose outputs identify its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
 class Numbered(nn.Module):
-    """Every output is a multiple of the number that all weights are."""
+    """A model whose weights all are one number, of which every output is a multiple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Files:
         self.weights = {number: self.write(number) for number in range(numbers)}
 
     def write(self, number: float) -> Path:
-        """The weights of a number."""
+        """Write the weights of a number."""
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.fill_(number)
@@ -61,14 +61,14 @@ class Files:
         return self._numbers[weights_id]
 
     def is_whole(self, output: NDArray[Any], weights_id: str) -> bool:
-        """Whether an output is that of the weights which it is said to be of."""
+        """Return True if an output is of the weights that its answer names."""
         with np.errstate(over="ignore"):
             return bool((output == np.float32(8 * 64 * self.number(weights_id) ** 2)).all())
 
 
 @contextmanager
 def cluster(nodes: int, cpus: int = NODE["num_cpus"]) -> Iterator[Any]:
-    """Several nodes of Ray, each with so many processors to give away; one cluster at a time."""
+    """Start several Ray nodes, each with so many CPUs. Only one cluster can run at a time."""
     with ray_turn(), _cluster(nodes, cpus) as made:
         yield made
 
@@ -120,7 +120,7 @@ def deployed_on(folder: Path, nodes: int) -> Iterator[Deployed]:
 
 
 class Client(threading.Thread):
-    """Calls all the time, and looks at each answer."""
+    """A client that calls all the time, and checks each answer."""
 
     def __init__(self, deployed: Deployed) -> None:
         super().__init__(daemon=True)
@@ -147,7 +147,7 @@ class Client(threading.Thread):
                 self.served.append((number, answer.revision))
 
     def has_seen(self, revision: int) -> bool:
-        """Whether its last answer was of that revision, or of a later one."""
+        """Return True if its last answer was of that revision or a later one."""
         return bool(self.answers) and self.answers[-1][2] >= revision
 
     def end(self) -> None:
@@ -159,7 +159,7 @@ class Client(threading.Thread):
 
 @contextmanager
 def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
-    """A block in which clients call; afterwards no answer was wrong, and none went back."""
+    """Run clients while the block runs. Afterwards no answer may be wrong, or older than one before."""
     found = [Client(deployed) for _ in range(clients)]
     for client in found:
         client.start()
@@ -177,7 +177,7 @@ def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
 
 
 def seen_again(answers: list[list[tuple[float, int]]]) -> dict[int, set[float]]:
-    """The numbers of each revision, in answers to clients that had seen it: there is one, or a client went back."""
+    """Return the numbers of each revision in answers to clients that had seen it. Two mean that one went back."""
     found: dict[int, set[float]] = {}
     for each in answers:
         for (_, seen), (number, revision) in pairwise(each):
@@ -188,7 +188,7 @@ def seen_again(answers: list[list[tuple[float, int]]]) -> dict[int, set[float]]:
 
 @contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """A block in which a process does nothing."""
+    """Stop a process while the block runs."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -197,7 +197,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 def until(true: Callable[[], Any], timeout: float = 120.0) -> Any:
-    """What it is, as soon as it is something."""
+    """Call a function until its result is true, and return it."""
     deadline = time.monotonic() + timeout
     while not (found := true()):
         assert time.monotonic() < deadline
@@ -206,7 +206,7 @@ def until(true: Callable[[], Any], timeout: float = 120.0) -> Any:
 
 
 def soon(work: Callable[[], Any]) -> Any:
-    """What a change says, once no order is open any more that was not heard in time."""
+    """Make a change, again while an order of a lost message is open, and return its result."""
     deadline = time.monotonic() + 120
     while True:
         try:

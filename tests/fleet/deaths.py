@@ -1,4 +1,4 @@
-"""Who is killed, or does not answer, while a fleet changes."""
+"""Processes that are killed, or do not answer, while a fleet changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VICTIMS = ["keeper", "frozen keeper", "replica", "controller", "controller's pro
 
 
 def survive(deployed: Deployed, deaths: Sequence[tuple[str, float]]) -> None:
-    """Change a fleet while one after another dies, each after so many seconds: all ends on what is desired, and no
+    """Change a fleet while processes die, each after so many seconds. In the end all serve the desired weights, and no
     answer was wrong."""
     fleet, files, _ = deployed
     refusals: list[str] = []
@@ -47,7 +47,7 @@ def survive(deployed: Deployed, deaths: Sequence[tuple[str, float]]) -> None:
 
 
 def killer(deployed: Deployed, victim: str, node: NodeStatus) -> Callable[[], object]:
-    """What ends a victim; on that node, if it is one that each node has."""
+    """Return a function that kills a victim, on that node if each node has one."""
     import ray
 
     if victim == "node":
@@ -62,7 +62,7 @@ def killer(deployed: Deployed, victim: str, node: NodeStatus) -> Callable[[], ob
 
 
 def other_node(made: Any) -> Any:
-    """One that has neither Ray's head nor this process."""
+    """Return a node without Ray's head and this process."""
     import ray
 
     mine = ray.get_runtime_context().get_node_id()
@@ -81,7 +81,7 @@ def controller() -> Any:
 
 
 def pid_of(actor: Any) -> int:
-    """Its process's, once it has one."""
+    """Return the pid of an actor, once it has a process."""
     import ray
 
     def ask() -> Any:

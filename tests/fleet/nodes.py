@@ -21,7 +21,7 @@ from weightswap_runtime.format.weight_set import open_weights
 
 
 class Died(BaseException):
-    """The coordinator ends here."""
+    """The death of the coordinator."""
 
 
 Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost", "slow"
@@ -30,7 +30,7 @@ SOON = Deadlines(prepare=5.0, commit=0.2)
 
 
 class MortalPlace(DesiredPlace):
-    """A place whose writer may end just before it has written, or just after."""
+    """A place whose writer may die just before or just after its write."""
 
     dies = ""
 
@@ -62,7 +62,7 @@ class Handed:
 
 
 class Fleet:
-    """Several nodes, their place, and files by their numbers; whoever coordinates may be told to end."""
+    """Several nodes, their place, and files by their numbers. A coordinator may be made to die."""
 
     def __init__(self, folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> None:
         self.tiny = TinyArtifact(folder / "tiny.artifact")
@@ -84,7 +84,7 @@ class Fleet:
             self.start(f"n{number}")
 
     def start(self, node: str, deployed: bool = True) -> None:
-        """A keeper begins: the first of a node, or the next; deployed: whether its replicas have told it how."""
+        """Start a keeper, the first of a node or the next. deployed: a replica has sent it the deployment."""
         keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, Handed(self))
         keeper.model.listen(lambda event: self._note_commit(keeper, event))
         if node not in self._held:
@@ -132,12 +132,12 @@ class Fleet:
     def swap(
         self, what: int | str | Path, by: str = "ana", reason: str = "", deadlines: Deadlines = SOON
     ) -> FleetReceipt:
-        """Have all agree on weights: those of a number, or a file, or a URL."""
+        """Swap the weights of all nodes: those of a number, a file, or a URL."""
         where = str(self.file(what) if isinstance(what, int) else what)
         return Agreement(self.place, self).swap(where, known_weights(where), by, reason, deadlines)
 
     def order(self, number: int, proven: bool = False) -> Order:
-        """What each node is asked to prepare for weights of a number."""
+        """Return an order for the weights of a number."""
         path = str(self.file(number))
         weights = DesiredWeights(source=path, weights_id=self.weights_id(number), since=0.0, by="ana")
         return Order(f"order {number}", self.place.read().revision, path, weights, 10.0, proven)

@@ -101,7 +101,7 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
 
 
 def test_a_busy_node_may_take_its_time_to_say_that_it_is_ready(fleet: Fleet) -> None:
-    """Not as long as its lease lasts."""
+    """But not until its lease is over."""
     fleet.fate = lambda method, node: "slow" if method == "renew" else ""
     assert fleet.swap(1).late == {}
 
@@ -124,7 +124,7 @@ def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pyte
 def test_whether_a_write_that_failed_was_done_is_looked_up(
     fleet: Fleet, written: bool, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """held: somebody has written a hold since."""
+    """held: an operator has written a hold since."""
     decide = fleet.place.set
 
     def fails(*arguments, **options):  # type: ignore[no-untyped-def]
@@ -178,7 +178,7 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
 
 
 def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fleet: Fleet) -> None:
-    """A node that comes later does; it has nothing to serve before, and says which file is missing."""
+    """A node that joins later needs it; until then it serves nothing, and names the missing file."""
     fleet.swap(1)
     fleet.swap(2)
     fleet.file(1).rename(fleet.where / "away")

@@ -19,7 +19,7 @@ from .nodes import SOON, Fleet
 
 
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
-    """Once, just before a node hears of something."""
+    """Call a function once, just before a message reaches a node."""
     events = [event]
 
     def fate(asked: str, of: str) -> str:
@@ -32,7 +32,7 @@ def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many bytes were read of each file."""
+    """Return the bytes read of each file."""
     found: dict[str, int] = {}
     read_into = LocalFile.read_into
 
@@ -67,7 +67,7 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
 
 
 def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
-    """And serves none of them on the way."""
+    """It serves none of them meanwhile."""
     fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
     fleet.swap(1)
     fleet.keepers["n1"].changes.discard(fleet.keepers["n1"].changes._order.order.id)  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
 
 
 def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Fleet) -> None:
-    """Both have made a delta from the same weights; their changes come one after the other."""
+    """Both have made a delta from the same weights, and swap one after the other."""
     first, second = fleet.delta(0, 1), fleet.delta(0, 2)
     fleet.swap(first)
     fleet.asked.clear()
@@ -125,7 +125,7 @@ def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Flee
 def test_of_two_operators_at_once_one_is_refused(
     fleet: Fleet, when: str, first_serves: bool, refusals: set[type[Exception]]
 ) -> None:
-    """By two coordinators, of which the second begins and ends in the midst of what the first one does."""
+    """Two coordinators, of which the second begins and ends in the middle of the first one's change."""
     first, second, refused = fleet.delta(0, 1), fleet.delta(0, 2), list[Exception]()
 
     def attempt(path: Path) -> None:
@@ -148,7 +148,7 @@ def test_of_two_operators_at_once_one_is_refused(
 @pytest.mark.parametrize("when", ["renew", "commit"])
 @pytest.mark.parametrize("base_is_there", [True, False])
 def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when: str, base_is_there: bool) -> None:
-    """Before the decision nobody changes; after it the next keeper, which has the base in memory, reads the delta."""
+    """Before the decision no node changes; after it the next keeper, with the base in memory, reads the delta."""
     path = fleet.delta(0, 1)
     if not base_is_there:
         fleet.file(0).rename(fleet.where / "away")
@@ -168,7 +168,7 @@ def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when
 
 @pytest.mark.parametrize("when", ["prepare", "renew", "commit", "status"])
 def test_a_node_that_joins_while_a_delta_is_agreed_on(fleet: Fleet, when: str) -> None:
-    """It begins with what is desired just then, and ends with what all serve; the receipt waits for it."""
+    """It starts with the present desired weights, and ends with the new ones; the receipt waits for it."""
     path = fleet.delta(0, 1)
     before(fleet, when, lambda: fleet.start("n2"))
     receipt = fleet.swap(path)
@@ -189,7 +189,7 @@ def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_o
 
 
 def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet) -> None:
-    """A node that comes then reads all of it; one more is refused before a node is asked, and says what to do."""
+    """A node that joins then reads all of it. One more delta is refused before a node is asked, with advice."""
     for new in range(1, MOST_BASES + 1):
         assert fleet.swap(fleet.delta(new - 1, new)).late == {}
     fleet.start("n2")

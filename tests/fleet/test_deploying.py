@@ -1,4 +1,4 @@
-"""What is no deployment of a fleet is refused before anything is written."""
+"""Wrong deployments of a fleet are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another place or graph each node has a keeper for a while, which says what is desired no more."""
+    """For a while each node has a keeper of an earlier place or graph, which is left out."""
     from weightswap_fleet.coordinator import actors
 
     fleet = Fleet(tmp_path, 2, monkeypatch)
@@ -126,13 +126,13 @@ def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: p
 def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that nothing is changed once its caller has given up."""
+    """So a change does not begin once its caller has given up."""
     from weightswap_fleet.coordinator.agreement import Deadlines
     from weightswap_fleet.coordinator.controller import Controller
 
     monkeypatch.setattr(Controller, "_lead", lambda controller: None)
     controller, deadlines = Controller("fleet"), Deadlines(prepare=0.01)
-    with controller._alone(time.monotonic(), Deadlines()) as left:
+    with controller._exclusively(time.monotonic(), Deadlines()) as left:
         assert left.prepare <= Deadlines().prepare
         for change in (controller.swap, controller.publish):
             with pytest.raises(StagingBusy, match=r"fleet: another change has taken all of 0\.01 s"):

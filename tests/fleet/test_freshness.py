@@ -1,4 +1,4 @@
-"""Which revision a replica says that it serves."""
+"""The revision in a replica's responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .clusters import seen_again
 
 
 def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others() -> None:
-    """Its arena has the revision of the commit after the next by then."""
+    """Its arena already has the revision of the commit after the next."""
     pytest.importorskip("ray")
     from weightswap_fleet.replicas.freshness import Freshness
 
@@ -29,6 +29,6 @@ def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others
 
 
 def test_a_client_that_goes_back_under_one_revision_is_found() -> None:
-    """Its first answer of a revision may be of the weights before; those after it may not."""
+    """Its first answer of a revision may be of the previous weights, later ones may not."""
     assert seen_again([[(1, 1), (1, 2), (2, 2), (2, 2)], [(2, 2), (2, 2)]]) == {2: {2}}
     assert seen_again([[(2, 2), (2, 2), (1, 2)]]) == {2: {1, 2}}

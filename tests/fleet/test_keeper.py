@@ -27,7 +27,7 @@ from .nodes import Fleet
 
 
 def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
-    """In orders, in what the place says, and in what is tried first."""
+    """In orders, in the place, and in trials."""
     values = fleet.tiny.values(1)
     values["weight"][0, 0] = float("nan")
     path = fleet.tiny.write(tmp_path / "nan.safetensors", values)
@@ -47,7 +47,7 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
 
 
 def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
-    """Its key is asked for by keepers that were there before; other places have keepers of their own."""
+    """Earlier keepers require its key, too; other places have keepers of their own."""
     keeper = fleet.keepers["n0"]
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
@@ -66,7 +66,7 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def test_any_of_several_keys_will_do(fleet: Fleet, tmp_path: Path) -> None:
-    """As of a server: while one key takes the place of another."""
+    """As for a server: while keys are rotated."""
     publics = []
     for name in ("old", "new"):
         private = ec.generate_private_key(ec.SECP256R1())
@@ -90,7 +90,7 @@ def test_any_of_several_keys_will_do(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def _spec(fleet: Fleet, **options: Any) -> Spec:
-    """What a deployment with these options tells its replicas."""
+    """Return the spec of a deployment with these options."""
     deploying = pytest.importorskip("weightswap_fleet.deploying")
     application = deploying.deployment(fleet.tiny.path, follow=fleet.where, **options)
     spec: Spec = application._bound_deployment._replica_config.init_args[0]
@@ -115,7 +115,7 @@ def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: 
 
 
 def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
-    """Ray makes it with what the first one was made with; its replicas are of a later one, which asks for a key."""
+    """Ray restarts it with its first arguments; its replicas are of a later deployment, which requires a key."""
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
@@ -125,7 +125,7 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
     fleet.start("n0", deployed=False)
     keeper = fleet.keepers["n0"]
     keeper.changes.look()
-    with pytest.raises(StagingBusy, match="has begun again"):
+    with pytest.raises(StagingBusy, match="was restarted, and no replica has sent it the deployment"):
         keeper.changes.prepare(fleet.order(2))
     assert keeper.model.weights_id == fleet.weights_id(0)
     keeper.told(os.getpid(), "", later)
@@ -136,7 +136,7 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
 
 
 def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fleet, tmp_path: Path) -> None:
-    """No replica has its memory any more; the place says weights that the latest deployment refuses."""
+    """No replica has its memory any more, and the place desires weights that the latest deployment refuses."""
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
@@ -152,7 +152,7 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_keeper_that_nobody_has_told_ends_soon(told: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses all changes until then; one that was told waits for replicas that come back."""
+    """It refuses all changes until then. One with a deployment waits for replicas to come back."""
     actors = pytest.importorskip("weightswap_fleet.coordinator.actors")
     ended = threading.Event()
     monkeypatch.setattr(actors, "_LOOK", 0.01)

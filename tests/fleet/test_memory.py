@@ -31,7 +31,7 @@ Start = Callable[[NodeMemory], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def holder() -> Iterator[Start]:
-    """Starts a process that has a node's memory open, as a replica has."""
+    """A function that starts a process with a node's memory open, as a replica."""
     started: list[subprocess.Popen[str]] = []
 
     def start(memory: NodeMemory) -> subprocess.Popen[str]:
@@ -131,7 +131,7 @@ def test_who_was_killed_holds_nothing_and_has_no_seat(tiny: TinyArtifact, holder
 
 
 def test_the_next_keeper_knows_who_sits_there(tiny: TinyArtifact, holder: Start, name: str) -> None:
-    """The living are watched; the dead, and whoever has got their number since, are let go."""
+    """It watches living replicas, and empties the slots of dead ones, even if their pid is in use again."""
     memory = NodeMemory.create(tiny.manifest.weights, 3, name)
     control = Control(memory.segment.control)
     living, dead = holder(memory), holder(memory)

@@ -1,4 +1,4 @@
-"""What a fleet counts: of each node the sum of its replicas, also of those that have ended; all nodes in one text."""
+"""Metrics of a fleet: for each node the sum of its replicas, even of ended ones; all nodes in one text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def replica(weights_id: str, requests: int) -> str:
-    """What a replica shows that has refused so many requests."""
+    """Return the metrics of a replica that has refused so many requests."""
     counted = ServerMetrics()
     for _ in range(requests):
         counted.refused("tiny", weights_id, 503)
@@ -21,7 +21,7 @@ def replica(weights_id: str, requests: int) -> str:
 
 
 def read(text: str, name: str) -> dict[Labels, float]:
-    """The samples of a name, by all their labels."""
+    """Return the samples of a name, by all their labels."""
     return {
         tuple(sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -33,20 +33,20 @@ def read(text: str, name: str) -> dict[Labels, float]:
 def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> None:
     metrics = NodeMetrics("tiny", fleet.keepers["n0"].model)
     for pid, requests in ((1, 3), (2, 4), (1, 5)):
-        metrics.tell(pid, replica("w", requests))
+        metrics.update(pid, replica("w", requests))
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 9
-    metrics.keep([2])
-    metrics.tell(3, replica("w", 1))
+    metrics.end_others([2])
+    metrics.update(3, replica("w", 1))
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
-    metrics.keep([2])
-    metrics.keep([])
+    metrics.end_others([2])
+    metrics.end_others([])
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
     metrics.close()
 
 
 def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     for node, keeper in fleet.keepers.items():
-        keeper._metrics.tell(1, replica("w", 2 if node == "n0" else 7))
+        keeper._metrics.update(1, replica("w", 2 if node == "n0" else 7))
     fleet.swap(1)
     answers = fleet.ask(fleet.names(), "metrics", timeout=1.0)
     text = joined(answers)

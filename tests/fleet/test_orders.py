@@ -37,7 +37,7 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
 
 
 def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
-    """From now on it takes seconds on every node, for 92 bytes. Set once something is being staged."""
+    """Make stagings take seconds on every node. Returns an event that is set once weights are being staged."""
     began = threading.Event()
     for keeper in fleet.keepers.values():
         stage = keeper.model.stage
@@ -52,7 +52,7 @@ def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
 
 
 def change_by(fleet: Fleet, slow: str) -> None:
-    """Something that has a node stage number 2."""
+    """Make a node stage number 2, by an order, a trial, or the place."""
     wanted = fleet.order(2)
     if slow == "an order":
         fleet.swap(2)
@@ -154,7 +154,7 @@ def trial(wanted: Order) -> TrialOrder:
 
 @pytest.mark.parametrize("proven", [False, True], ids=["an order", "a rollback"])
 def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, proven: bool) -> None:
-    """Messages overtake each other, and a keeper that was stopped gets all of them at once."""
+    """Messages can overtake each other, and a stopped keeper gets all of them at once."""
     changes, wanted = fleet.keepers["n0"].changes, fleet.order(2, proven)
     changes.discard(wanted.id)
     if proven:
@@ -186,7 +186,7 @@ def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: F
 
     def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
         giving_up.start()
-        while wanted.id not in changes._given_up:
+        while wanted.id not in changes._discarded:
             pass
         return stage(*arguments, rate_limit=15.0, **options)
 
@@ -202,7 +202,7 @@ def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: F
 
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
 def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes: list[str]) -> None:
-    """Whoever gave it has died, or waits for nodes that take long; then it does not happen."""
+    """Its coordinator has died, or waits for slow nodes; the order is then discarded."""
     fleet.swap(1)
     for name in nodes:
         fleet.keepers[name].changes.prepare(fleet.order(2))
@@ -214,7 +214,7 @@ def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes
 
 
 def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
-    """A node that has not heard of it yet commits it first."""
+    """A node that has not got the commit yet makes it first."""
     fleet.swap(1)
     for keeper in fleet.keepers.values():
         keeper.changes.prepare(fleet.order(2))
@@ -276,7 +276,7 @@ def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fle
 
 
 def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system may that is mounted over a network: the look at it hangs, and the node serves on."""
+    """A network file system may hang so: the look hangs, and the node goes on serving."""
     keeper, answers = fleet.keepers["n0"], threading.Event()
     read = keeper._place._storage.read
     monkeypatch.setattr(keeper._place._storage, "read", lambda check: answers.wait() and read(check))

@@ -39,7 +39,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Watched:
-    """A fleet as the page sees it, and a problem that it may have."""
+    """A fleet as the page reads it, with an optional problem."""
 
     name = "tagger"
     problem: Exception | None = None
@@ -61,7 +61,7 @@ class Watched:
 
 @contextmanager
 def served(watched: Watched) -> Iterator[str]:
-    """A block with the page's address."""
+    """Serve the page while the block runs. Yields its address."""
     app = page_app(watched, HOSTS)
     with listening("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))

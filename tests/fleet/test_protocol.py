@@ -140,7 +140,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def another_leads_the_trial(self) -> None:
-        """There is one at most from then on."""
+        """At most one trial remains."""
         self.trial = FleetTrial.find(self.fleet)
         assert self._on_trial == ({self.trial.order.id} if self.trial is not None else set())
 
@@ -193,7 +193,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(node=nodes)
     def a_keeper_is_killed(self, node: str) -> None:
-        """Its replicas serve on, and the next keeper finds the memory."""
+        """Its replicas go on serving, and the next keeper finds the memory."""
         del self.fleet.keepers[node]
         self.fleet.start(node)
 
@@ -203,14 +203,14 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def an_outage(self) -> None:
-        """The place is away, or is there again."""
+        """The place becomes unreachable, or reachable again."""
         away = self.fleet.where.with_name("away")
         before, after = (self.fleet.where, away) if self._is_there else (away, self.fleet.where)
         before.rename(after)
 
     @rule(node=nodes)
     def a_client_asks(self, node: str) -> None:
-        """It is answered where it would not go back; an answer's revision is that of the weights."""
+        """A replica answers unless the client would go back; the revision of an answer is that of its weights."""
         keeper = self.fleet.keepers[node]
         revision, weights_id = keeper.status().revision, keeper.model.weights_id
         if weights_id is not None and self.may_answer(revision):
@@ -218,7 +218,7 @@ class Protocol(RuleBasedStateMachine):
             self.seen, self.newest = revision, max(self.newest, revision)
 
     def may_answer(self, revision: int) -> bool:
-        """As `Freshness.wait`."""
+        """Return True where `Freshness.wait` would not raise."""
         return revision >= self.seen
 
     @invariant()
@@ -234,7 +234,7 @@ class Protocol(RuleBasedStateMachine):
         self.fleet.commits.clear()
 
     def teardown(self) -> None:
-        """Messages flow again: all serve what the place says, and no order is open."""
+        """Once messages arrive again, all nodes serve the desired weights, and no order is open."""
         if not self._is_there:
             self.an_outage()
         for _ in range(3):
@@ -257,7 +257,7 @@ def test_any_order(examples: int) -> None:
 
 
 def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is refused by all nodes; after the first has decided it succeeds."""
+    """All nodes refuse the second; after the first one's decision it succeeds."""
     fleet = Fleet(tmp_path, NODES, monkeypatch)
     fleet.place.set(fleet.file(0), revision=0)
     first, second = (Agreement(fleet.place, fleet) for _ in range(2))

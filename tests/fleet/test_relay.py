@@ -1,4 +1,4 @@
-"""Weights that go from node to node: a URL is read once, whoever gives up, dies or lies."""
+"""The relay of weights: a URL is read once, even if nodes give up, die or send damaged chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Wire:
-    """Several relays, and what happens between them."""
+    """Several relays, and the messages between them."""
 
     def __init__(self, *nodes: str) -> None:
         self.dead: set[str] = set()
@@ -94,7 +94,7 @@ def test_a_url_is_read_once_for_all(web: WebServer) -> None:
 
 
 def test_chunks_are_kept_for_a_while_alone(web: WebServer) -> None:
-    """One that comes late reads again what has gone; memory is bounded."""
+    """A late node makes the reader read dropped chunks again; memory is bounded."""
     wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
     read(wire.open("a", url))
     assert len(wire.relays["a"]._readings[url].chunks._known) == GIVEN
@@ -180,7 +180,7 @@ def test_what_goes_no_other_way(source: str) -> None:
 
 @pytest.mark.parametrize("method", ["describe", "give", "settle", "describe again"])
 def test_a_wait_for_a_reader_ends_when_it_is_told_to(method: str, web: WebServer) -> None:
-    """So a rollback does not wait for a reader that has stopped."""
+    """A rollback does not wait for a reader that has stopped."""
     wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
     ended, released = threading.Event(), threading.Event()
 
@@ -234,7 +234,7 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
 
 
 def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each node verifies as if it had read it itself, and nobody changes."""
+    """Each node verifies the weights itself, and none changes."""
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
     taker = fleet.keepers["n2"]._relay
     assert taker is not None

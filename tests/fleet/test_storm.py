@@ -1,4 +1,4 @@
-"""Operators, trainers, trials and looks at once, on threads: nothing is stuck, and a revision is one set of weights."""
+"""Concurrent operators, trainers, trials and looks, in threads: no deadlock, and a revision is one set of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS, SECONDS_A_SECOND = 40, 20  # so that leases run out
 
 
 class Storm:
-    """What each of those who change a fleet does once."""
+    """Single actions of all who change a fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -82,7 +82,7 @@ class Storm:
 
 
 def run(work: Callable[[random.Random], None], seed: int, stop: threading.Event, said: Counter[str]) -> None:
-    """Again and again, until `stop`; errors that are no refusals end it."""
+    """Repeat an action until `stop`. Errors other than refusals end the storm."""
     dice = random.Random(seed)
     try:
         while not stop.is_set():

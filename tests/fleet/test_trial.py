@@ -1,4 +1,4 @@
-"""Weights on trial on the nodes of a fleet, step by step: who begins, renews, judges, promotes, and who dies."""
+"""Trials on the nodes of a fleet, step by step: begin, renewal, judgement, promotion, and deaths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClose
 from weightswap_runtime.live.staged import Staged
 from weightswap_server.canary.judging import Measured
 from weightswap_server.canary.measuring import Answers, Compared
-from weightswap_server.workers.trials import Tried
+from weightswap_server.workers.trials import TrialMeasures
 
 from .nodes import SOON, Fleet, serving_zero
 
@@ -44,7 +44,7 @@ def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: An
 
 
 def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> FleetTrial:
-    """A trial that all nodes have, since second 100; its leader's clock stands still."""
+    """Begin a trial on all nodes, at second 100; the leader's clock stands still."""
     trial = FleetTrial(trial_of(fleet, number, **plan), fleet, lambda: now)
     trial.begin(5.0)
     return trial
@@ -55,13 +55,14 @@ def trying(fleet: Fleet) -> dict[str, str]:
 
 
 def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:
-    """A replica of a node has answered so many requests with what is on trial, and as many with what is served."""
+    """Send the measures of a replica: so many answers of the weights on trial, and as many of the served ones."""
     served = Answers(canary, 0, [0.001] * canary, [False] * canary, [])
     failed = [False] * (canary - errors) + [True] * errors
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
     keeper = fleet.keepers[node]
-    text = msgspec.msgpack.encode(Tried("tiny", keeper.changes._control.trial if word is None else word, measured))
+    trial = keeper.changes._control.trial if word is None else word
+    text = msgspec.msgpack.encode(TrialMeasures("tiny", trial, measured))
     keeper.changes.tried(b64encode(text).decode())
 
 
@@ -134,7 +135,7 @@ def test_a_promotion_reads_no_file_again(fleet: Fleet) -> None:
 
 
 def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
-    """Which nobody has read: it may be damaged, and whoever starts later would have to begin with it."""
+    """No node has read the copy: it may be damaged, and a later node would have to start with it."""
     begun(fleet)
     copy = fleet.damaged(1)
     with pytest.raises(FleetRefused, match="is on trial by ana; promote or abort it first"):
@@ -172,7 +173,7 @@ def test_a_rollback_ends_it(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("number", [1, 2], ids=["what is on trial", "something else"])
 def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
-    """Somebody has it desired by other means: what is on trial is served without being read, or given up."""
+    """The place desires other weights meanwhile: those on trial are served without a read, or discarded."""
     begun(fleet)
     fleet.place.set(fleet.file(number), revision=1)
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
@@ -217,7 +218,7 @@ def test_the_next_leader_finds_it(fleet: Fleet) -> None:
 
 
 class Staging:
-    """A node that stages a trial until `go`, while whoever leads it dies."""
+    """A node that stages a trial until `go`, while the trial's leader dies."""
 
     def __init__(self, fleet: Fleet, pool: ThreadPoolExecutor) -> None:
         self.changes = fleet.keepers["n0"].changes
@@ -257,7 +258,7 @@ def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, stag
 
 
 def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
-    """A keeper answers so many at once; it would have no answer left for anybody."""
+    """Waiting calls would use up the keeper's concurrency."""
     found, control = FleetTrial.find(fleet), staging.changes._control
     assert found is not None
     for _ in range(3):

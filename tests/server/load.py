@@ -26,7 +26,7 @@ begun = Barrier(CLIENTS)
 
 
 def load(protocol: str, port: int, expected: dict[str, np.ndarray[Any, Any]], seconds: float) -> dict[str, int]:
-    """One client's answers, counted."""
+    """Run one client, and count its answers by outcome."""
     options: dict[str, Any] = {}
     if protocol == "http":
         import tritonclient.http as triton
@@ -66,7 +66,7 @@ def _served(protocol: str, answer: Any) -> tuple[str, int]:
 
 
 def main(http_port: str, grpc_port: str, expected: str, seconds: str) -> None:
-    """Prints the sum over all clients as JSON."""
+    """Print the sums over all clients as JSON."""
     table = dict(np.load(expected))
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [

@@ -34,7 +34,7 @@ WORKERS = 2
 
 
 class Plan(NamedTuple):
-    """What happens after which checkpoint. back: where the operator rolls back to; held: what comes meanwhile."""
+    """The events of a day, by checkpoint. back: the rollback's target; held: checkpoints during the hold."""
 
     checkpoints: int
     damaged: tuple[int, ...]
@@ -62,7 +62,7 @@ LONG = Plan(
 
 
 class Seen(NamedTuple):
-    """An answer: when it was asked for, whose it is, and whether these weights give it."""
+    """An answer: the time of its request, its weights, and if they really give it."""
 
     asked: float
     weights_id: str
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
 
 class Day:
-    """A server, a trainer who has each checkpoint desired, an operator, and clients."""
+    """A server, a trainer that writes each checkpoint to the place, an operator, and clients."""
 
     def __init__(self, plan: Plan, root: Path) -> None:
         self.plan, self.root = plan, root
@@ -91,7 +91,7 @@ class Day:
         self.process, self.port, _ = self._running.enter_context(started(self.root, WORKERS, *options))
 
     def restart(self, number: int) -> None:
-        """The whole server: the manager, with all that it has."""
+        """Restart the whole server, with the manager."""
         children = children_of(self.process.pid)
         self.process.send_signal(number)
         assert self.process.wait(30) == (0 if number == signal.SIGTERM else -number)
@@ -107,12 +107,12 @@ class Day:
         self._kill(next(child for child in children_of(self.process.pid) if child != keeper))
 
     def _kill(self, victim: int) -> None:
-        """Another process has taken its place before the day goes on."""
+        """Kill a process, and wait until another has replaced it."""
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: victim not in (now := children_of(self.process.pid)) and len(now) == WORKERS + 1)
 
     def train(self, seed: int) -> None:
-        """Write a checkpoint, whole or not, and have it desired, as a trainer does who looks into nothing."""
+        """Write a checkpoint, whole or broken, to the place, as a trainer that checks nothing."""
         path = self.service.folder / f"v{seed}.safetensors"
         values = self.tiny.values(seed)
         if seed == self.plan.not_finite:
@@ -133,14 +133,14 @@ class Day:
 
     @property
     def wanted(self) -> str:
-        """What is desired, or the last before it that was whole."""
+        """Return the desired checkpoint, or the last whole one before it."""
         state = self.service.place.read()
         assert state.weights is not None
         known = [each.weights_id for each in (state.weights, *reversed(state.history))]
         return next(each for each in known if each in self.expected)
 
     def roll_back(self) -> float:
-        """By the admin plane; when it was done."""
+        """Roll back by the admin plane, and return the time after it."""
         asked = {"to": self.good[self.plan.back][:12], "why": "slow"}
         eventually(lambda: bool(self.operator.post("/admin/models/tiny/rollback", asked)))
         assert self.service.desired == self.good[self.plan.back]
@@ -153,13 +153,13 @@ class Day:
             self.service.place.promote(bad, by="trainer")
 
     def agree(self, wanted: str) -> None:
-        """Wait until the keeper serves it; from then on every worker does."""
+        """Wait until the keeper serves a checkpoint; from then on every worker does."""
         eventually(lambda: self._told(wanted))
         for _ in range(10):
             eventually(lambda: self._ask().weights_id == wanted, 5)
 
     def settle(self, seed: int) -> None:
-        """Wait for what comes of a checkpoint."""
+        """Wait for the outcome of a checkpoint."""
         if seed not in self.good and seed not in self.plan.held:
             name = f"v{seed}.safetensors"
             history = "/admin/models/tiny/history"
@@ -171,7 +171,7 @@ class Day:
         return served is not None and served["weights_id"] == wanted
 
     def _ask(self) -> Seen:
-        """On a connection of its own: any worker's."""
+        """Send a request on a new connection, to any worker."""
         asked = time.monotonic()
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
             connection.request("POST", "/v2/models/tiny/infer", json.dumps(as_json(x=INPUT)).encode())
@@ -193,7 +193,7 @@ class Day:
                 self.failures += 1
 
     def run(self) -> Iterator[int]:
-        """After each checkpoint, once what comes of it has come."""
+        """Run the day: the events after each checkpoint follow its outcome."""
         asking = Thread(target=self.clients)
         try:
             self.train(1)

@@ -99,7 +99,7 @@ _session = requests.Session()
 
 
 def ask_again(server: Server, body: bytes, headers: dict[str, str]) -> Reply:
-    """On a connection that stays open: thousands of them would wait for the system to forget them."""
+    """Send a request on a connection that stays open: thousands of new ones would fill up in TIME_WAIT."""
     found = _session.post(f"http://127.0.0.1:{server.http_port}{INFER}", body, headers=headers, timeout=20)
     return Reply(found.status_code, found.headers, found.content)
 
@@ -111,7 +111,7 @@ def _closed() -> Iterator[None]:
 
 
 def abuse(server: Server) -> None:
-    """One of each kind."""
+    """Send one request of each abusive kind."""
     ask(server, INFER, b"{")
     ask(server, INFER, as_json(y=X))
     ask(server, INFER, bytes(200_000))
@@ -124,7 +124,7 @@ def abuse(server: Server) -> None:
 
 
 def open_descriptors(server: Server) -> int:
-    """Once the server has seen that its clients have gone."""
+    """Count file descriptors, once the server has noticed that its clients have disconnected."""
     limit = time.monotonic() + 20
     while server._http.server_state.connections:
         assert time.monotonic() < limit

@@ -34,7 +34,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
-    """With the weights of seed 1; operators may name what lies in the folder of the tests."""
+    """A server with the weights of seed 1, whose operators may name files in the tests' folder."""
     audit = str(tmp_path / "audit.jsonl")
     with administered({"tiny": load(tiny.path, weight_file(1))}, allow=(str(tmp_path),), audit_log=audit) as running:
         yield running
@@ -131,7 +131,7 @@ def place(weight_file: WriteWeights, tmp_path: Path) -> DesiredPlace:
 def test_where_a_place_is_followed_changes_are_written_there(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
-    """So that the next look of this process, and of all others, does not undo them."""
+    """Otherwise the next look of this process, or another, would undo them."""
     model = server.service.served[0].model
     assert change(server, "hold").status == 409
     assert change(server, "follow", place=place.where, interval=0.02).status == 200
@@ -189,7 +189,7 @@ def test_a_delta_is_desired_with_what_leads_to_its_base(
 
 
 def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
-    """Also where the place says another of the same weights by now, as after a rollback to them."""
+    """Even if the place has another reason for the same weights by now, as after a rollback to them."""
     change(server, "follow", place=place.where, interval=0.02)
     place.set(weight_file(2), revision=1, by="bo", why="better")
     limit = time.monotonic() + 20
@@ -207,7 +207,7 @@ def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, w
 def test_a_reason_is_told_before_its_commit(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To whoever takes the place of a process that dies just after it; what was never committed has none."""
+    """The process that replaces one which dies after a commit knows it; weights never committed have none."""
     assert server.admin is not None
     operations, told, before = server.admin.models["tiny"], list[JournalState](), list[dict[int, str]]()
     operations.journal.on_change = told.append
@@ -231,7 +231,7 @@ def test_a_reason_is_told_before_its_commit(
 def test_two_operators_do_not_overwrite_each_other(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
-    """What was staged before somebody else wrote is not committed over it; and gives way to it."""
+    """Weights staged before another operator's write are not committed over it, but discarded."""
     model = server.service.served[0].model
     change(server, "follow", place=place.where, interval=0.02)
     assert change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]["ready"]
@@ -247,7 +247,7 @@ def test_two_operators_do_not_overwrite_each_other(
 def test_a_rollback_answers_with_its_own_receipt(
     server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is written after the weights are served."""
+    """The receipt is written after the weights are served."""
     model = server.service.served[0].model
     change(server, "follow", place=place.where, interval=0.02)
     change(server, "swap", source=str(weight_file(2)))
@@ -266,7 +266,7 @@ def test_a_rollback_answers_with_its_own_receipt(
 def test_a_rollback_leads_to_what_was_served(
     server: Server, tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    """Past what was desired and refused; to that, if it is named, it says so, and withdrawn weights are left."""
+    """It skips weights that were refused. If named, it fails for these, but not for withdrawn ones."""
     model = server.service.served[0].model
     nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
     state = place.set(nan, revision=1)
@@ -292,7 +292,7 @@ def test_a_rollback_leads_to_what_was_served(
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
-    """Whoever staged had seen the rollback of another; this process had not, and would go on for an hour."""
+    """The operator had seen another's rollback; this process had not, and would keep the staged weights for an hour."""
     model = server.service.served[0].model
     place.set(weight_file(2), revision=1, by="ana")
     change(server, "follow", place=place.where, interval=0.5)
@@ -326,7 +326,7 @@ def test_what_is_staged_stays_where_what_is_desired_cannot_be_served(
 def test_of_two_that_end_what_is_staged_one_does(
     server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit that is refused writes nothing; and nothing is given up between its write and its commit."""
+    """A refused commit writes nothing, and nothing is discarded between a write and its commit."""
     model = server.service.served[0].model
     change(server, "follow", place=place.where, interval=30)
     write = DesiredPlace.set

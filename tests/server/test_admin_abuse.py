@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    """With the weights of seed 1, which no test changes."""
+    """A server with the weights of seed 1, which no test changes."""
     model = load(folder / "tiny.artifact", folder / "v1.safetensors")
     with administered(
         {"tiny": model},

@@ -105,7 +105,7 @@ def test_staged_and_left_to_others(server: Server, model: Model, weight_file: Wr
 def test_a_place_that_cannot_be_read_is_told(
     server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    """Also where what it said last is served."""
+    """Even if the desired weights that were read last are served."""
     (tmp_path / "service").mkdir()
     place = DesiredPlace(tmp_path / "service")
     place.set(weight_file(1), revision=0, by="ana")
@@ -146,7 +146,7 @@ def test_a_process_that_has_said_nothing_yet_begins(capsys: pytest.CaptureFixtur
 
 
 def test_a_server_that_reads_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever connects and sends; not by whoever waits for an answer."""
+    """A client gives up while it connects or sends, but not while it waits for a response."""
     monkeypatch.setattr(admin_client, "_PATIENCE", 0.1)
     path = tmp_path / "large"
     path.write_bytes(bytes(1 << 25))
@@ -198,7 +198,7 @@ def test_tokens_that_are_wrong(server: Server, tmp_path: Path, monkeypatch: pyte
 
 
 def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For their owner alone; one that was left behind gives way, one that is in use does not."""
+    """They are for their owner alone. A stale one is replaced, one in use is not."""
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     path = tmp_path / "s"
     import socket
@@ -217,7 +217,7 @@ def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    """A server that follows a place: what is pushed is what is desired, also after a new start."""
+    """A server that follows a place: pushed weights become desired, and are served after a restart, too."""
     (tmp_path / "service").mkdir()
     (tmp_path / "uploads").mkdir()
     (tmp_path / "token").write_text(f"ana {TOKEN}\n")
@@ -240,7 +240,7 @@ def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: P
 
 
 class served:  # noqa: N801 - a block
-    """A block in which the command runs; it ends well. Gives the URL for operators."""
+    """Run the command while the block runs, and check that it exits with 0. Yields the admin URL."""
 
     def __init__(self, *arguments: str) -> None:
         program = "from weightswap_tools.commands.serve import serve_command; serve_command()"

@@ -49,7 +49,7 @@ def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
 
 
 def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call of the model from now on."""
+    """Return a list to which the rows of each later call of the model are appended."""
     seen: list[int] = []
     called = ServedMethod.call
 
@@ -124,7 +124,7 @@ def test_a_request_that_was_given_up_is_not_run(model: Model, monkeypatch: pytes
 def test_a_batch_never_spans_two_generations(
     model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, max_batch: int, count: int
 ) -> None:
-    """A swap in the middle of a call, after its version was taken: the answer names the weights that gave it."""
+    """After a swap in the middle of a call, the answer names the weights that gave it."""
     swapped = Event()
     first = model.weights_id
     with serving({"tiny": model}, max_batch=max_batch) as server:
@@ -147,7 +147,7 @@ def test_a_batch_never_spans_two_generations(
 
 
 class Lookup(nn.Module):
-    """Fails for tokens that are not in its table."""
+    """A model that fails for tokens that are not in its table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
 
 
 class Chosen(nn.Module):
-    """Has an input that was fixed at the export."""
+    """A model with an input that was fixed at the export."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_a_loop_does_other_things_between_two_batches(model: Model, monkeypatch:
 def test_calls_that_are_slow_for_their_values_keep_no_loop_busy(
     model: Model, monkeypatch: pytest.MonkeyPatch, max_batch: int
 ) -> None:
-    """Each is followed by a quick one, after which its size could be taken for a quick one's again."""
+    """Each is followed by a quick one, after which its size could count as quick again."""
     monkeypatch.setattr(batching, "QUICK", 0.02)
     with serving({"tiny": model}, max_batch=max_batch) as server:
         called, threads = ServedMethod.call, []

@@ -44,7 +44,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
-    """With the weights of seed 1, and requests that are batched."""
+    """A server with the weights of seed 1 that batches requests."""
     with administered(
         {"tiny": load(tiny.path, weight_file(1))},
         allow=(str(tmp_path),),
@@ -74,7 +74,7 @@ def until(condition: Any) -> None:
 
 
 def test_each_answer_is_from_the_weights_that_it_names(server: Server, weight_file: WriteWeights) -> None:
-    """Under load, batched, while a canary comes, grows, and is promoted: never a mixture."""
+    """Under load, batched, while a canary starts, grows, and is promoted: never a mixture."""
     model = server.service.served[0].model
     seeds = {str(model.weights_id): 1}
     ended = False
@@ -261,7 +261,7 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
 
 
 def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
-    """Who puts another in its place, before it is obeyed, has that one promoted by its own rule alone."""
+    """If an operator replaces the canary before a verdict is obeyed, the new one is promoted by its own rule alone."""
     assert server.admin is not None
     operations, rule = server.admin.models["tiny"], "requests >= 5"
     begin(server, weight_file(2), share=1, promote_if="requests >= 1000")

@@ -51,7 +51,7 @@ class Crew(NamedTuple):
         return str(said["status"]["canary"]["weights_id"])
 
     def ask(self, wish: str | None = None) -> str:
-        """Which weights have answered, on a connection of its own, and rightly so."""
+        """Return the weights that have answered on a new connection, after checking the answer."""
         headers = {} if wish is None else {"X-Weightswap-Canary": wish}
         with closing(http.client.HTTPConnection("127.0.0.1", self.fleet.http_port, timeout=20)) as connection:
             connection.request("POST", "/v2/models/tiny/infer", json.dumps(as_json(x=INPUT)), headers)
@@ -95,7 +95,7 @@ def test_share_header_and_discard(crew: Crew) -> None:
 
 @pytest.mark.slow
 def test_grpc(crew: Crew) -> None:
-    """Metadata, and the share, on connections that stay with their workers."""
+    """Metadata and shares, on connections that stay with their workers."""
     served, tensor = crew.served, tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
     canary = crew.begin(2, share=0.5)
     found: Counter[str] = Counter()
@@ -152,7 +152,7 @@ def _until_answered(crew: Crew) -> str:
 
 
 def _kill_worker(crew: Crew, canary: str) -> None:
-    """The one that takes its place answers from the canary, too."""
+    """Kill a worker; the one that replaces it answers from the canary, too."""
     worker = crew.fleet.children[1]
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: len(crew.fleet.children) == 3 and worker not in crew.fleet.children)
@@ -160,7 +160,7 @@ def _kill_worker(crew: Crew, canary: str) -> None:
 
 
 def _kill_keeper(crew: Crew) -> None:
-    """What it had staged is given up."""
+    """Kill the keeper; its staged weights are discarded."""
     keeper = crew.fleet.children[0]
     os.kill(keeper, signal.SIGKILL)
     eventually(lambda: keeper not in crew.fleet.children and crew.status["canary"] is None)
@@ -169,7 +169,7 @@ def _kill_keeper(crew: Crew) -> None:
 
 @pytest.mark.slow
 def test_under_load_whoever_is_killed(crew: Crew) -> None:
-    """Canaries come, are given up and committed, workers and the keeper are killed: each answer is of what it names."""
+    """Canaries come and go, workers and the keeper are killed: each answer is of the weights that it names."""
     ended = False
 
     def client() -> Counter[str]:
@@ -207,7 +207,7 @@ def test_what_was_taken_and_added_is_what_one_has_measured() -> None:
     for number in range(100):
         for side in (whole, parts[number % 2]):
             side.failed() if number % 10 == 3 else side.answered(number / 1000)
-            side.looked_at(number % 4 == 0)
+            side.examined(number % 4 == 0)
         if number % 30 == 0:
             for part in parts:
                 total.add(part.take())

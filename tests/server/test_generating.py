@@ -178,7 +178,7 @@ def test_contexts_have_an_age(files: tuple[Path, Path, Path]) -> None:
 
 @pytest.mark.parametrize("good", [0, 3])
 def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
-    """Before its first token by a status, afterwards by a last event."""
+    """Before its first token by its status, afterwards by a last event."""
     run, calls = Context.run, count()
 
     def broken(*args: Any) -> Any:
@@ -198,7 +198,7 @@ def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.Monkey
 
 
 def streamed(server: Server, ids: np.ndarray[Any, Any], **parameters: Any) -> list[Any]:
-    """What the protocol's own client is told over a stream, up to the empty answer."""
+    """Return the responses that the protocol's own client gets over a stream, up to the empty one."""
     told: queue.Queue[Any] = queue.Queue()
     tensor = triton.InferInput("input_ids", list(ids.shape), "INT64").set_data_from_numpy(ids)
     with triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:

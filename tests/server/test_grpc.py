@@ -67,7 +67,7 @@ def given(x: np.ndarray[Any, Any] = X, name: str = "x", datatype: str = "FP32") 
 
 
 def test_our_messages_are_the_protocols() -> None:
-    """Field by field as in the client's, which others have generated from the protocol's own file."""
+    """Field by field as those of the protocol's own client, generated from its .proto file."""
     for name in MESSAGES:
         ours, theirs = message_class(name).DESCRIPTOR, service_pb2
         for part in name.split("."):
@@ -135,7 +135,7 @@ def test_a_broken_request_is_refused(client: Any, name: str, inputs: Any, says: 
 
 
 def raw(server: Server, **changes: Any) -> Any:
-    """A request as no client writes it."""
+    """Return a request that no client would write."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [2, 3], **changes.pop("tensor", {})}
     request = service_pb2.ModelInferRequest(model_name="tiny", inputs=[tensor], **changes)
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
@@ -196,7 +196,7 @@ def test_a_queue_that_is_full_and_an_answer_that_takes_too_long(server: Server, 
 
 
 class Flip(nn.Module):
-    """One input and one output of each dtype, and a weight."""
+    """A model with an input and an output of each dtype, and a weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,13 +23,13 @@ Request = service_pb2.ModelInferRequest
 
 
 class Client(NamedTuple):
-    """A client that sends anything, a message or bytes that are none."""
+    """A client that sends any message, or malformed bytes."""
 
     call: Any
     stream: Any
 
     def ask(self, request: bytes) -> tuple[str, Any]:
-        """The name of the status, and the answer or what is said instead."""
+        """Return the name of the status, and the answer or the error text."""
         try:
             return "OK", self.call(request, timeout=20)
         except grpc.RpcError as error:

@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.slow
 def test_a_stopped_worker_is_replaced_under_load(fleet: Fleet, tmp_path: Path) -> None:
-    """Requests go on, commits too, and none is answered by a mixture: the stopped one may hold what is overwritten."""
+    """Requests and commits go on, and no answer is a mixture, though the stopped worker may hold a lease."""
     np.savez(tmp_path / "expected.npz", **fleet.expected)
     command = [sys.executable, "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
     client = subprocess.Popen(
@@ -90,7 +90,7 @@ def test_a_stopped_keeper_is_replaced(fleet: Fleet) -> None:
 
 @pytest.mark.slow
 def test_what_takes_long_is_not_replaced(fleet: Fleet) -> None:
-    """A call that keeps the interpreter's lock for two thirds of the limit, and a machine that was suspended."""
+    """A call that holds the GIL for two thirds of the limit, and a suspended computer."""
     before = fleet.children
     os.kill(before[1], signal.SIGUSR2)
     time.sleep(4)

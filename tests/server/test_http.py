@@ -36,7 +36,7 @@ def expected(seed: int, x: np.ndarray[Any, Any] = X) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the weights of seed 1, which no test changes."""
+    """A server with the weights of seed 1, which no test changes."""
     folder = tmp_path_factory.mktemp("served")
     tiny = TinyArtifact(folder / "tiny.artifact")
     weights = tiny.write(folder / "v1.safetensors", tiny.values(1))
@@ -331,7 +331,7 @@ def test_headers_that_never_end(server: Server) -> None:
     ],
 )
 def test_headers_of_any_length(begins: bytes, server: Server) -> None:
-    """Of one request they took what memory there was."""
+    """The headers of one request used to take all memory."""
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
         raw.sendall(begins)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -349,7 +349,7 @@ def test_headers_that_are_too_long(server: Server) -> None:
 
 @pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"upgrade:h2c "])
 def test_a_client_that_offers_another_protocol_is_answered_by_this_one(offer: bytes, server: Server) -> None:
-    """As those of Java do with their first request, whose body is not to be lost."""
+    """Java's clients do so with their first request, whose body must not be lost."""
     body = json.dumps(as_json(x=X)).encode()
     head = b"POST /v2/models/tiny/infer HTTP/1.1\r\n%s\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
@@ -389,7 +389,7 @@ def test_a_client_that_asks_again_and_does_not_read(tiny: TinyArtifact, weight_f
 
 @pytest.mark.slow
 def test_a_connection_stays_open_between_requests(server: Server) -> None:
-    """Longer than uvicorn's own five seconds."""
+    """For longer than uvicorn's default of five seconds."""
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     for pause in (6.0, 0.0):
         connection.request("GET", "/v2/health/live")
@@ -474,7 +474,7 @@ def test_numbers_are_counted_before_they_are_read(server: Server) -> None:
 
 
 def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor keeps it a place in the queue: two may wait."""
+    """Nor does it keep a place in the queue, which has two."""
     called: list[Any] = []
     call = ServedMethod.call
     monkeypatch.setattr(ServedMethod, "call", lambda *arguments: called.append(1) or call(*arguments))

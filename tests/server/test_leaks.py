@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     descriptors: int
     threads: int
@@ -54,7 +54,7 @@ def held(pid: int | str = "self") -> Held:
 
 
 def settled(processes: Sequence[int | str]) -> dict[int | str, Held]:
-    """What they hold, once that has stayed the same for a while: connections take a moment to go."""
+    """Return the resources of processes once they are stable: connections take a moment to close."""
     gc.collect()
     counted = [held(process)[:2] for process in processes]
     since = time.monotonic()
@@ -71,7 +71,7 @@ def await_no_more_than(before: dict[int | str, Held]) -> None:
 
 
 def infer_and_leave(port: int) -> None:
-    """Requests over gRPC that are answered, that are refused, and a connection that is no gRPC's."""
+    """Send answered and refused requests over gRPC, and open a connection that is not gRPC."""
     tensor = triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
     wrong = triton.InferInput("y", [2, 3], "FP32").set_data_from_numpy(INPUT)
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
@@ -84,7 +84,7 @@ def infer_and_leave(port: int) -> None:
 
 
 class OneProcess(NamedTuple):
-    """A server in this process, and what operators do to it."""
+    """A server in this process, and the operations of operators on it."""
 
     server: Server
     files: tuple[Path, Path]

@@ -21,7 +21,7 @@ WIDTH = 4096
 
 
 def _write(folder: Path, nbytes: int) -> list[str]:
-    """An artifact with so many bytes of weights, and two sets of them; the arguments of `serve`."""
+    """Write an artifact with so many bytes of weights, and two sets of them. Returns the arguments of `serve`."""
     model = nn.Linear(WIDTH, max(1, nbytes // (4 * WIDTH)), bias=False).eval()
     export(model, (torch.zeros(1, WIDTH),), out=folder / "m.artifact")
     (folder / "outbox").mkdir()
@@ -33,7 +33,7 @@ def _write(folder: Path, nbytes: int) -> list[str]:
 
 
 def _taken(arguments: list[str], folder: Path, workers: int) -> int:
-    """Bytes that keeper and workers take, after both arenas were served: what several map counts once."""
+    """Return the bytes of keeper and workers after both arenas were served; shared pages count once."""
     program = "from weightswap_tools.program import main; main()"
     options = ["--port", "0", "--interval", "0.1", "--workers", str(workers), "--threads", "1"]
     command = [sys.executable, "-c", program, "serve", *arguments, *options]
@@ -63,7 +63,7 @@ def _taken(arguments: list[str], folder: Path, workers: int) -> int:
 
 
 def beyond_libraries(folder: Path, nbytes: int) -> dict[int, int]:
-    """Bytes that one worker, and four, take more than with a model of no size; with the keeper's."""
+    """Return the bytes of one worker and of four, with the keeper's, beyond those for a model without weights."""
     taken: dict[tuple[str, int], int] = {}
     for name, size in (("small", 0), ("large", nbytes)):
         (folder / name).mkdir()

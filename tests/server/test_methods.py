@@ -23,7 +23,7 @@ from weightswap_server.methods import ServedMethod
 
 
 class Coder(nn.Module):
-    """Inputs in a dict and a list, an integer that varies, a literal; outputs in a dict, an integer among them."""
+    """A model with inputs in a dict and a list, a dynamic integer, a literal, and outputs in a dict with an integer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class Coders(NamedTuple):
     files: dict[int, str]
 
     def ask(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
-        """A request on a connection of its own: to any of the workers."""
+        """Send a request on a new connection, to any worker."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
             connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers or {})
             reply = connection.getresponse()
@@ -65,12 +65,12 @@ class Coders(NamedTuple):
         return raw
 
     def states(self) -> dict[str, str]:
-        """What the index says of each method."""
+        """Return the state of each method in the index."""
         index = json.loads(self.ask("/v2/repository/index", {"ready": False}))
         return {entry["name"]: entry["state"] for entry in index}
 
     def seed_of(self, name: str, wish: str = "0") -> int:
-        """The seed whose weights a method answers with; 0 where none do."""
+        """Return the seed whose weights a method answers with, or 0."""
         x = X if name != "tiny.decode" else np.ones((2, 4), np.float32)
         answer = json.loads(self.ask(f"/v2/models/{name}/infer", as_json(x=x), {"X-Weightswap-Canary": wish}))
         assert answer["model_name"] == name
@@ -78,7 +78,7 @@ class Coders(NamedTuple):
         return next((seed for seed in SEEDS if np.allclose(found, eager(seed, name, x), rtol=1e-5, atol=1e-5)), 0)
 
     def seeds(self, wish: str = "0") -> set[int]:
-        """Those of all methods, of whichever workers answer."""
+        """Return the seeds of all methods, from any workers."""
         return {self.seed_of(name, wish) for _ in range(4) for name in METHODS}
 
 

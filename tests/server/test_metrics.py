@@ -26,7 +26,7 @@ INFER = "/v2/models/tiny/infer"
 
 
 def samples(server: Server, name: str) -> dict[Any, float]:
-    """The samples of a metric that are not 0, by their labels, as Prometheus' own parser reads them."""
+    """Return the samples of a metric that are not 0, by labels, as Prometheus' own parser reads them."""
     text = ask(server, "/metrics").body.decode()
     return {
         tuple(sorted(sample.labels.items())): sample.value
@@ -74,7 +74,7 @@ def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteW
 def test_each_request_is_counted_once(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose answer JSON has no words for, and one whose answer came too late."""
+    """Even if its answer cannot be JSON, or is late."""
     model = load(tiny.path, weight_file(1))
     with serving({"tiny": model}, timeout=0.2) as server:
         huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)

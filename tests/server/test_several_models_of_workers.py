@@ -42,7 +42,7 @@ class Several(NamedTuple):
         return children_of(self.pid)
 
     def answers_of(self, name: str) -> int:
-        """The seed whose weights answer, on a connection of its own; 0 where none do."""
+        """Return the seed whose weights answer on a new connection, or 0."""
         self.asked.append(name)
         with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
             headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
@@ -53,7 +53,7 @@ class Several(NamedTuple):
         return next((seed for seed in self.files if np.allclose(values, eager(seed), rtol=1e-5, atol=1e-5)), 0)
 
     def served(self) -> set[tuple[int, int]]:
-        """The seeds of both models, by whichever workers answer."""
+        """Return the seeds of both models, from any workers."""
         return {(self.answers_of("tiny"), self.answers_of("second")) for _ in range(6)}
 
 
@@ -76,7 +76,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
 
 
 def test_requests_and_swaps_have_spans(several: Several) -> None:
-    """A request's is its worker's, and a swap's is the keeper's alone."""
+    """The span of a request is of its worker, that of a swap of the keeper alone."""
     collected = several.collected
 
     def said(what: bytes) -> int:

@@ -89,7 +89,7 @@ def test_only_what_was_signed_is_served(
 def test_what_leads_to_a_delta_is_held_to_its_weights_id(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, residency: Any
 ) -> None:
-    """It is served to nobody, and needs no signature; what it leads to has the id that was signed, or is refused."""
+    """The base of a delta needs no signature, as it is never served; the result must have the signed id."""
     model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")), residency=residency)
     last, base = delta(2, 3), weight_file(2)
     onto = [(base, weights_id_of(base))]
@@ -110,7 +110,7 @@ def test_what_leads_to_a_delta_is_held_to_its_weights_id(
 
 
 def test_any_of_several_keys_will_do(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
-    """While one takes the place of another; a file with two keys is none, as the second would not count."""
+    """As while keys are rotated. A file with two keys is refused, as the second would be ignored."""
     ours, theirs = keys / "ours.pem", keys / "theirs.pem"
     (tmp_path / "both.pem").write_bytes(ours.read_bytes() + theirs.read_bytes())
     with pytest.raises(Unsupported, match="several"):
@@ -151,7 +151,7 @@ def test_a_push_brings_its_signature(
 
 
 def test_a_signature_is_of_the_bytes(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
-    """A file that claims to be another, which was signed, is refused once its bytes were read."""
+    """A file that claims the id of other, signed weights is refused once its bytes are read."""
     model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
     claimed = signed(weight_file(2), keys)
     forged = tmp_path / "forged.safetensors"

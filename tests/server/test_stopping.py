@@ -61,7 +61,7 @@ def test_what_was_accepted_is_answered(tiny: TinyArtifact, weight_file: WriteWei
 
 
 def test_clients_that_are_busy_lose_nothing(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    """Each is told with its last answer that it was the last; idle connections are closed all the same."""
+    """The last response of each says that it is the last; idle connections are closed, too."""
     with ThreadPoolExecutor(8) as pool, serving({"tiny": load(tiny.path, weight_file(1))}) as server:
         silent = socket.create_connection(("127.0.0.1", server.http_port), 20)
         asking = [pool.submit(ask_until_closed, server.http_port) for _ in range(8)]
@@ -73,7 +73,7 @@ def test_clients_that_are_busy_lose_nothing(tiny: TinyArtifact, weight_file: Wri
 
 
 def ask_until_closed(port: int) -> int:
-    """How often a client was answered until an answer was the connection's last."""
+    """Send requests until a response closes the connection. Returns their number."""
     body, answered = json.dumps(as_json(x=X)), 0
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     while connection.sock is not None or not answered:
@@ -88,7 +88,7 @@ def ask_until_closed(port: int) -> int:
 def test_clients_that_connect_while_it_stops_are_answered_or_refused(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that the system has accepted and the server has not seen yet."""
+    """Even those that the kernel has accepted and the server has not."""
     loop_of_uvicorn = HttpServer.main_loop
     connected: list[socket.socket] = []
 
@@ -111,7 +111,7 @@ def test_clients_that_connect_while_it_stops_are_answered_or_refused(
 
 
 def ask_over(connected: socket.socket) -> int:
-    """The status of an answer over a connection that there is."""
+    """Return the status of a response over an open connection."""
     connection = http.client.HTTPConnection("127.0.0.1")
     connection.sock = connected
     connection.request("POST", INFER, json.dumps(as_json(x=X)))
@@ -132,7 +132,7 @@ def test_clients_that_reconnect_while_workers_stop_are_answered_or_refused(tmp_p
 
 
 def ask_until_refused(port: int) -> int:
-    """How often a client was answered, each time over another connection, until it could not connect."""
+    """Send requests over new connections until one is refused. Returns their number."""
     answered = 0
     while True:
         try:
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:
 
 @contextmanager
 def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command, and the port of HTTP once it listens."""
+    """Start the command. Returns it and its HTTP port, once it listens."""
     program = "from weightswap_tools.commands.serve import serve_command; serve_command()"
     command = [warm.python(), "-c", program, *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -250,7 +250,7 @@ def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
 
 
 def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    """At the start, and from then on; a rollback in the place is one in the server."""
+    """At the start and later on; a rollback in the place is one in the server."""
     place = DesiredPlace(tmp_path / "service")
     (tmp_path / "service").mkdir()
     state = place.set(weight_file(1), revision=0, by="ana")

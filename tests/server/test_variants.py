@@ -41,7 +41,7 @@ X = np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)
 
 
 class Tuned(nn.Module):
-    """A layer, and a low-rank one beside it; whole numbers, so that no sum rounds."""
+    """A layer with a low-rank one beside it, of whole numbers, so that no sum rounds."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def low(name: str) -> dict[str, torch.Tensor]:
 
 
 def expected(base: int, name: str, x: np.ndarray[Any, Any] = X) -> np.ndarray[Any, Any]:
-    """By numpy alone. name "": the base alone."""
+    """Compute the output by numpy. name: "" for the base alone."""
     found = x @ whole(WIDTH, WIDTH, base).numpy().T
     return found + x @ low(name)["low_a"].numpy() @ low(name)["low_b"].numpy() if name else found
 
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(folder: Path) -> Model:
-    """With the variants a and b."""
+    """A model with the variants a and b."""
     model = load(folder / "tuned.artifact", folder / "0.safetensors")
     for name in "ab":
         model.add_variant("low", name, folder / f"{name}.safetensors")
@@ -168,7 +168,7 @@ def test_a_model_without_variants(folder: Path) -> None:
 
 
 def test_a_batch_has_one_choice(model: Model) -> None:
-    """What waits is put together by its choice; each answer is its own."""
+    """Waiting calls with the same choice are batched, and each gets its own answer."""
     wanted = ["a", "", "b", "a", "b", "", "a", "a"]
     with serving({"tuned": model}, max_batch=32) as server:
         served = server.service.served[0]
@@ -185,7 +185,7 @@ def test_a_batch_has_one_choice(model: Model) -> None:
 
 
 def test_each_answer_is_from_the_weights_that_it_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under load, batched, while the base is swapped, and a name gets other tensors, goes and comes back."""
+    """Under load, batched, while the base is swapped, and variants are replaced, removed and added."""
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     model = load(folder / "tuned.artifact", folder / "0.safetensors")
     bases, names = {str(model.weights_id): 0}, {}
@@ -233,7 +233,7 @@ def test_each_answer_is_from_the_weights_that_it_names(folder: Path, monkeypatch
 
 
 def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own answers, and those that are compared in the shadow."""
+    """In its own answers, and in those that the shadow compares."""
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     with administered({"tuned": model}, allow=(str(folder),)) as server:
         assert (
@@ -290,7 +290,7 @@ def test_operators_add_and_remove(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_is_admitted_holds_for_variants(folder: Path) -> None:
-    """`load(admit=...)` is asked about each file; a signature is one of the variant's own id."""
+    """`load(admit=...)` is called for each file, and a signature is of the variant's own id."""
     asked = []
 
     def admit(location: Any, weights_id: str) -> None:
@@ -359,7 +359,7 @@ def test_generation_chooses(tmp_path: Path, transport: str) -> None:
 
 
 def streamed(server: Server, parameters: Any) -> tuple[list[int], set[str]]:
-    """Tokens over gRPC, and the variants that they are said to be from."""
+    """Return tokens over gRPC, with the variants in their responses."""
     told: list[Any] = []
     tensor = tritonclient.grpc.InferInput("input_ids", [3], "INT64").set_data_from_numpy(np.array([1, 5, 9]))
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
@@ -391,7 +391,7 @@ def test_the_command_has_variants_from_the_start(folder: Path) -> None:
 
 
 def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The command, which is refused before it listens."""
+    """Run the command, which must fail before it listens."""
     artifact, weights = str(folder / "tuned.artifact"), str(folder / "0.safetensors")
     program = "from weightswap_tools.program import main; main()"
     command = [warm.python(), "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]

@@ -28,7 +28,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_runtime.metrics import Families
 from weightswap_server import ModelSource, Settings
-from weightswap_server.workers.child_main import ChildTask, Line
+from weightswap_server.workers.child_main import ChildTask, ManagerConnection
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Role, Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
-    """What clients of another process say, while weights are swapped."""
+    """Return the report of clients in another process, while weights are swapped."""
     np.savez(folder / "expected.npz", **fleet.expected)
     command = [warm.python(), "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
     client = subprocess.Popen(
@@ -111,7 +111,7 @@ def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
 
 
 def _another_seed(fleet: Fleet) -> int:
-    """One whose weights are not served, whatever tests before have left."""
+    """Return a seed whose weights are not served now."""
     state = fleet.place.read()
     return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
@@ -141,7 +141,7 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
 
 
 def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
-    """What operators let the model follow, a new keeper follows; what it was to leave, it leaves."""
+    """A new keeper follows what operators have made the model follow, and no longer follows what they have ended."""
     changes = "/admin/models/tiny/"
     operator.post(f"{changes}follow", {"place": fleet.place.where, "interval": 0.05})
     _kill_keeper(fleet)
@@ -153,7 +153,7 @@ def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
 
 
 def _refuse(operator: AdminClient, fleet: Fleet) -> str:
-    """Weights that there are not; their path."""
+    """Try weights that do not exist, and return their path."""
     source = str(fleet.files[1].parent / "none.safetensors")
     with pytest.raises(AdminRefused):
         operator.post("/admin/models/tiny/stage", {"source": source})
@@ -167,7 +167,7 @@ def _kill_keeper(fleet: Fleet) -> None:
 
 
 def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> None:
-    """Operators are told of the keeper and of each worker, by the status and by the command."""
+    """The status and the command show the keeper and each worker."""
 
     def told() -> list[Any]:
         return list(operator.get("/admin/status")["processes"])
@@ -185,7 +185,7 @@ def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> No
 
 
 def _check_unloading(operator: AdminClient, fleet: Fleet) -> None:
-    """By Triton's extension: the worker answers nobody from then on, nor does the one that takes its place."""
+    """By Triton's extension: no worker answers afterwards, nor one that replaces it."""
     repository, (keeper, worker) = "/v2/repository/models/tiny/", fleet.children
     operator.post(f"{repository}unload", {})
     for _ in range(3):
@@ -207,21 +207,21 @@ def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
         eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
-def test_who_asks_the_manager_for_something_does_not_outlive_it() -> None:
-    """Whatever is asked for a page of metrics, however often."""
+def test_a_request_to_the_manager_does_not_outlive_it() -> None:
+    """However many threads request metrics."""
     manager, child = socket.socketpair()
     task = ChildTask(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
     manager.sendall(msgspec.json.encode(task) + b"\n")
-    line = Line(child.detach())
-    line.listen()
-    asking = [Thread(target=line.total, args=(b"",), daemon=True) for _ in range(3)]
+    connection = ManagerConnection(child.detach())
+    connection.listen()
+    asking = [Thread(target=connection.total, args=(b"",), daemon=True) for _ in range(3)]
     for thread in asking:
         thread.start()
     manager.close()
     for thread in asking:
         thread.join(20)
     assert not any(thread.is_alive() for thread in asking)
-    assert line.processes() == []
+    assert connection.processes() == []
 
 
 @pytest.mark.slow
@@ -273,27 +273,27 @@ OF_WORKERS = ("leases", "calls", "call_seconds")
 
 @pytest.mark.parametrize(("role", "names"), [("keeper", OF_KEEPERS), ("worker", OF_WORKERS)])
 def test_each_metric_is_the_keepers_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
-    """A new one of calls that `totals` does not know would be lost of workers: say here whose it is."""
+    """`totals` would drop workers' samples of a metric that it does not know: each is listed here."""
     totals, families = Totals(), SimpleNamespace(collect=vars(Families()).values)
-    totals.tell(1, role, generate_latest(families).decode())
+    totals.update(1, role, generate_latest(families).decode())
     assert {family.name for family in totals.collect()} == {f"weightswap_{name}" for name in names}
 
 
-def _told(value: float, kind: str = "counter") -> str:
+def _metrics(value: float, kind: str = "counter") -> str:
     name = "weightswap_server_requests_total" if kind == "counter" else "weightswap_server_queued"
     return f'# HELP {name} x\n# TYPE {name} {kind}\n{name}{{model="m"}} {value}\n'
 
 
 def test_totals_add_up_and_never_go_back() -> None:
     totals = Totals()
-    totals.tell(1, "worker", _told(3) + _told(2, "gauge"))
-    totals.tell(2, "worker", _told(4) + _told(1, "gauge"))
-    totals.tell(3, "keeper", _told(100))  # what is not the keeper's to count
+    totals.update(1, "worker", _metrics(3) + _metrics(2, "gauge"))
+    totals.update(2, "worker", _metrics(4) + _metrics(1, "gauge"))
+    totals.update(3, "keeper", _metrics(100))  # what is not the keeper's to count
     assert 'requests_total{model="m"} 7.0' in totals.text()
     assert 'queued{model="m"} 3.0' in totals.text()
     totals.end(1)
     assert 'requests_total{model="m"} 7.0' in totals.text()
     assert 'queued{model="m"} 1.0' in totals.text()
-    totals.tell(4, "worker", _told(1))
+    totals.update(4, "worker", _metrics(1))
     totals.end(5)
     assert 'requests_total{model="m"} 8.0' in totals.text()

@@ -1,4 +1,4 @@
-"""`weightswap serve --workers` in processes of its own, and what they are asked."""
+"""`weightswap serve --workers` in processes of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Fleet(NamedTuple):
 
     @property
     def children(self) -> list[int]:
-        """The keeper is the first to begin."""
+        """Process ids of the children; the keeper is the first."""
         return children_of(self.process.pid)
 
     def get(self, path: str, body: Any = None, status: int = 200) -> Any:
-        """A request on a connection of its own: to any of the workers."""
+        """Send a request on a new connection, to any worker."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
             connection.request("POST" if body else "GET", path, json.dumps(body).encode() if body else None)
             reply = connection.getresponse()
@@ -53,7 +53,7 @@ class Fleet(NamedTuple):
         return raw
 
     def infer(self) -> tuple[str, int]:
-        """The weights and the generation that have answered, and rightly so."""
+        """Return the weights and the generation that have answered, after checking the answer."""
         answer = json.loads(self.get("/v2/models/tiny/infer", as_json(x=INPUT)))
         weights_id = answer["parameters"]["weights_id"]
         values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
@@ -61,11 +61,11 @@ class Fleet(NamedTuple):
         return weights_id, answer["parameters"]["generation"]
 
     def refused(self) -> str:
-        """Why nobody answers now."""
+        """Return the reason why the model does not answer."""
         return str(json.loads(self.get("/v2/models/tiny/infer", as_json(x=INPUT), 503))["error"])
 
     def desire(self, seed: int) -> str:
-        """Set what is desired, and wait until some worker serves it; its weights id."""
+        """Set the desired weights, wait until a worker serves them, and return their id."""
         state = self.place.set(self.files[seed], revision=self.place.read().revision, by="test")
         assert state.weights is not None
         wanted = state.weights.weights_id
@@ -73,7 +73,7 @@ class Fleet(NamedTuple):
         return wanted
 
     def answered(self) -> float:
-        """How many requests all workers have answered."""
+        """Return the number of requests that all workers have answered."""
         return self.counted("weightswap_server_requests_total", status="200")
 
     def counted(self, name: str, **labels: str) -> float:
@@ -83,7 +83,7 @@ class Fleet(NamedTuple):
 
 
 def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
-    """Wait until it is; connections that a killed process had are tried again."""
+    """Wait until a condition holds; errors of connections to killed processes are ignored."""
     limit = time.monotonic() + seconds
     while True:
         try:
@@ -97,7 +97,7 @@ def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
 
 @contextmanager
 def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
-    """A server that follows a place, with the weights of the first seed, once all workers listen."""
+    """Run a server that follows a place, with the weights of the first seed."""
     tiny = TinyArtifact(folder / "tiny.artifact")
     files = {seed: tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in SEEDS}
     (folder / "place").mkdir()
@@ -114,15 +114,15 @@ def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
 
 
 def eager(seed: int) -> np.ndarray[Any, Any]:
-    """What the weights of a seed give."""
+    """Return the output of a seed's weights."""
     return TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
 
 
 @contextmanager
 def started(folder: Path, workers: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """A block with a server of `tiny.artifact` in a folder: its process, and the ports of HTTP and gRPC.
+    """Run a server of `tiny.artifact` in a folder. Yields its process and the HTTP and gRPC ports.
 
-    At the end it is asked to stop, where it still runs, and has to leave nobody behind.
+    At the end it is stopped, unless it has ended, and must leave no process behind.
     """
     program = "from weightswap_tools.program import main; main()"
     options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
@@ -147,5 +147,5 @@ def started(folder: Path, workers: int, *more: str) -> Iterator[tuple[subprocess
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started, the earliest first, which may have any number."""
+    """Return the children of a process, in the order of their start, which pids may not have."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,1 +1,1 @@
-"""How all nodes change, or none: the agreement, trials on all nodes, and the actor that leads both."""
+"""The coordination of all nodes: the agreement on changes, trials, and the actor that leads both."""

@@ -1,6 +1,6 @@
-"""The actors of a fleet: a keeper on each node, and the controller through which it is changed.
+"""The Ray actors of a fleet: a keeper on each node, and a controller.
 
-All are found by their names, outlive who has made them, and are made again by whoever needs them.
+All are named and detached. A process that needs one starts it if there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightswap_runtime.errors import text_of
 
 NAMESPACE = "weightswap"
 _KEEPER, _RELAY = "keeper", "relay"
-SHOWN = 12  # letters of a node's id
+SHOWN = 12  # characters of a node's id
 ACTOR_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
     "lifetime": "detached",
@@ -37,12 +37,12 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
 }
 IDLE, _LOOK = 600.0, 5.0  # seconds
-ANSWER = 5.0  # seconds for what takes no time
-_CHUNK = 60.0  # seconds for a chunk of weights from another node
+ANSWER = 5.0  # seconds to wait for quick methods
+_CHUNK = 60.0  # seconds to wait for a chunk of weights from another node
 
 
 class _Keeper:
-    """A `NodeKeeper` that others call."""
+    """The actor of a `NodeKeeper`."""
 
     def __init__(self, spec: Spec, node: str) -> None:
         if spec.op_libraries:
@@ -55,9 +55,9 @@ class _Keeper:
         threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
 
     def _end_when_idle(self) -> None:
-        """Without replicas the memory is let go, after a while in which some may come back.
+        """Free the memory after a while without replicas, as some may come back.
 
-        At once if none has told it of a deployment since it was made again: it would keep all others from changing.
+        A restarted keeper to which no replica has sent its deployment ends soon: it would block changes of the fleet.
         """
         since = time.monotonic()
         while time.monotonic() - since < (IDLE if self._keeper.changes.is_deployed else _LOOK):
@@ -67,23 +67,23 @@ class _Keeper:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """As `NodeKeeper.ask`."""
+        """Call `NodeKeeper.ask`."""
         return self._keeper.ask(method, *arguments)
 
 
 class _Transfer:
-    """Chunks in Ray's object store, which takes them to each node that gets them, from any that has them."""
+    """A `Transfer` through Ray's object store, in which any node with a chunk passes it on."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
         keeper = ray.get_actor(_keeper_name(self._spec, node), NAMESPACE)
-        apart = keeper.ask.options(concurrency_group=_RELAY)  # who waits for chunks keeps no other question waiting
-        return ray.get(apart.remote("relayed", method, *arguments), timeout=_CHUNK)
+        ask = keeper.ask.options(concurrency_group=_RELAY)  # so that waiting for chunks blocks no other method
+        return ray.get(ask.remote("relayed", method, *arguments), timeout=_CHUNK)
 
     def put(self, content: bytearray) -> Any:
-        return [ray.put(np.frombuffer(content, np.uint8))]  # a reference alone would be gotten with the answer
+        return [ray.put(np.frombuffer(content, np.uint8))]  # in a list, as Ray would resolve a bare reference
 
     def get(self, put: Any) -> memoryview:
         return memoryview(ray.get(put[0], timeout=_CHUNK))
@@ -96,39 +96,39 @@ class RayNodes:
         self._spec = spec
 
     def names(self) -> list[str]:
-        """Of nodes that live: the beginnings of their ids."""
+        """Return the names of living nodes: the beginnings of their ids."""
         prefix = _keeper_name(self._spec, "")
         return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
 
     def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
-        """What each answers, or why it does not."""
+        """Call a method of these nodes concurrently. Returns the result, or the exception, of each."""
         answers = _ask([_keeper_name(self._spec, name) for name in names], method, *arguments, timeout=timeout)
         return dict(zip(names, answers, strict=True))
 
 
 def _keepers(fleet: str) -> list[str]:
-    """The names of the actors of nodes that live; of all fleets where none is named."""
+    """Return the actor names of keepers on living nodes. fleet: "" for all fleets."""
     living = {node["NodeID"][:SHOWN] for node in ray.nodes() if node["Alive"]}
     named = ray.util.list_named_actors(all_namespaces=True)
-    found = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+    ours = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
     prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
-    return sorted(name for name in found if name.startswith(prefix) and name.rpartition(":")[2] in living)
+    return sorted(name for name in ours if name.startswith(prefix) and name.rpartition(":")[2] in living)
 
 
 def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) -> list[Any]:
-    """What each actor answers, in their order; instead of an answer the exception that says why there is none."""
-    asked = [_send(name, method, arguments) for name in actors]
-    sent = [each for each in asked if isinstance(each, ray.ObjectRef)]
+    """Call `ask` of actors concurrently. Returns their results in order; an exception instead of a missing one."""
+    calls = [_send(name, method, arguments) for name in actors]
+    sent = [call for call in calls if isinstance(call, ray.ObjectRef)]
     if sent:
         ray.wait(sent, num_returns=len(sent), timeout=timeout)
     late = TimeoutError(f"has not answered {method} within {timeout:g} s")
-    return [_answer(each, late) if isinstance(each, ray.ObjectRef) else each for each in asked]
+    return [_answer(call, late) if isinstance(call, ray.ObjectRef) else call for call in calls]
 
 
 def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:
     try:
         return ray.get_actor(actor, NAMESPACE).ask.remote(method, *arguments)
-    except (ValueError, RayError) as error:  # it has gone
+    except (ValueError, RayError) as error:  # the actor has ended
         return error
 
 
@@ -144,20 +144,20 @@ def _answer(reference: Any, late: TimeoutError) -> Any:
 
 
 def metrics(spec: Spec) -> str:
-    """What was counted on all nodes that answer, as Prometheus reads it."""
+    """Return the metrics of all nodes that answer, in Prometheus' text format."""
     nodes = RayNodes(spec)
     answers = nodes.ask(nodes.names(), "metrics", timeout=ANSWER)
-    return joined({name: each for name, each in answers.items() if isinstance(each, str)})
+    return joined({name: text for name, text in answers.items() if isinstance(text, str)})
 
 
 def statuses(fleet: str) -> list[NodeStatus]:
-    """How the nodes of a fleet stand, also those that do not answer. Raises UnknownFleet where none does.
+    """Return the status of each node, also of those that do not answer. Raises UnknownFleet if none does.
 
-    Keepers of an earlier deployment, of another graph or place, are there for a while; they are not of the fleet.
+    Keepers of an earlier deployment, of another graph or place, remain for a while, and are left out.
     """
     keepers = _keepers(fleet)
     answers = dict(zip(keepers, _ask(keepers, "status", timeout=ANSWER), strict=True))
-    specs = [each.spec for each in answers.values() if isinstance(each, NodeStatus)]
+    specs = [answer.spec for answer in answers.values() if isinstance(answer, NodeStatus)]
     if not specs:
         if answers:
             raise UnknownFleet(f"{fleet}: of its nodes, which are {len(answers)}, none answers; try again in a moment")
@@ -167,8 +167,8 @@ def statuses(fleet: str) -> list[NodeStatus]:
             "or give another name"
         )
     latest = max(specs, key=attrgetter("since"))
-    mine = _keeper_name(latest, "")
-    return [_status(latest, name, each) for name, each in answers.items() if name.startswith(mine)]
+    prefix = _keeper_name(latest, "")
+    return [_status(latest, name, answer) for name, answer in answers.items() if name.startswith(prefix)]
 
 
 def _status(spec: Spec, keeper: str, answer: Any) -> NodeStatus:
@@ -178,27 +178,27 @@ def _status(spec: Spec, keeper: str, answer: Any) -> NodeStatus:
 
 
 def find_spec(fleet: str) -> Spec:
-    """What a fleet serves, as its nodes say; of several deployments the last one. Raises UnknownFleet."""
-    return max((each.spec for each in statuses(fleet)), key=attrgetter("since"))
+    """Return the latest deployment of a fleet that its nodes know. Raises UnknownFleet."""
+    return max((status.spec for status in statuses(fleet)), key=attrgetter("since"))
 
 
 def end_actors(fleet: str) -> None:
     """End the keepers and the controller of a fleet."""
     for name in (*_keepers(fleet), controller_name(fleet)):
-        with suppress(ValueError):  # it has ended
+        with suppress(ValueError):  # the actor has ended
             ray.kill(ray.get_actor(name, NAMESPACE))
 
 
 def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
-    """The keeper of the node that this process is on; it is made where there is none."""
+    """Return the keeper of this process's node, started if there is none."""
     node = ray.get_runtime_context().get_node_id()
     options = ACTOR_OPTIONS | {
         "name": _keeper_name(spec, node[:SHOWN]),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
     }
-    made = ray.remote(concurrency_groups={_RELAY: 16})(_Keeper)
-    return made.options(**options).remote(spec, node[:SHOWN])
+    actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_Keeper)
+    return actor_class.options(**options).remote(spec, node[:SHOWN])
 
 
 def controller_name(fleet: str) -> str:

@@ -1,4 +1,4 @@
-"""The controller of a fleet: an actor through which it is changed, and that leads its trials."""
+"""The controller of a fleet: the actor that makes its changes and leads its trials."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .agreement import DEADLINES, Agreement, Deadlines, reader_of
 from .fleet_trial import FleetTrial, Verdict
 
 _LOOK = 1.0  # seconds between two looks at a trial
-_ABORT = 20.0  # seconds for a change that is under way
+_ABORT = 20.0  # seconds for which an abort waits for another change
 _log = logging.getLogger("weightswap.fleet")
 
 
 class Controller:
-    """Changes a fleet. What it knows it asks the keepers, and reads in the place; so it may die at any moment."""
+    """The controller of a fleet. Its state is in the keepers and the place, so it may die at any time."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
         self._changing = threading.Lock()
         self._trial: FleetTrial | None = None
         self._last: TrialReport | None = None
-        self._born = time.monotonic()
+        self._started = time.monotonic()
         threading.Thread(target=self._lead, name="weightswap-trial", daemon=True).start()
 
     def swap(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         began, known = time.monotonic(), known_weights(source)
-        with self._alone(began, deadlines) as left:
-            return self._agreement().swap(source, known, by, why, left)
+        with self._exclusively(began, deadlines) as remaining:
+            return self._agreement().swap(source, known, by, why, remaining)
 
     def publish(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         began, known = time.monotonic(), known_weights(source)
-        with self._alone(began, deadlines) as left:
-            return self._agreement().publish(source, known, by, why, left)
+        with self._exclusively(began, deadlines) as remaining:
+            return self._agreement().publish(source, known, by, why, remaining)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
-        """Now, and not after a change that is being staged."""
+        """Roll back at once, without waiting for a change that is being staged."""
         return self._agreement().rollback(to, by, why, hold, deadlines)
 
     def hold(self, by: str, why: str) -> DesiredState:
@@ -63,11 +63,11 @@ class Controller:
     def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
         plan.check()
         began, known = time.monotonic(), known_weights(source)
-        with self._alone(began, deadlines) as left:
+        with self._exclusively(began, deadlines) as remaining:
             if self._trial is not None:
-                already = self._trial.order.weights
+                current = self._trial.order.weights
                 raise StagingBusy(
-                    f"{already.weights_id[:SHOWN]} is on trial{f' by {already.by}' if already.by else ''}; promote or "
+                    f"{current.weights_id[:SHOWN]} is on trial{f' by {current.by}' if current.by else ''}; promote or "
                     "abort it first"
                 )
             spec = find_spec(self._fleet)
@@ -76,30 +76,31 @@ class Controller:
             weights = place.located(described(source, known, by, why, state))
             order = TrialOrder(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
             trial = FleetTrial(order, nodes)
-            trial.begin(left.prepare)
+            trial.begin(remaining.prepare)
             self._trial = trial
             return trial.report()
 
     def promote(self, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        with self._alone(time.monotonic(), deadlines) as left:
-            trial = self._trial_there()
+        with self._exclusively(time.monotonic(), deadlines) as remaining:
+            trial = self._current_trial()
             source, weights = trial.order.source, trial.order.weights
-            receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, left)
+            receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, remaining)
             self._conclude(trial, "promoted", f"by {by}" if by else "")
             return receipt
 
     def abort(self, by: str, why: str) -> TrialReport:
         check_said(by, why)
-        with self._alone(time.monotonic(), Deadlines(prepare=_ABORT)):
-            trial = self._trial_there()
+        with self._exclusively(time.monotonic(), Deadlines(prepare=_ABORT)):
+            trial = self._current_trial()
             trial.end()
             return self._conclude(trial, "aborted", ": ".join(filter(None, (f"by {by}" if by else "", why))))
 
     @contextmanager
-    def _alone(self, began: float, deadlines: Deadlines) -> Iterator[Deadlines]:
-        """A block in which nothing else is changed; what is left of the deadlines, as the wait is part of them.
+    def _exclusively(self, began: float, deadlines: Deadlines) -> Iterator[Deadlines]:
+        """Exclude other changes from a block, and yield the deadlines less the time of the wait.
 
-        Raises StagingBusy where others take longer: nothing is done after a caller was told that it is over.
+        Raises StagingBusy if that takes longer than the deadline: a change must not begin after its caller has given
+        up.
         """
         if not self._changing.acquire(timeout=max(0.0, began + deadlines.prepare - time.monotonic())):
             raise StagingBusy(f"{self._fleet}: another change has taken all of {deadlines.prepare:g} s; try again")
@@ -109,11 +110,11 @@ class Controller:
             self._changing.release()
 
     def trial(self) -> TrialReport | None:
-        """What is on trial; else how the last one has ended."""
+        """Return the report of the current trial, or else of the last one."""
         trial = self._trial
         return trial.report() if trial is not None else self._last
 
-    def _trial_there(self) -> FleetTrial:
+    def _current_trial(self) -> FleetTrial:
         if self._trial is None:
             raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
@@ -123,11 +124,11 @@ class Controller:
         return self._last
 
     def _lead(self) -> None:
-        """Renew the trial, and do what its rules say. One whose controller has died is found in the nodes."""
+        """Lead the trial: renew it, and do what its rules say. A new controller finds a running one in the nodes."""
         while True:
             time.sleep(_LOOK)
             try:
-                if self._trial is None and time.monotonic() < self._born + TRIAL_LEASE:
+                if self._trial is None and time.monotonic() < self._started + TRIAL_LEASE:
                     self._find_trial()
                 if (trial := self._trial) is not None:
                     self._judge(trial, trial.look())
@@ -140,7 +141,7 @@ class Controller:
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
     def _judge(self, trial: FleetTrial, verdict: Verdict | None) -> None:
-        """Do what a verdict says, unless an operator is about to do something; then at the next look."""
+        """Do what a verdict says. While another change is made, leave it to the next look."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
@@ -155,7 +156,7 @@ class Controller:
             self._changing.release()
 
     def _promote_by_rule(self, trial: FleetTrial, rule: str) -> None:
-        """As a trainer publishes: under a hold it goes on; what a node cannot take is given up."""
+        """Publish the weights as a trainer does. Under a hold the trial goes on; if a node refuses, it is aborted."""
         source, weights = trial.order.source, trial.order.weights
         try:
             self._agreement().publish(source, _known(weights), weights.by, f"trial: {rule}", DEADLINES)
@@ -194,5 +195,5 @@ def _known(weights: DesiredWeights) -> Known:
 
 
 def controller_of(fleet: str) -> ActorHandle[Any]:
-    """The controller of a fleet; it is made where there is none."""
+    """Return the controller of a fleet, started if there is none."""
     return ray.remote(Controller).options(**ACTOR_OPTIONS, name=controller_name(fleet)).remote(fleet)

@@ -1,8 +1,8 @@
-"""Weights on trial on all nodes of a fleet, before the fleet serves them: canary, shadow, and rolling by steps.
+"""A trial of weights on all nodes of a fleet, before the fleet serves them: canary, shadow, and rollout by steps.
 
-Nothing is decided, and nothing is written: all nodes stage and verify, and let some of their requests be answered.
-Whoever leads the trial renews it at each node, takes what was measured there, and judges all of it together. Where
-nobody does, the nodes give it up by themselves; whoever leads next finds it in them.
+Nothing is written to the place: all nodes stage and verify, and let the weights answer some of their requests. The
+leader of the trial renews its lease on each node, collects the measures, and judges all of them together. Without a
+leader, the nodes end the trial; until then the next leader finds it in them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,27 @@ _ANSWER = 5.0  # seconds
 
 
 class Verdict(NamedTuple):
-    """What becomes of a trial: "promote", "abort", or "ended" where no node has it any more. why: in words."""
+    """A verdict on a trial: "promote", "abort", or "ended" if no node has it any more. why: in words."""
 
     what: str
     why: str
 
 
 class FleetTrial:
-    """A trial, as its leader sees it. One thread at a time."""
+    """The leader's side of a trial. Not thread-safe."""
 
     def __init__(self, order: TrialOrder, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
-        """now: seconds since the epoch."""
+        """now: returns seconds since the epoch."""
         self.order = order
         self._nodes, self._now = nodes, now
-        self._judged = Judgement(order.plan.judged)
+        self._judgement = Judgement(order.plan.judged)
         self.shares: dict[str, float] = {}
 
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
-        """The latest that another has begun, and nobody leads any more; earlier ones are given up.
-
-        What it had measured begins anew.
-        """
-        found = nodes.ask(nodes.names(), "trial", timeout=_ANSWER)
-        orders = {name: order for name, order in found.items() if isinstance(order, TrialOrder)}
+        """Return the latest trial of a former leader, with measures begun anew, and end earlier ones."""
+        answers = nodes.ask(nodes.names(), "trial", timeout=_ANSWER)
+        orders = {name: order for name, order in answers.items() if isinstance(order, TrialOrder)}
         if not orders:
             return None
         latest = max(orders.values(), key=lambda order: order.weights.since)
@@ -58,8 +55,8 @@ class FleetTrial:
         return trial
 
     def begin(self, timeout: float) -> None:
-        """Have all nodes stage and verify, and begin. Raises FleetRefused, and Unsupported for a share of the nodes
-        that would be all of them; then no node has it."""
+        """Let all nodes stage and verify, and start the trial. Raises FleetRefused, and Unsupported for a share of the
+        nodes that would be all of them. Then no node has the trial."""
         self._check_shares(self._nodes.names())
         with renewing(self._nodes, self.order):
             ready = prepare_all(self._nodes, "prepare_trial", self.order, "end_trial", timeout)
@@ -74,18 +71,18 @@ class FleetTrial:
                 raise Unsupported(f"share={share:g} of {len(names)} nodes would be all; give a share of the requests")
 
     def look(self) -> Verdict | None:
-        """Renew it at all nodes, take what was measured, and judge it.
+        """Renew the trial on all nodes, collect the measures, and judge them.
 
-        A node that has lost it serves what is desired; so does one that has come since, until it is promoted.
+        Nodes that have lost the trial, or joined later, serve the desired weights alone until the promotion.
         """
         plan, elapsed = self.order.plan, self._now() - self.order.weights.since
-        wanted = shares(sorted(self.shares), plan.share_at(elapsed), by_nodes=plan.of == "nodes")
-        for share in sorted(set(wanted.values())):
-            self._renew([name for name, each in wanted.items() if each == share], share)
+        share_of = shares(sorted(self.shares), plan.share_at(elapsed), by_nodes=plan.of == "nodes")
+        for share in sorted(set(share_of.values())):
+            self._renew([name for name in share_of if share_of[name] == share], share)
         if not self.shares:
             return Verdict("ended", "no node has it any more")
-        if (said := self._judged.verdict()) is not None:
-            return Verdict(*said)
+        if (verdict := self._judgement.verdict()) is not None:
+            return Verdict(*verdict)
         if plan.is_through(elapsed):
             return Verdict("promote", f"{len(plan.steps)} steps of {plan.step_seconds:g} s")
         return None
@@ -94,18 +91,18 @@ class FleetTrial:
         for name, answer in self._nodes.ask(names, "go_on", self.order.id, share, timeout=_ANSWER).items():
             if isinstance(answer, Measured):
                 self.shares[name] = share
-                self._judged.add(answer)
+                self._judgement.add(answer)
             elif isinstance(answer, StageClosed) or name not in self._nodes.names():
                 del self.shares[name]
 
     def end(self) -> None:
-        """Give it up on all nodes."""
+        """End the trial on all nodes."""
         self._nodes.ask(list(self.shares), "end_trial", self.order.id, timeout=_ANSWER)
 
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
-        """How it stands, or has ended."""
+        """Return the report of the trial. outcome, reason: empty while it goes on."""
         weights = self.order.weights
-        judged = self._judged.report()
+        judged = self._judgement.report()
         return TrialReport(
             weights_id=weights.weights_id,
             source=weights.source,
@@ -123,7 +120,7 @@ class FleetTrial:
 
 
 def shares(names: Sequence[str], share: float, *, by_nodes: bool) -> dict[str, float]:
-    """Which share of its requests each node has: the same, or all on the first of them, and none on the others."""
+    """Return each node's share of its requests: the same for all, or `by_nodes`, 1 for the first and 0 for others."""
     if not by_nodes:
         return dict.fromkeys(names, share)
     first = math.ceil(share * len(names) - 1e-9)

@@ -1,1 +1,1 @@
-"""A node of a fleet: the memory that its replicas serve, its part in changes, and what it takes from other nodes."""
+"""A node of a fleet: its shared memory, its part in changes, and the relay of weights between nodes."""

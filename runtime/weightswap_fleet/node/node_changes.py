@@ -1,7 +1,7 @@
-"""Changes of a node's weights: orders of all nodes, what is tried first, and what the place says.
+"""Changes of a node's weights: by orders of all nodes, by trials, and by the place's desired state.
 
-A node that was told of an order holds the weights ready, and commits them when it is told to, or when it reads in the
-place that they are desired; without an order it does what the place says.
+A node with an order keeps the weights ready, and commits them on request, or when it reads in the place that they are
+desired. Without an order it follows the place.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from .node_trial import Lease, NodeTrial
 from .node_weights import NodeWeights
 
 _POLL = 0.01  # seconds
-_GIVEN_UP = 64  # changes that are known to be
+_MOST_DISCARDED = 64  # ids of discarded orders and trials that are remembered
 _log = logging.getLogger("weightswap.fleet")
 
 
 class NodeChanges:
-    """One change at a time: an order's, a trial's, or what a look at the place finds. From any thread."""
+    """The changes of one node, one at a time: of an order, a trial, or the place. Thread-safe."""
 
     def __init__(self, weights: NodeWeights, place: DesiredPlace, control: Control, clock: Callable[[], float]) -> None:
-        """place: of the desired state. control: through which replicas are told of trials."""
+        """place: of the desired state. control: the page on which trials are announced to replicas."""
         self._weights, self._place, self._control, self._clock = weights, place, control, clock
         self._node, self._model = weights.node, weights.model
         self.reconciler = Reconciler(place, weights.spec.interval, clock)
-        self.bell = threading.Event()  # whoever looks at the place is to do so now
+        self.bell = threading.Event()  # wakes the thread that follows the place
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
-        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP)
-        self.is_deployed = True  # whether it is known how to verify; until then nothing changes
-        self._looked_with = weights.spec
+        self._discarded: deque[str] = deque(maxlen=_MOST_DISCARDED)
+        self.is_deployed = True  # the deployment is known; without it nothing changes
+        self._last_spec = weights.spec  # of the last look
         self._turn = threading.RLock()
-        self._taking = threading.Lock()  # not the turn: a replica that begins waits for no staging
+        self._taking = threading.Lock()  # not the turn: a starting replica must not wait for a staging
         self.stopped = threading.Event()
 
     def take(self, spec: Spec) -> None:
-        """Go on as a deployment says, if it is the latest."""
+        """Take over a deployment if it is the latest."""
         with self._taking:
             if spec.since > self._weights.spec.since:
                 self._weights.take(spec)
@@ -63,81 +63,82 @@ class NodeChanges:
 
     @property
     def preparing(self) -> str:
-        """The weights that are staged, or ready, for an order; empty without one."""
+        """The weights id of the open order; empty without one."""
         opened = self._order
         return opened.order.weights.weights_id if opened else ""
 
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
 
-        What is on trial is not staged again, and stays on trial until the commit. A rollback waits for nothing: what is
-        being staged or is on trial, and an order that is not decided, are given up.
+        Weights on trial are not staged again, and stay on trial until the commit. A rollback does not wait: it cancels
+        a staging, ends a trial, and discards an undecided order.
 
-        Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, or was before it came,
-        and StagingBusy where another is open, or other weights are on trial.
+        Raises what `Model.stage` raises, StageCancelled if the order is discarded meanwhile, or was before it came, and
+        StagingBusy if another order is open, or other weights are on trial.
         """
         began = time.perf_counter()
         if not order.proven:
             self._check_free()
         with self._turn_at_once() if order.proven else self._turn:
-            self._check_meant(order)
+            self._check_not_discarded(order)
             if order.proven and self._order is not None and not self._settle(self._order):
                 self._drop()
             self._check_free()
             return self._prepare(order, began)
 
     def _prepare(self, order: Order, began: float) -> Prepared:
-        wanted = order.weights.weights_id
+        weights_id = order.weights.weights_id
         if self._trial is not None and self._trial.is_of(order):
-            opening = self._open(order)
-            opening.staged, opening.is_on_trial = self._trial.staged, True
-            return Prepared(time.perf_counter() - began, True, opening.staged.verified)
+            open_order = self._open(order)
+            open_order.staged, open_order.is_on_trial = self._trial.staged, True
+            return Prepared(time.perf_counter() - began, True, open_order.staged.verified)
         if order.proven:
             self._end_trial()
         self._check_no_trial()
-        opening = self._open(order)
-        if order.proven and wanted in {self._model.weights_id, self._model.previous_weights_id}:
+        open_order = self._open(order)
+        if order.proven and weights_id in {self._model.weights_id, self._model.previous_weights_id}:
             return Prepared(time.perf_counter() - began, True, "none")
         try:
-            opening.staged = self._weights.stage(order.source, order.weights, order.reader)
+            open_order.staged = self._weights.stage(order.source, order.weights, order.reader)
             self._weights.wait(
-                opening.staged, lambda: self._is_given_up(order) or opening.lease.is_over or self._is_overtaken(order)
+                open_order.staged,
+                lambda: self._is_discarded(order) or open_order.lease.is_over or self._is_overtaken(order),
             )
         except BaseException:
             self._drop()
             raise
-        opening.lease.renew()  # it may have taken long
-        return Prepared(time.perf_counter() - began, False, opening.staged.verified)
+        open_order.lease.renew()  # the staging may have taken long
+        return Prepared(time.perf_counter() - began, False, open_order.staged.verified)
 
     def _open(self, order: Order) -> _OpenOrder:
-        self._order = opening = _OpenOrder(order, Lease(order.lease, self._clock))
+        self._order = open_order = _OpenOrder(order, Lease(order.lease, self._clock))
         try:
-            self._check_meant(order)  # again: who gives it up from now on sees it
+            self._check_not_discarded(order)  # again, now that `discard` finds the order
         except StageCancelled:
             self._drop()
             raise
-        return opening
+        return open_order
 
-    def _is_given_up(self, order: Order | TrialOrder) -> bool:
-        return order.id in self._given_up
+    def _is_discarded(self, order: Order | TrialOrder) -> bool:
+        return order.id in self._discarded
 
-    def _check_meant(self, order: Order | TrialOrder) -> None:
-        """Raise StageCancelled where it was given up: what was sent first may come last, or has waited for its turn."""
-        if self._is_given_up(order):
+    def _check_not_discarded(self, order: Order | TrialOrder) -> None:
+        """Raise StageCancelled if the order was discarded, before it came or while it waited for its turn."""
+        if self._is_discarded(order):
             raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was given up")
 
     def _is_overtaken(self, order: Order) -> bool:
-        """Whether something else was decided, such as a hold or a rollback by hand."""
+        """Return True if the place was changed otherwise, such as by a hold or a rollback."""
         state = self._read()
         return state is not None and state.revision != order.revision and state.weights_id != order.weights.weights_id
 
     def _desires_others(self) -> bool:
-        """Whether the place says other weights than at the last look."""
+        """Return True if the place desires other weights than at the last look."""
         before, state = self.reconciler.state, self._read()
         return before is not None and state is not None and state.weights_id != before.weights_id
 
     def _read(self) -> DesiredState | None:
-        """What the place says; None where it cannot be read."""
+        """Return the place's state, or None if it cannot be read."""
         try:
             return self._place.read()
         except WeightswapError:
@@ -145,7 +146,7 @@ class NodeChanges:
 
     @contextmanager
     def _turn_at_once(self) -> Iterator[None]:
-        """The turn; what others stage until it comes is given up, and whoever waits for that gets StageCancelled."""
+        """Take the turn, cancelling the stagings of others until it comes; those raise StageCancelled."""
         while not self._turn.acquire(timeout=_POLL):
             self._weights.interrupt()
         try:
@@ -156,10 +157,10 @@ class NodeChanges:
     def _check_free(self) -> None:
         if not self.is_deployed:
             raise StagingBusy(
-                f"{self._node}: its keeper has begun again, and no replica has told it how yet; try again"
+                f"{self._node}: its keeper was restarted, and no replica has sent it the deployment yet; try again"
             )
-        if (opened := self._order) is not None:
-            weights = opened.order.weights
+        if (open_order := self._order) is not None:
+            weights = open_order.order.weights
             raise StagingBusy(
                 f"{self._node}: has an order{_by(weights)} open, for {weights.weights_id[:SHOWN]}; try again when it "
                 "is over"
@@ -173,30 +174,32 @@ class NodeChanges:
             )
 
     def renew(self, change_id: str) -> bool:
-        """An order, or a trial, is still meant, as others take longer. Whether it is open here."""
-        opened = next((each for each in (self._order, self._trial) if each and each.order.id == change_id), None)
-        if opened is not None:
-            opened.lease.renew()
-        return opened is not None
+        """Renew the lease of an order or a trial. Returns False if it is not open here."""
+        change = next(
+            (change for change in (self._order, self._trial) if change and change.order.id == change_id), None
+        )
+        if change is not None:
+            change.lease.renew()
+        return change is not None
 
     def commit(self, order_id: str, revision: int) -> Committed:
-        """Serve what was prepared for an order, which was decided as a revision of the place.
+        """Commit the weights of an order, which was written to the place as a revision.
 
-        Raises StageClosed where it is not prepared any more (what the place says is done all the same, by itself), and
-        what `Staged.commit` raises.
+        Raises StageClosed if they are not prepared any more, whereupon the node follows the place by itself, and what
+        `Staged.commit` raises.
         """
         with self._turn:
-            opened = self._order
-            if opened is None or opened.order.id != order_id:
+            open_order = self._order
+            if open_order is None or open_order.order.id != order_id:
                 self.look_soon()
                 raise StageClosed(f"{self._node}: the order {order_id} is not prepared any more")
-            return self._commit(opened, revision)
+            return self._commit(open_order, revision)
 
-    def _commit(self, opened: _OpenOrder, revision: int) -> Committed:
-        weights, seconds = opened.order.weights, 0.0
-        if opened.staged is not None:
-            seconds = self._weights.commit(opened.staged, revision).seconds_paused
-            self._trial = None  # its weights are served, or there was none
+    def _commit(self, open_order: _OpenOrder, revision: int) -> Committed:
+        weights, seconds = open_order.order.weights, 0.0
+        if open_order.staged is not None:
+            seconds = self._weights.commit(open_order.staged, revision).seconds_paused
+            self._trial = None  # a trial's weights are now served
         elif self._model.weights_id != weights.weights_id:
             seconds = self._weights.roll_back(weights, revision).seconds_paused
         at, generation = time.time(), self._model.generation
@@ -207,30 +210,30 @@ class NodeChanges:
         return Committed(at, generation, seconds)
 
     def discard(self, order_id: str) -> None:
-        """Give an order up: one that is open, is being staged, or has not come yet."""
-        self._given_up.append(order_id)
-        opened = self._order
-        if opened is not None and opened.order.id == order_id:
-            if opened.staged is not None and not opened.is_on_trial:
-                opened.staged.cancel_soon()
+        """Discard an order that is open, is being staged, or has not come yet."""
+        self._discarded.append(order_id)
+        open_order = self._order
+        if open_order is not None and open_order.order.id == order_id:
+            if open_order.staged is not None and not open_order.is_on_trial:
+                open_order.staged.cancel_soon()
             with self._turn:
-                if self._order is opened:
+                if self._order is open_order:
                     self._drop()
 
     def _drop(self) -> None:
-        opened, self._order = self._order, None
-        if opened is not None and opened.staged is not None and not opened.is_on_trial:
-            opened.staged.discard()
+        open_order, self._order = self._order, None
+        if open_order is not None and open_order.staged is not None and not open_order.is_on_trial:
+            open_order.staged.discard()
 
     def prepare_trial(self, order: TrialOrder) -> Prepared:
-        """Stage and verify what is to be tried; `go_on` begins it.
+        """Stage and verify the weights of a trial, which `go_on` starts.
 
-        Raises what `prepare` raises, StageCancelled, too, where nobody renews it, and Unsupported for what is served.
+        Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
         """
         began = time.perf_counter()
         self._check_free()
         with self._turn:
-            self._check_meant(order)
+            self._check_not_discarded(order)
             self._check_free()
             self._check_no_trial()
             if self._model.weights_id in (None, order.weights.weights_id):
@@ -240,9 +243,9 @@ class NodeChanges:
             staged = self._weights.stage(order.source, order.weights, order.reader)
             self._trial = trial = NodeTrial(order, staged, self._control, self._clock)
             try:
-                self._check_meant(order)
+                self._check_not_discarded(order)
                 self._weights.wait(
-                    staged, lambda: self._is_given_up(order) or trial.lease.is_over or self._desires_others()
+                    staged, lambda: self._is_discarded(order) or trial.lease.is_over or self._desires_others()
                 )
                 trial.is_ready = True
             except BaseException:
@@ -251,10 +254,9 @@ class NodeChanges:
             return Prepared(time.perf_counter() - began, False, staged.verified)
 
     def go_on(self, trial_id: str, share: float) -> Measured:
-        """Let a share of the requests be answered by what is on trial, once that is staged, which is not waited for;
-        what was measured since the last time.
+        """Let the weights on trial answer a share of the requests, once they are staged. Does not wait for that.
 
-        Raises StageClosed where that trial is over.
+        Returns the measures since the last call. Raises StageClosed if the trial is over.
         """
         trial = self._trial_of(trial_id)
         if not trial.is_ready:
@@ -269,8 +271,8 @@ class NodeChanges:
         return trial
 
     def end_trial(self, trial_id: str) -> None:
-        """Give a trial up: one that there is, is being staged, or has not come yet."""
-        self._given_up.append(trial_id)
+        """End a trial that is there, is being staged, or has not come yet."""
+        self._discarded.append(trial_id)
         trial = self._trial
         if trial is not None and trial.order.id == trial_id:
             trial.staged.cancel_soon()
@@ -284,30 +286,30 @@ class NodeChanges:
             trial.end()
 
     def trial(self) -> TrialOrder | None:
-        """What is on trial here."""
+        """Return the order of the current trial."""
         trial = self._trial
         return trial.order if trial is not None else None
 
     def tried(self, text: str) -> None:
-        """A replica has said what it has measured of a trial."""
+        """Add a replica's measures of a trial."""
         if (trial := self._trial) is not None:
-            trial.heard(text)
+            trial.add(text)
 
     def look_soon(self) -> None:
-        """Look at the place now, and not only after the interval."""
+        """Wake the thread that follows the place."""
         self.bell.set()
 
     def look(self) -> None:
-        """Do what the place says; an order that is open waits for its end."""
+        """Do what the place says, unless an order is open and undecided."""
         with self._turn:
             if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
                 return
             if self._trial is not None and self._trial.lease.is_over:
                 _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)
                 self._end_trial()
-            if (spec := self._weights.spec) is not self._looked_with:
-                self._looked_with = spec
-                self.reconciler.forget_refusal()  # it may be let in now
+            if (spec := self._weights.spec) is not self._last_spec:
+                self._last_spec = spec
+                self.reconciler.forget_refusal()  # the new deployment may accept the weights
             self.reconciler.look(_Target(self))
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:
@@ -315,22 +317,22 @@ class NodeChanges:
                 if state.weights_id == self._model.weights_id:
                     self._weights.mark(state.revision)
 
-    def _settle(self, opened: _OpenOrder) -> bool:
-        """Do what the place says of an order that is open. Whether it is over."""
+    def _settle(self, open_order: _OpenOrder) -> bool:
+        """Do what the place says about an open order. Returns True if it is over."""
         state = self._read()
-        if state is not None and state.revision != opened.order.revision:
-            if state.weights_id == opened.order.weights.weights_id:
-                with suppress(WeightswapError):  # the look that follows tries it in its own way
-                    self._commit(opened, state.revision)
+        if state is not None and state.revision != open_order.order.revision:
+            if state.weights_id == open_order.order.weights.weights_id:
+                with suppress(WeightswapError):  # the reconciler then stages the weights itself
+                    self._commit(open_order, state.revision)
                     return True
             self._drop()
-        elif opened.lease.is_over:
-            _log.warning("%s: nothing more was heard of the order %s", self._node, opened.order.id)
+        elif open_order.lease.is_over:
+            _log.warning("%s: nothing more was heard of the order %s", self._node, open_order.order.id)
             self._drop()
         return self._order is None
 
     def close(self) -> None:
-        """Give up what is open."""
+        """Discard an open order, and end a trial."""
         with self._turn:
             self._drop()
             self._end_trial()
@@ -342,16 +344,16 @@ def _by(weights: DesiredWeights) -> str:
 
 @dataclass(eq=False)
 class _OpenOrder:
-    """An order that this node is ready for, or will be; `staged` where the weights were not in memory."""
+    """An order whose weights are ready or being staged. `staged` is None if they were still in memory."""
 
     order: Order
     lease: Lease
     staged: Staged | None = None
-    is_on_trial: bool = False  # what is staged, which then stays where the order is given up
+    is_on_trial: bool = False  # the staged weights belong to a trial, and are not discarded with the order
 
 
 class _Target:
-    """The node's model, as the reconciler keeps it at what is desired."""
+    """The node's model, as the reconciler's target."""
 
     def __init__(self, changes: NodeChanges) -> None:
         self._changes, self._weights = changes, changes._weights
@@ -387,7 +389,7 @@ class _Target:
                 self._weights.commit(staged, self._revision_of(weights))
 
     def _revision_of(self, weights: DesiredWeights) -> int:
-        """That of the place; 0 for earlier weights, which are served as what is desired cannot be."""
+        """Return the place's revision, or 0 for earlier weights, served because the desired ones cannot be."""
         state = self._changes.reconciler.state
         return state.revision if state is not None and state.weights_id == weights.weights_id else 0
 

@@ -1,6 +1,6 @@
-"""A node's keeper: it has the memory that the node's replicas serve, and takes part in the fleet's changes.
+"""The keeper of a node: it owns the memory that the node's replicas serve, and takes part in the fleet's changes.
 
-What a fleet has decided is in its place, and nowhere else; so whoever has given an order may die at any moment.
+The place alone records a fleet's decisions, so a coordinator may die at any time.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ class NodeKeeper:
         transfer: Transfer | None = None,
         again: bool = False,
     ) -> None:
-        """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
+        """Serves the desired weights at once, if possible; `start` makes it follow the place.
 
-        node: its name, which no other has. transfer: how weights go from node to node; None: each reads for
-        itself. again: `spec` is what an earlier keeper of the name was made with, and may be that of a deployment long
-        ago, as where replicas still have its memory: that is served on, and nothing changes until a replica has said
-        which deployment it is of.
+        node: its unique name. transfer: of weights between nodes; None: each node reads for itself. again: this keeper
+        replaces one that has died, so `spec` may be of an old deployment. Then, and if it finds replicas with its
+        memory, it serves on what they have, and changes nothing until a replica has sent its deployment.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         self.node = node
         artifact = Artifact.open(spec.artifact)
-        name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # by which its memory is found again
+        name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # of its memory, by which a later keeper finds it
         adopted = NodeMemory.adopt(name)
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
         self._relay = Relay(node, transfer) if transfer is not None else None
@@ -62,16 +61,16 @@ class NodeKeeper:
         changes.is_deployed = adopted is None and not again
         self._seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._metrics = NodeMetrics(spec.model, self.model)
-        self._metrics.show("weightswap_fleet_revision", "That is served.", lambda: self._weights.revision)
-        self._metrics.show(
+        self._metrics.add_gauge("weightswap_fleet_revision", "That is served.", lambda: self._weights.revision)
+        self._metrics.add_gauge(
             "weightswap_fleet_unread_seconds", "Since the place was read.", lambda: max(0.0, self._place.unread)
         )
-        asked: tuple[Callable[..., Any], ...] = (
+        methods: tuple[Callable[..., Any], ...] = (
             *(self.take_seat, self.told, self.metrics, self.relayed, self.status),
             *(changes.prepare, changes.renew, changes.discard, changes.commit, changes.look_soon),
             *(changes.prepare_trial, changes.go_on, changes.end_trial, changes.trial, changes.tried),
         )
-        self._asked = {method.__name__: method for method in asked}
+        self._methods = {method.__name__: method for method in methods}
         self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
         changes.look()
 
@@ -81,41 +80,41 @@ class NodeKeeper:
         return self._weights.spec
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method returns by which others of the fleet ask this node."""
-        return self._asked[method](*arguments)
+        """Call one of the methods that other processes of the fleet may call."""
+        return self._methods[method](*arguments)
 
     def start(self) -> None:
-        """Look at the place from now on, in a thread."""
+        """Start the thread that follows the place."""
         self._thread.start()
 
     def take_seat(self, pid: int, spec: Spec) -> Seat:
-        """A slot for a replica of this node, whose deployment counts if it is the latest.
+        """Give a replica of this node a slot, and take over its deployment if it is the latest.
 
-        Raises Unsupported, and NoWeights where it would have nothing to serve, or only what is not desired.
+        Raises Unsupported, and NoWeights if there are no desired weights to serve.
         """
         self.changes.take(spec)
         if self._weights.revision == 0:
-            self.changes.look()  # it may have waited for the deployment
+            self.changes.look()  # again, with the deployment
         if self._weights.revision == 0:
             raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
 
     def told(self, pid: int, text: str, spec: Spec) -> None:
-        """A replica of this node has said what it has counted, as Prometheus reads it, and its deployment."""
+        """Take a replica's metrics, in Prometheus' text format, and its deployment."""
         if pid in self._seats.processes:
-            self._metrics.tell(pid, text)
+            self._metrics.update(pid, text)
         self.changes.take(spec)
 
     def metrics(self) -> str:
-        """What was counted on this node."""
+        """Return the metrics of this node."""
         return self._metrics.text()
 
     def relayed(self, method: str, *arguments: Any) -> Any:
-        """What this node's part of the relay returns."""
+        """Call a method of this node's relay."""
         return getattr(self._relay, method)(*arguments)
 
     def status(self) -> NodeStatus:
-        """How it stands."""
+        """Return the status of this node."""
         reconciler, trial = self.changes.reconciler, self.changes.trial()
         state = reconciler.state
         return NodeStatus(
@@ -147,7 +146,7 @@ class NodeKeeper:
         return text_of(error) if error is not None else ""
 
     def close(self) -> None:
-        """End. Replicas serve on what they have."""
+        """End the keeper. Replicas go on serving the weights that they have."""
         self.changes.stopped.set()
         self.changes.bell.set()
         if self._thread.is_alive():
@@ -163,7 +162,7 @@ class NodeKeeper:
             self.changes.bell.wait(self.spec.interval)
             self.changes.bell.clear()
             self._seats.sweep()
-            self._metrics.keep(self._seats.processes)
+            self._metrics.end_others(self._seats.processes)
             if self._relay is not None:
                 self._relay.sweep(time.monotonic())
             try:

@@ -1,4 +1,4 @@
-"""The place of the desired state, as a node reads it."""
+"""The place of the desired state, with the time since a node has read it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Source
 from weightswap_runtime.sources.byte_source import Check
 
-SILENT = 30.0  # seconds without a word from the place, after which a node says so
+SILENT = 30.0  # seconds without a read of the place, after which a node reports it
 
 
 class NodePlace(DesiredPlace):
-    """A place that knows for how long it was not read: also while an answer is waited for, which may never come."""
+    """A place that knows the time since its last read, even while a read hangs."""
 
     def __init__(self, place: Source, clock: Callable[[], float]) -> None:
         super().__init__(place)
@@ -26,10 +26,10 @@ class NodePlace(DesiredPlace):
 
     @property
     def unread(self) -> float:
-        """Seconds since it was read."""
+        """Seconds since the last read."""
         return self._clock() - self._read_at
 
     def silence(self, interval: float) -> str:
-        """That it was not read for too long; else empty. interval: seconds between two looks."""
+        """Return a sentence if the last read is too long ago, else "". interval: seconds between two reads."""
         most = max(SILENT, 3 * interval)
         return f"{self.where}: was not read for more than {most:g} s" if self.unread > most else ""

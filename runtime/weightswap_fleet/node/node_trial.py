@@ -1,4 +1,4 @@
-"""Weights on trial on one node: its replicas answer some requests with them, and say what they measure."""
+"""A trial on one node: its replicas answer some requests with staged weights, and send their measures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import begin_trial
 from weightswap_server.canary.judging import Judgement, Measured
-from weightswap_server.workers.trials import read_tried
+from weightswap_server.workers.trials import read_measures
 
 
 class Lease:
-    """So many seconds from its last renewal."""
+    """A lease that is over so many seconds after its last renewal."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds, self._clock = seconds, clock
@@ -26,53 +26,47 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody has renewed it in time."""
         return self._clock() >= self._until
 
 
 class NodeTrial:
-    """Staged weights that replicas may call, once `go_on` has said how often; until `end`, or a commit of them.
-
-    is_ready: whether they are staged.
-    """
+    """Staged weights that replicas call from `go_on` on, until `end` or their commit. is_ready: they are staged."""
 
     def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
         self.order, self.staged = order, staged
         self._control, self.lease = control, Lease(order.lease, clock)
-        self._judged = Judgement(order.plan.judged)
+        self._judgement = Judgement(order.plan.judged)
         self._share: float | None = None
         self._word = 0
         self.is_ready = False
 
     def is_of(self, order: Order) -> bool:
-        """Whether an order wants what is on trial: the same weights, from the same place, where all will look for them
-        from then on."""
-        mine = self.order
-        return (mine.weights.weights_id, mine.source) == (order.weights.weights_id, order.source)
+        """True if an order is of the weights on trial, from the same source, which will be the desired one."""
+        return (self.order.weights.weights_id, self.order.source) == (order.weights.weights_id, order.source)
 
     def go_on(self, share: float) -> Measured:
-        """Go on, with a share of the requests. What replicas have measured since the last time.
+        """Continue with a share of the requests, and return the replicas' measures since the last call.
 
-        Raises StageClosed where its weights were committed or given up.
+        Raises StageClosed if the weights were committed or discarded.
         """
         if share != self._share:
-            terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # rules are not theirs
+            terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # the leader alone judges
             self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
             self._share = share
         self.lease.renew()
         return self.measured()
 
     def measured(self) -> Measured:
-        """What replicas have measured since the last time."""
-        return self._judged.take()
+        """Return the replicas' measures since the last call."""
+        return self._judgement.take()
 
-    def heard(self, text: str) -> None:
-        """A replica has said what it has measured. What is of an earlier trial is nobody's."""
-        tried = read_tried(text)
-        if tried.trial == self._word:
-            self._judged.add(tried.measured)
+    def add(self, text: str) -> None:
+        """Add a replica's measures. Those of an earlier trial are ignored."""
+        measures = read_measures(text)
+        if measures.trial == self._word:
+            self._judgement.add(measures.measured)
 
     def end(self) -> None:
-        """Nobody calls its weights from now on, and they are given up."""
+        """End the calls of the weights, and discard them."""
         self._control.end_trial()
         self.staged.discard()

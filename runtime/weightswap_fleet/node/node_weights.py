@@ -1,4 +1,4 @@
-"""The weights of a node: those that its replicas serve, and the revision of the place that they are of."""
+"""The weights of a node, and the place's revision of them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from .relay import Relay
 
 
 class NodeWeights:
-    """The model in a node's memory, and the board of that memory. One commit at a time."""
+    """The model in a node's memory, and the memory's board. One commit at a time."""
 
     def __init__(self, spec: Spec, node: str, artifact: Artifact, memory: NodeMemory, relay: Relay | None) -> None:
         self.node = node
         self.model = keep(artifact, memory.segment)
         self.board = memory.board
         self._relay = relay
-        self._staging: Staged | None = None  # what is waited for
+        self._staging: Staged | None = None  # the staging that `wait` waits for
         self.take(spec)
 
     def take(self, spec: Spec) -> None:
-        """Verify as a deployment says; what is served already, it serves on."""
+        """Verify later weights as a deployment says. The served ones stay."""
         keys = spec.require_signature
         self.model._store.admit = requires(*keys) if keys else None
         self.spec = spec
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
-        """Begin to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
+        """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
         spec = self.spec
         onto = [(self._routed(base.source, reader), base.weights_id) for base in weights.bases or ()]
         return self.model.stage(
-            self._routed(path, reader),  # type: ignore[arg-type]  # whatever `open_source` takes
+            self._routed(path, reader),  # type: ignore[arg-type]  # all that `open_source` takes
             onto=onto,  # type: ignore[arg-type]
             expect=weights.weights_id,
             allow_other_graph=weights.graph_id not in ("", spec.graph_id),
@@ -58,9 +58,9 @@ class NodeWeights:
         return path
 
     def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
-        """Until it is staged. is_over: whether nobody wants it any more; asked once in each interval.
+        """Wait until weights are staged. is_over: called in each interval; True cancels the staging.
 
-        Raises StageCancelled where that is so, and where a rollback comes first.
+        Raises StageCancelled if it was cancelled, by `is_over` or a rollback.
         """
         self._staging = staged
         try:
@@ -74,34 +74,34 @@ class NodeWeights:
             self._staging = None
 
     def interrupt(self) -> None:
-        """Give up what is waited for."""
+        """Cancel the staging that `wait` waits for."""
         if (staging := self._staging) is not None:
             staging.cancel_soon()
 
     def commit(self, staged: Staged, revision: int) -> SwapReceipt:
-        """Serve what was staged, as of a revision. Raises what `Staged.commit` raises."""
+        """Commit staged weights of a revision. Raises what `Staged.commit` raises."""
         self._mark_next(revision)
         return staged.commit()
 
     def roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
-        """Serve again what was served before. Raises NothingToRollBack where that is something else."""
+        """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
         if self.model.previous_weights_id != weights.weights_id:
             raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are not in memory any more")
         self._mark_next(revision)
         return self.model.rollback(by=weights.by)
 
     def _mark_next(self, revision: int) -> None:
-        """Before a commit, so that no replica answers with weights and an older revision."""
+        """Write the next revision before its commit, so that no replica answers with new weights and an older one."""
         generation = self.model.generation
         self.board.set_revision(0 if generation is None else generation + 1, revision)
 
     def mark(self, revision: int) -> None:
-        """What is served is that of a revision, too."""
+        """Raise the revision of the served weights."""
         generation = self.model.generation
         if generation is not None and self.board.revision(generation) < revision:
             self.board.set_revision(generation, revision)
 
     @property
     def revision(self) -> int:
-        """The revision that is served; 0 before the first."""
+        """The served revision; 0 before the first."""
         return self.board.revision(self.model.generation)

@@ -1,8 +1,7 @@
-"""Weights from node to node: one node reads what is behind a URL, chunk by chunk, and the others take it from there.
+"""Relay of weights between nodes: one node reads a URL in chunks, and the others get the chunks from it.
 
-So a bucket is read once for a fleet. All nodes verify as if they had read it themselves, and what another node does not
-give, they read themselves. The chunks go wherever `Transfer` puts them: with Ray, into its object store, from which
-every node that has one gives it on.
+So a fleet reads a bucket once. All nodes verify the weights themselves, and read directly what the reader does not
+give. A `Transfer` moves the chunks: with Ray, through its object store, in which each node with a chunk passes it on.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from weightswap_runtime.sources.remote.objects import RemoteObject
 from weightswap_runtime.sources.remote.transport import changed
 
 CHUNK = 32 << 20  # bytes
-GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for others, and those that a taker keeps for itself
-OBJECTS, IDLE = 4, 120.0  # files that a reader has open at most, and seconds for which nobody asks
+GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for other nodes, and that a taker keeps for itself
+OBJECTS, IDLE = 4, 120.0  # the most files that a reader has open, and seconds after which an unused one is closed
 _POLL = 0.02  # seconds
 _FILES = (".safetensors", ".json")
 _log = logging.getLogger("weightswap.fleet")
@@ -35,40 +34,40 @@ T = TypeVar("T")
 
 
 class Transfer(Protocol):
-    """How nodes talk, and where chunks go."""
+    """The connection between nodes, and the store of chunks."""
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        """What a method of another node's keeper returns. Raises whatever tells that it does not, within a while."""
+        """Call a method of another node's relay. Raises its error, or any that tells that it does not answer."""
         ...
 
     def put(self, content: bytearray) -> Any:
-        """A chunk is there for all nodes, as long as what this returns is kept."""
+        """Store a chunk for all nodes, and return a reference that keeps it alive."""
         ...
 
     def get(self, put: Any) -> memoryview:
-        """It, on any node. Raises whatever tells that it cannot be had."""
+        """Get the chunk of a reference, on any node. Raises any error that tells that it is not available."""
         ...
 
 
 class ObjectDescription(NamedTuple):
-    """What a reader has open. tag: what its content is pinned to; empty where the store has nothing like that."""
+    """A file that a reader has open. tag: the version of its content; empty if the store has no versions."""
 
     size: int
     tag: str
 
 
 class Relay:
-    """A node's part: it reads for others, and takes from them. Every method may be called from any thread."""
+    """The relay of one node: it reads for other nodes, and takes from them. Every method is thread-safe."""
 
     def __init__(self, node: str, transfer: Transfer, chunk: int = CHUNK) -> None:
-        """node: its own name. chunk: bytes, the same on all nodes."""
+        """node: the name of this one. chunk: in bytes, the same on all nodes."""
         self.node, self.chunk = node, chunk
         self._transfer = transfer
         self._readings: OrderedDict[str, _Reading] = OrderedDict()
         self._opening = Lock()
 
     def route(self, source: str, reader: str) -> str | Url:
-        """What is to be staged instead of a URL that a node reads for all; other sources as they are."""
+        """Return the relayed form of a URL that another node reads for all, and other sources unchanged."""
         if not reader or not is_url(source) or "?" in source or "#" in source:
             return source
         location = as_location(source)
@@ -77,7 +76,7 @@ class Relay:
         return RelayedUrl(location.raw, self, reader)
 
     def describe(self, url: str) -> ObjectDescription | None:
-        """Open what is behind a URL, for others; None if nothing is. What was read of an earlier content is gone."""
+        """Open a URL for other nodes; None if it has no content. Chunks of an earlier content are dropped."""
         reading = self._readings.get(url)
         if reading is None or not _is_unchanged(reading.source):
             reading = self._open_instead_of(reading, url)
@@ -86,7 +85,7 @@ class Relay:
         return ObjectDescription(reading.source.size, reading.tag) if reading is not None else None
 
     def _open_instead_of(self, known: _Reading | None, url: str) -> _Reading | None:
-        """Open what is there now, unless another thread has done so."""
+        """Open the present content, unless another thread has done so."""
         with self._opening:
             reading = self._readings.get(url)
             if reading is not known:
@@ -101,11 +100,11 @@ class Relay:
             return reading
 
     def give(self, url: str, tag: str, number: int) -> Any:
-        """A chunk, as `Transfer.put` has it. Raises WeightFileError where another content is there by now."""
+        """Return a chunk, as a reference of `Transfer.put`. Raises WeightFileError if the content has changed."""
         return self._reading(url, tag).chunks.get(number)
 
     def settle(self, url: str, tag: str) -> None:
-        """As `ByteSource.await_stable_mtime`."""
+        """Call the source's `await_stable_mtime`."""
         self._reading(url, tag).source.await_stable_mtime()
 
     def _reading(self, url: str, tag: str) -> _Reading:
@@ -116,26 +115,26 @@ class Relay:
         return reading
 
     def sweep(self, now: float) -> None:
-        """Let go of what nobody asks for any more. now: as `time.monotonic` says it."""
+        """Close the files that were not used for IDLE seconds. now: by `time.monotonic`."""
         with self._opening:
             for url, reading in list(self._readings.items()):
                 if now > reading.used + IDLE:
                     del self._readings[url]
 
     def ask(self, reader: str, method: str, *arguments: Any) -> Any:
-        """What a reader says, which may be this node."""
+        """Call a method of a reader's relay; the reader may be this node."""
         if reader == self.node:
             return getattr(self, method)(*arguments)
         return self._transfer.ask(reader, method, *arguments)
 
     def take(self, reader: str, url: str, tag: str, number: int) -> memoryview:
-        """A chunk that a node reads."""
+        """Return a chunk that another node reads."""
         return self._transfer.get(self.ask(reader, "give", url, tag, number))
 
     def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
-        """What is behind a URL, as a node reads it; without that node, as it is read here."""
+        """Open a URL through its reader, or directly if the reader does not answer. None if it has no content."""
         try:
-            described = attended(lambda: self.ask(reader, "describe", url), check)
+            described = interruptible(lambda: self.ask(reader, "describe", url), check)
         except Exception as error:
             if check is not None:
                 check()
@@ -143,14 +142,14 @@ class Relay:
             return find_source(url, check)
         if described is None:
             return None
-        if not described.tag:  # nothing would tell two contents from each other
+        if not described.tag:  # a change of the content would go unnoticed
             return find_source(url, check)
         return RelayedObject(self, reader, url, described, check)
 
 
 @dataclass(frozen=True, repr=False)
 class RelayedUrl(GivenUrl):
-    """A URL that a node reads for this one."""
+    """A URL that another node reads for this one."""
 
     relay: Relay
     reader: str
@@ -160,25 +159,25 @@ class RelayedUrl(GivenUrl):
 
 
 class RelayedObject:
-    """A ByteSource of chunks that another node reads. From the first that it does not give on, it is read here."""
+    """A ByteSource of chunks that another node reads. After the first failure, it is read directly."""
 
     def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
         self.where, self.unit, self.size = str(Url(url)), relay.chunk, described.size
         self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
         self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.take(reader, url, self._tag, n), TAKEN)
-        self._alone: ByteSource | None = None
+        self._direct: ByteSource | None = None
         self._lock = Lock()
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        if alone := self._alone_unless(partial(self._take, buffers, offset)):
-            alone.read_into(buffers, offset)
+        if direct := self._direct_unless(partial(self._take, buffers, offset)):
+            direct.read_into(buffers, offset)
 
     def _take(self, buffers: list[memoryview], offset: int) -> None:
         for buffer in buffers:
             flat, done = buffer.cast("B"), 0
             while done < len(flat):
                 number, start = divmod(offset + done, self.unit)
-                chunk = attended(partial(self._chunks.get, number), self._check)
+                chunk = interruptible(partial(self._chunks.get, number), self._check)
                 piece = chunk[start : start + len(flat) - done]
                 if not len(piece):
                     raise WeightFileError(f"{self.where}: a chunk is shorter than it was said to be")
@@ -187,53 +186,53 @@ class RelayedObject:
             offset += len(flat)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        return attended(lambda: self._relay.ask(self._reader, method, *arguments), self._check)
+        return interruptible(lambda: self._relay.ask(self._reader, method, *arguments), self._check)
 
-    def _alone_unless(self, work: Callable[[], object]) -> ByteSource | None:
-        """What is read here, if the reader does not do its part of the work, or did not before."""
-        if self._alone is None:
+    def _direct_unless(self, work: Callable[[], object]) -> ByteSource | None:
+        """Do the work by the reader, and return None; if the reader fails or has failed, return the direct source."""
+        if self._direct is None:
             try:
                 work()
             except Exception as error:
-                self._read_alone(error)
-        return self._alone
+                self._read_directly(error)
+        return self._direct
 
-    def _read_alone(self, error: Exception) -> None:
-        """Raises WeightFileError where another content is there than the one that was begun."""
+    def _read_directly(self, error: Exception) -> None:
+        """Open the direct source after an error of the reader. Raises WeightFileError if the content has changed."""
         if self._check is not None:
             self._check()
         with self._lock:
-            if self._alone is not None:
+            if self._direct is not None:
                 return
             _log.warning("%s: %s reads it no more (%s); read here", self.where, self._reader, text_of(error))
-            found = find_source(self._url, self._check)
-            if found is None or (found.size, _tag_of(found)) != (self.size, self._tag):
+            source = find_source(self._url, self._check)
+            if source is None or (source.size, _tag_of(source)) != (self.size, self._tag):
                 raise changed(self.where)
-            self._alone = found
+            self._direct = source
 
     def await_stable_mtime(self) -> None:
-        if alone := self._alone_unless(partial(self._ask, "settle", self._url, self._tag)):
-            alone.await_stable_mtime()
+        if direct := self._direct_unless(partial(self._ask, "settle", self._url, self._tag)):
+            direct.await_stable_mtime()
 
     def check_unchanged(self, *, proven: bool = False) -> None:
-        if self._alone is None:
+        if self._direct is None:
             try:
-                found = self._ask("describe", self._url)
+                description = self._ask("describe", self._url)
             except Exception as error:
-                self._read_alone(error)
+                self._read_directly(error)
             else:
-                if found != (self.size, self._tag):
+                if description != (self.size, self._tag):
                     raise changed(self.where)
-        if self._alone is not None:
-            self._alone.check_unchanged(proven=proven)
+        if self._direct is not None:
+            self._direct.check_unchanged(proven=proven)
 
     def close(self) -> None:
-        if self._alone is not None:
-            self._alone.close()
+        if self._direct is not None:
+            self._direct.close()
 
 
-def attended(work: Callable[[], T], check: Check | None) -> T:
-    """What work returns. `check` is called every few milliseconds; what it raises ends the wait, and not the work."""
+def interruptible(work: Callable[[], T], check: Check | None) -> T:
+    """Return the result of `work`, calling `check` every few milliseconds. Its error ends the wait, not the work."""
     if check is None:
         return work()
     done: Future[T] = Future()
@@ -252,7 +251,7 @@ def _fill(done: Future[T], work: Callable[[], T]) -> None:
 
 
 class _Reading:
-    """What a reader has open, and the last chunks of it."""
+    """A file that a reader has open, with its latest chunks."""
 
     def __init__(self, source: ByteSource, chunk: int, put: Callable[[bytearray], Any]) -> None:
         self.source, self.tag, self.used = source, _tag_of(source), time.monotonic()
@@ -266,7 +265,7 @@ class _Reading:
 
 
 class _Chunks(Generic[T]):
-    """The last chunks, each of which is had once however many ask for it at a time."""
+    """A cache of the latest chunks. Concurrent requests for a chunk load it once."""
 
     def __init__(self, load: Callable[[int], T], most: int) -> None:
         self._load, self._most = load, most
@@ -274,16 +273,16 @@ class _Chunks(Generic[T]):
         self._lock = Lock()
 
     def get(self, number: int) -> T:
-        """Raises what loading raises; another try is made then."""
+        """Return a chunk. Raises what loading raises; the next call then loads it again."""
         with self._lock:
             future = self._known.get(number)
-            mine = future is None
+            is_first = future is None
             if future is None:
                 future = self._known[number] = Future()
             self._known.move_to_end(number)
             while len(self._known) > self._most:
                 self._known.popitem(last=False)
-        if mine:
+        if is_first:
             _fill(future, lambda: self._load(number))
             if future.exception() is not None:
                 with self._lock:
@@ -300,5 +299,5 @@ def _is_unchanged(source: ByteSource) -> bool:
 
 
 def _tag_of(source: ByteSource) -> str:
-    """What a content is pinned to, if that stands for its bytes."""
+    """Return the version of a content, or "" if it does not identify its bytes."""
     return source.tag if isinstance(source, RemoteObject) and not source.tag.startswith("W/") else ""

@@ -1,4 +1,4 @@
-"""The replicas of a node: each has a slot of the control page, which is free again when it has ended."""
+"""The replicas of a node: each has a slot of the control page until it ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weightswap_runtime.shared.control import Control
 
 
 class Seats:
-    """Slots of replicas, by the descriptors that tell of their ends. Every method may be called from any thread."""
+    """Slots of replicas, with pidfds that show their ends. Every method may be called from any thread."""
 
     def __init__(self, control: Control, belongs: Callable[[int], bool]) -> None:
-        """Whoever has a slot already is watched; the dead have theirs no more, nor has another process of their number.
+        """Takes over the slots of living replicas, and empties those of dead ones, whose pid may be in use again.
 
-        belongs: whether a process has this memory.
+        belongs: returns True if a process has this memory.
         """
         self._control = control
         self._lock = Lock()
@@ -27,7 +27,7 @@ class Seats:
                 control.empty_slot(slot)
 
     def take(self, pid: int) -> int:
-        """A slot for a process. Raises Unsupported where there is none."""
+        """Give a process a slot. Raises Unsupported if all are taken."""
         self.sweep()
         with self._lock:
             free = next((slot for slot in range(self._control.workers) if slot not in self._taken), None)
@@ -45,7 +45,7 @@ class Seats:
         return True
 
     def sweep(self) -> None:
-        """Let go of what the dead held."""
+        """Empty the slots of replicas that have ended."""
         with self._lock:
             for slot, (_, descriptor) in list(self._taken.items()):
                 if _has_ended(descriptor):
@@ -55,7 +55,7 @@ class Seats:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Of replicas, in the order of their slots."""
+        """The process ids of replicas, in the order of their slots."""
         with self._lock:
             return tuple(pid for _, (pid, _) in sorted(self._taken.items()))
 

@@ -1,29 +1,29 @@
-// The page of a fleet: what is desired, which weights each replica serves, and a commit passing over them.
+// The page of a fleet: the desired state, the weights of each node, and the progress of a commit.
 
 import { Canary } from "./canary.js";
 import { listen } from "./connection.js";
 import { Facts, Id, Labels, Section, When, duration } from "./parts.js";
 import { html, render, useEffect, useReducer } from "./vendor/htm/preact.js";
 
-/** What the page knows, after one more thing of the stream. */
-function known(state, [kind, data]) {
+/** Reduce the page's state by a message of the event stream. */
+function reduce(state, [kind, data]) {
   if (kind === "away") return { ...state, connected: false };
   if (kind === "problem") return { ...state, connected: true, problem: data.error };
-  return { found: data, connected: true, problem: "" };
+  return { fleet: data, connected: true, problem: "" };
 }
 
-function states({ agrees, nodes, trial }) {
+function state({ agrees, nodes, trial }) {
   if (!agrees) return ["mark", "not all serve what is desired"];
   if (trial && !trial.outcome) return ["mark", "weights are on trial"];
   const prepares = nodes.some(({ preparing }) => preparing);
   return prepares ? ["mark", "a change is prepared"] : ["good", "all serve what is desired"];
 }
 
-function Top({ found, connected, problem }) {
-  const [look, says] = connected && !problem ? states(found) : ["bad", problem || "no connection; trying again"];
+function Top({ fleet, connected, problem }) {
+  const [tone, text] = connected && !problem ? state(fleet) : ["bad", problem || "no connection; trying again"];
   return html`<header class="top">
-    <h1>${found.fleet}</h1>
-    <div class="actions"><span class=${`badge ${look}`} role="status">${says}</span></div>
+    <h1>${fleet.fleet}</h1>
+    <div class="actions"><span class=${`badge ${tone}`} role="status">${text}</span></div>
   </header>`;
 }
 
@@ -45,7 +45,7 @@ function Desired({ desired, now }) {
   <//>`;
 }
 
-/** Seconds from the first commit of the newest revision to each node's; null where a node is behind. */
+/** Return the seconds from the first commit of the newest revision to each node's; null if a node is behind. */
 function afterTheFirst(nodes) {
   const newest = Math.max(...nodes.map(({ revision }) => revision));
   const times = nodes.map(({ revision, since }) => (revision === newest ? since : null));
@@ -53,9 +53,9 @@ function afterTheFirst(nodes) {
   return times.map((time) => (time === null ? null : time - first));
 }
 
-function Node({ node, wanted, after, longest, now }) {
-  const serves = node.weights_id === wanted;
-  const [look, says] = node.error
+function Node({ node, desired, after, longest, now }) {
+  const serves = node.weights_id === desired;
+  const [tone, text] = node.error
     ? ["bad", node.error]
     : node.preparing
       ? ["mark", `prepares ${node.preparing.slice(0, 12)}`]
@@ -66,7 +66,7 @@ function Node({ node, wanted, after, longest, now }) {
         : ["mark", "behind"];
   return html`<tr>
     <th scope="row">${node.node}</th>
-    <td><span class=${`badge ${look}`}>${says}</span></td>
+    <td><span class=${`badge ${tone}`}>${text}</span></td>
     <td>${node.weights_id && html`<${Id} id=${node.weights_id} />`}</td>
     <td>${node.keeper ? node.revision : "?"}</td>
     <td>
@@ -82,8 +82,8 @@ function Node({ node, wanted, after, longest, now }) {
   </tr>`;
 }
 
-function Nodes({ found }) {
-  const { nodes, desired, time } = found;
+function Nodes({ fleet }) {
+  const { nodes, desired, time } = fleet;
   const after = afterTheFirst(nodes);
   const longest = Math.max(...after);
   return html`<${Section} id="nodes" title="Nodes">
@@ -98,12 +98,12 @@ function Nodes({ found }) {
         </thead>
         <tbody>
           ${nodes.map(
-            (node, at) =>
+            (node, index) =>
               html`<${Node}
                 key=${node.node}
                 node=${node}
-                wanted=${desired.weights?.weights_id}
-                after=${after[at]}
+                desired=${desired.weights?.weights_id}
+                after=${after[index]}
                 longest=${longest}
                 now=${time}
               />`,
@@ -115,7 +115,7 @@ function Nodes({ found }) {
   <//>`;
 }
 
-/** What is on trial on all nodes, with the share of all their requests; or how the last trial has ended. */
+/** The trial, with its share of all nodes' requests, or the outcome of the last trial. */
 function Trial({ trial, now }) {
   if (!trial) return null;
   if (!trial.outcome) {
@@ -152,14 +152,14 @@ function History({ desired, now }) {
         </thead>
         <tbody>
           ${entries.map(
-            (each) =>
-              html`<tr key=${`${each.what} ${each.weights_id}`}>
-                <th scope="row"><${Id} id=${each.weights_id} /></th>
-                <td>${each.what}</td>
-                <td>${each.source}</td>
-                <td>${each.by}</td>
-                <td>${each.why}</td>
-                <td><${When} at=${each.since} now=${now} /></td>
+            (weights) =>
+              html`<tr key=${`${weights.what} ${weights.weights_id}`}>
+                <th scope="row"><${Id} id=${weights.weights_id} /></th>
+                <td>${weights.what}</td>
+                <td>${weights.source}</td>
+                <td>${weights.by}</td>
+                <td>${weights.why}</td>
+                <td><${When} at=${weights.since} now=${now} /></td>
               </tr>`,
           )}
         </tbody>
@@ -169,22 +169,22 @@ function History({ desired, now }) {
 }
 
 function Page() {
-  const [{ found, connected, problem }, know] = useReducer(known, { found: null, connected: false, problem: "" });
+  const [{ fleet, connected, problem }, dispatch] = useReducer(reduce, { fleet: null, connected: false, problem: "" });
   useEffect(() => {
     const ended = new AbortController();
-    listen(null, (kind, data) => know([kind, data]), ended.signal, "fleet/events");
+    listen(null, (kind, data) => dispatch([kind, data]), ended.signal, "fleet/events");
     return () => ended.abort();
   }, []);
   useEffect(() => {
-    if (found) document.title = `${found.fleet}: revision ${found.desired.revision} · weightswap`;
+    if (fleet) document.title = `${fleet.fleet}: revision ${fleet.desired.revision} · weightswap`;
   });
-  if (!found) return html`<main><p class="hint">${problem || "Connecting…"}</p></main>`;
-  return html`<${Top} found=${found} connected=${connected} problem=${problem} />
+  if (!fleet) return html`<main><p class="hint">${problem || "Connecting…"}</p></main>`;
+  return html`<${Top} fleet=${fleet} connected=${connected} problem=${problem} />
     <main class=${connected && !problem ? "" : "stale"}>
-      <${Desired} desired=${found.desired} now=${found.time} />
-      <${Nodes} found=${found} />
-      <${Trial} trial=${found.trial} now=${found.time} />
-      <${History} desired=${found.desired} now=${found.time} />
+      <${Desired} desired=${fleet.desired} now=${fleet.time} />
+      <${Nodes} fleet=${fleet} />
+      <${Trial} trial=${fleet.trial} now=${fleet.time} />
+      <${History} desired=${fleet.desired} now=${fleet.time} />
     </main>`;
 }
 

@@ -1,1 +1,1 @@
-"""What answers requests: replicas, which of them are asked, and nobody who goes back to older weights."""
+"""The replicas that answer requests, their router, and the order of revisions that a client sees."""

@@ -1,4 +1,4 @@
-"""Nobody goes back: who has seen a revision is not answered by an older one."""
+"""Monotonic reads: a client that has seen a revision gets no answer of an older one."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from weightswap_runtime.live.model import Model
 from weightswap_server.errors import Failure
 from weightswap_server.http.refusals import refusal
 
-MIN_REVISION = "weightswap-min-revision"  # of a request: an older revision may not answer it
-REVISION = "weightswap-revision"  # of an answer: what its client may ask for from then on
-PATIENCE = 2.0  # seconds for a commit that others have done already
+MIN_REVISION = "weightswap-min-revision"  # request header: the least revision that may answer it
+REVISION = "weightswap-revision"  # response header: the revision for later requests of the client
+PATIENCE = 2.0  # seconds to wait for a commit that other nodes have already made
 _POLL = 0.002
 
 
 class Freshness:
-    """Which revision a replica serves."""
+    """The revision that a replica serves."""
 
     def __init__(self, board: Board, model: Model) -> None:
         self._board, self._model = board, model
 
     @property
     def revision(self) -> int:
-        """Of what a call gets that begins now; at least that of what one got that has ended."""
+        """The revision of a call that starts now, and not less than that of any call that has ended."""
         while True:
             generation = self._model.generation
             revision = self._board.revision(generation)
-            if self._model.generation == generation:  # else its arena may have been another's by then
+            if self._model.generation == generation:  # otherwise its arena may have been overwritten
                 return revision
 
     async def wait(self, revision: int) -> None:
-        """Wait until it is served. Raises StaleReplica where it is not within PATIENCE seconds."""
+        """Wait until a revision is served. Raises StaleReplica after PATIENCE seconds."""
         deadline = time.monotonic() + PATIENCE
         while self.revision < revision:
             if time.monotonic() >= deadline:
@@ -46,28 +46,28 @@ class Freshness:
 
 
 class FreshApp:
-    """An ASGI application whose requests may ask for a revision, and whose answers say theirs."""
+    """An ASGI application with the request header `MIN_REVISION` and the response header `REVISION`."""
 
     def __init__(self, app: ASGIApp, freshness: Freshness) -> None:
         self._app, self._freshness = app, freshness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(message: Message) -> None:
+        async def send_with_revision(message: Message) -> None:
             if message["type"] == "http.response.start":
                 revision = str(self._freshness.revision).encode()
                 message["headers"] = [*message.get("headers", ()), (REVISION.encode(), revision)]
             await send(message)
 
-        told = await self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if told is None else refusal(told))(scope, receive, say)
+        failure = await self._failure(scope) if scope["type"] == "http" else None
+        await (self._app if failure is None else refusal(failure))(scope, receive, send_with_revision)
 
-    async def _refusal(self, scope: Scope) -> Failure | None:
-        """Why a request is not answered here; after a wait, where that helps."""
-        asked = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
-        if not (asked.isdigit() and len(asked) < 20):
+    async def _failure(self, scope: Scope) -> Failure | None:
+        """Wait for the requested revision. Returns a failure if it is not served here."""
+        revision = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
+        if not (revision.isdigit() and len(revision) < 20):
             return Failure(400, "", f"{MIN_REVISION}: expected a revision, as {REVISION} of an answer says it")
         try:
-            await self._freshness.wait(int(asked))
+            await self._freshness.wait(int(revision))
         except StaleReplica as error:
             return Failure(503, "", str(error))
         return None

@@ -1,4 +1,4 @@
-"""A replica: it answers requests from the memory of its node, over HTTP and from handles."""
+"""A replica, which answers requests over HTTP and of handles, with the weights in its node's memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from weightswap_server.workers.trials import WorkerTrials
 
 from .freshness import FreshApp, Freshness
 
-_BEGIN = 600.0  # seconds for the node's first weights
-_WARM = 60.0  # seconds for the first calls
-_TELL = 1.0  # seconds between two reports
+_FIRST_WEIGHTS = 600.0  # seconds to wait for the node's first weights
+_WARM_UP = 60.0  # seconds to wait until the model is warm
+_REPORT_INTERVAL = 1.0  # seconds between two reports
 
 
 class FleetAnswer(NamedTuple):
-    """Outputs by name, and which weights have answered. revision: of the fleet; what later calls should ask for.
+    """The outputs of a call by name, and the weights that have answered.
 
-    generation: None where weights on trial have answered.
+    generation: None for weights on trial. revision: of the fleet, and the least one for later calls.
     """
 
     outputs: dict[str, NDArray[Any]]
@@ -47,7 +47,7 @@ class FleetAnswer(NamedTuple):
 
 @serve.ingress()
 class Replica:
-    """One replica of a fleet. It begins with the weights that are desired, or not at all."""
+    """One replica of a fleet. It starts with the desired weights, or not at all."""
 
     def __init__(self, spec: Spec) -> None:
         if spec.op_libraries:
@@ -55,34 +55,34 @@ class Replica:
 
             import_libraries(spec.op_libraries)
         self._spec = spec
-        controller_of(spec.fleet)  # so that the first change need not wait for it
-        seat = ray.get(keeper_of_this_node(spec).ask.remote("take_seat", os.getpid(), spec), timeout=_BEGIN)
+        controller_of(spec.fleet)  # starts it, so that the first change need not wait
+        seat = ray.get(keeper_of_this_node(spec).ask.remote("take_seat", os.getpid(), spec), timeout=_FIRST_WEIGHTS)
         self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
         self._model = join(spec.artifact, self._memory.segment, seat.slot)
         self._service = Service({spec.model: self._model}, spec.settings)
         self._service.all_metrics = lambda: metrics(spec).encode()
         for served in self._service.served:
             served.switch = Control(self._memory.segment.control)
-        threading.Thread(target=self._tell, name="weightswap-telling", daemon=True).start()
+        threading.Thread(target=self._report_regularly, name="weightswap-reports", daemon=True).start()
         self._freshness = Freshness(self._memory.board, self._model)
         self._await_warm()
 
     def _await_warm(self) -> None:
-        deadline = time.monotonic() + _WARM
+        deadline = time.monotonic() + _WARM_UP
         while not self._service.ready:
             if time.monotonic() >= deadline:
-                raise NoWeights(f"{self._spec.model}: is not ready after {_WARM:g} s")
+                raise NoWeights(f"{self._spec.model}: is not ready after {_WARM_UP:g} s")
             time.sleep(0.01)
 
-    def _tell(self) -> None:
-        """Say what is counted, and measured of a trial; and the deployment, to a keeper that has begun again."""
+    def _report_regularly(self) -> None:
+        """Send metrics, measures of trials, and the deployment, which a restarted keeper needs, to the keeper."""
         trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
         while True:
-            time.sleep(_TELL)
-            counted = self._service.metrics.text().decode()
-            sent = [keeper.ask.remote("told", os.getpid(), counted, self._spec)]
-            sent += [keeper.ask.remote("tried", text) for text in trials.told()]
-            ray.wait(sent, num_returns=len(sent), timeout=_WARM)  # a keeper that is behind gets no more meanwhile
+            time.sleep(_REPORT_INTERVAL)
+            text = self._service.metrics.text().decode()
+            sent = [keeper.ask.remote("told", os.getpid(), text, self._spec)]
+            sent += [keeper.ask.remote("tried", measures) for measures in trials.take()]
+            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
 
     def __serve_build_asgi_app__(self) -> FreshApp:
         return FreshApp(http_app(self._service), self._freshness)
@@ -90,10 +90,9 @@ class Replica:
     async def infer(
         self, inputs: Mapping[str, NDArray[Any]], model: str = "", min_revision: int = 0, canary: bool | None = None
     ) -> FleetAnswer:
-        """Call a method with arrays by the inputs' names. model: as over HTTP; empty: the default method. canary: ask
-        for what is on trial, or for what is served; None: whichever it is.
+        """Call a method with arrays by the inputs' names. Arguments are as of `FleetClient.infer`.
 
-        Raises StaleReplica, and what a request over HTTP is refused with.
+        Raises StaleReplica, and the errors of requests over HTTP.
         """
         await self._freshness.wait(min_revision)
         contents = {name: array_content(array) for name, array in inputs.items()}
@@ -106,15 +105,15 @@ class Replica:
         return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
 
     def record_routing_stats(self) -> dict[str, int]:
-        """For the router, which leaves out who is behind."""
+        """Return the served revision, by which the router leaves out replicas that are behind."""
         return {"revision": self._freshness.revision}
 
     async def check_health(self) -> None:
-        """Raise where it does not see what its keeper commits. A keeper that has gone is made again."""
+        """Raise StaleReplica if the keeper has other memory. A keeper that has ended is started again."""
         try:
-            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM)
+            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM_UP)
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):
-            return  # it serves on
+            return  # it can serve without a keeper
         if os.getpid() not in status.replicas and status.weights_id is not None:
             raise StaleReplica(f"{self._spec.fleet}: the keeper of this node has other memory than this replica")
         if self._model.failed:

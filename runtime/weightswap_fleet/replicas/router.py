@@ -1,4 +1,4 @@
-"""Which replicas requests go to: not to those that are behind, as long as others are not."""
+"""The router of requests, which leaves out replicas that are behind others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 
 
 class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Of two replicas taken by chance the one with the shorter queue, among those that serve the newest revision.
+    """A router that chooses, of two random replicas with the newest revision, the one with the shorter queue.
 
     Power of two choices: Mitzenmacher 2001, as Serve's own router.
     """
@@ -17,12 +17,13 @@ class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        found = fresh(candidate_replicas)
-        return [random.sample(found, min(2, len(found)))] if found else []
+        candidates = fresh(candidate_replicas)
+        return [random.sample(candidates, min(2, len(candidates)))] if candidates else []
 
 
 def fresh(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
-    """Those that are not behind. One that has told nothing yet has begun with what is desired."""
-    told = [replica.routing_stats.get("revision") for replica in replicas]
-    newest = max((revision for revision in told if revision is not None), default=0)
-    return [each for each, revision in zip(replicas, told, strict=True) if revision is None or revision >= newest]
+    """Return the replicas that are not behind. One without a report has just started with the desired weights."""
+    revisions = [replica.routing_stats.get("revision") for replica in replicas]
+    newest = max((revision for revision in revisions if revision is not None), default=0)
+    pairs = zip(replicas, revisions, strict=True)
+    return [replica for replica, revision in pairs if revision is None or revision >= newest]

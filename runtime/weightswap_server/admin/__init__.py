@@ -1,1 +1,1 @@
-"""The admin plane: what operators do to the models of a server, on a port or a socket of its own."""
+"""The admin plane: operations on the models of a server, on a port or a Unix socket of its own."""

@@ -1,4 +1,4 @@
-"""Which paths and URLs operators may name: what was allowed when the server was started, and what they upload."""
+"""The paths and URLs that operators may name: those allowed at the server's start, and uploads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightswap_runtime.sources.location import printable
 from .errors import Forbidden
 
 UPLOAD = "upload:"
-_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # nothing encoded: what is checked is what is asked for
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # no percent-encoding: the checked URL is the requested one
 _DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
 _VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
 _GOLDENS = ".goldens.safetensors"
@@ -28,22 +28,22 @@ class _Prefix(NamedTuple):
     path: str
 
     def covers(self, url: SplitResult) -> bool:
-        """Whether a URL lies below, by whole parts of its path."""
+        """True if a URL is below the prefix, by whole segments of its path."""
         same = (url.scheme.lower(), url.netloc.lower()) == (self.scheme, self.host)
         return same and f"{url.path}/".startswith(self.path)
 
 
 class Allowed:
-    """Directories, with all that lies in them, and prefixes of URLs."""
+    """Allowed directories, with everything in them, and URL prefixes."""
 
     def __init__(self, entries: Sequence[str], upload_dir: Path | None = None) -> None:
-        """Raises Unsupported for a directory that is not there, and for a URL that is no prefix."""
+        """Raises Unsupported for a directory that does not exist, and for a URL that cannot be a prefix."""
         self._prefixes = [_prefix(entry) for entry in entries if "://" in entry]
         self._roots = [_root(entry) for entry in entries if "://" not in entry]
         self._upload_dir = upload_dir
 
     def weights(self, source: str) -> str:
-        """The path or URL of what an operator calls `source`, links resolved. Raises Forbidden."""
+        """Return the path, with links resolved, or URL of an operator's `source`. Raises Forbidden."""
         if source.startswith(UPLOAD):
             return self._uploaded(source.removeprefix(UPLOAD))
         if "://" in source:
@@ -54,14 +54,14 @@ class Allowed:
         return str(path)
 
     def folder(self, place: str) -> str:
-        """As `weights`, for a directory or a URL that is looked at again and again. Raises Forbidden."""
+        """Return the path or URL of a directory to watch or follow. Raises Forbidden."""
         return self._url(place) if "://" in place else str(self._path(place))
 
     def _uploaded(self, name: str) -> str:
         if self._upload_dir is None:
             raise Forbidden("this server takes no uploads (--upload-dir)")
         path = self._upload_dir / name
-        hidden = name.startswith(".")  # among them what is still coming
+        hidden = name.startswith(".")  # unfinished uploads are hidden
         if not name or hidden or path.parent != self._upload_dir or "\0" in name or path.is_symlink():
             raise Forbidden(f"{name!r} is no name of an upload")
         return str(path)
@@ -127,7 +127,7 @@ def _root(entry: str) -> Path:
 
 
 def _read_with(path: Path) -> Iterator[Path]:
-    """What is read beside a file, or in a folder: each may be a link that leads elsewhere."""
+    """Yield the files that are read beside a file, or the links in a folder: a link may lead elsewhere."""
     folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
     if folder is None:
         yield path.with_name(path.name.removesuffix(".safetensors") + _GOLDENS)

@@ -1,4 +1,4 @@
-"""The admin plane over HTTP: which page does what. Everything needs a token, pages that are not there, too."""
+"""The endpoints of the admin plane. Every request needs a token, those to unknown paths, too."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http.app import Page, application, metrics_page
+from weightswap_server.http.app import Handler, application, metrics_response
 from weightswap_server.http.bodies import Bodies
 from weightswap_server.http.refusals import JSON
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
 from . import triton
-from .audit import AuditLog, audited, peer, who
+from .audit import AuditLog, audited, peer, user_of
 from .documents import (
     AddVariantRequest,
     AdminError,
@@ -44,7 +44,7 @@ from .documents import (
     StageRequest,
     WatchRequest,
 )
-from .errors import Forbidden, Refused, Unauthorised, refused
+from .errors import AdminFailure, Forbidden, Unauthorised, admin_failure_of
 from .event_stream import EventStream
 from .load_series import LoadSeries
 from .openapi import description
@@ -72,11 +72,11 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
     "watch": (WatchRequest, ModelOperations.watch),
     "unfollow": (Change, ModelOperations.unfollow),
 }
-"""What may be asked of a model, as POST /admin/models/NAME/CHANGE: its document, and who does it."""
+"""Changes of a model, as POST /admin/models/NAME/CHANGE: the request document, and the method that does it."""
 
 
-class AdminPages:
-    """Each page, as a function from a request to an answer."""
+class AdminEndpoints:
+    """The handlers of all endpoints."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class AdminPages:
         self.ending = False
 
     def app(self) -> Starlette:
-        """The application, without its guard."""
+        """Return the application, without the token guard."""
         model, repository = "/admin/models/{name}", "/v2/repository"
-        pages: list[tuple[str, str, Page]] = [
+        endpoints: list[tuple[str, str, Handler]] = [
             ("/admin/status", "GET", self._status),
             ("/admin/events", "GET", self._events),
             ("/admin/uploads", "GET", self._list_uploads),
@@ -111,22 +111,22 @@ class AdminPages:
             ("/metrics", "GET", self._metrics),
             ("/openapi.json", "GET", self._openapi),
         ]
-        return application(pages, self._bodies, self._refuse, self._no_such_page, page_routes())
+        return application(endpoints, self._bodies, self._refuse, self._no_such_endpoint, page_routes())
 
     def refuse(self, scope: Scope) -> Response:
-        """The answer to whoever has no token."""
+        """Return the response to a request without a token, and note it in the audit log."""
         self._audit.deny(peer(scope), f"{scope['method']} {scope['path']}"[:200])
-        error = refusal(refused(Unauthorised("a bearer token is needed here (Authorization: Bearer TOKEN)")))
+        error = refusal(admin_failure_of(Unauthorised("a bearer token is needed here (Authorization: Bearer TOKEN)")))
         error.headers["www-authenticate"] = 'Bearer realm="weightswap"'
-        error.headers["connection"] = "close"  # whatever the body is
+        error.headers["connection"] = "close"  # its body was not read
         return error
 
     def _refuse(self, request: Request, error: Exception, arrived: float) -> Response:
-        return refusal(refused(error))
+        return refusal(admin_failure_of(error))
 
-    async def _no_such_page(self, request: Request, error: HTTPException) -> Response:
+    async def _no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
         text = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"
-        answer = refusal(Refused(error.status_code, text, ""))
+        answer = refusal(AdminFailure(error.status_code, text, ""))
         answer.headers.update(error.headers or {})
         return answer
 
@@ -141,7 +141,7 @@ class AdminPages:
             started=self._started,
             ready=self._service.ready,
             stopping=self._service.stopping,
-            models=[each.status() for each in self._models.values()],
+            models=[operations.status() for operations in self._models.values()],
             processes=self._service.processes(),
         )
 
@@ -152,7 +152,7 @@ class AdminPages:
         return document(await in_thread(self._operations(request).history))
 
     async def _metrics(self, request: Request) -> Response:
-        return await metrics_page(self._service)
+        return await metrics_response(self._service)
 
     async def _openapi(self, request: Request) -> Response:
         return document(description(list(self._models), {name: kind for name, (kind, _) in CHANGES.items()}))
@@ -165,15 +165,15 @@ class AdminPages:
     async def _change(self, change: str, request: Request) -> Response:
         operations = self._operations(request)
         kind, work = CHANGES[change]
-        asked = await self._asked(request, kind)
-        doing = partial(work, operations, asked, who(request))
-        receipt = await audited(self._audit, request, change, operations, asked, doing)
+        arguments = await self._document(request, kind)
+        run = partial(work, operations, arguments, user_of(request))
+        receipt = await audited(self._audit, request, change, operations, arguments, run)
         status = await in_thread(operations.status)
         return document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
 
-    async def _asked(self, request: Request, kind: type[T]) -> T:
-        """The document of a request; an empty body is one without fields."""
-        return decoded(await self._bodies.of(request) or b"{}", kind)
+    async def _document(self, request: Request, kind: type[T]) -> T:
+        """Read the document of a request. An empty body is a document without fields."""
+        return decoded(await self._bodies.body_of(request) or b"{}", kind)
 
     async def _list_uploads(self, request: Request) -> Response:
         return document(await in_thread(self._upload_directory.listing))
@@ -183,9 +183,9 @@ class AdminPages:
         length, digest = request.headers.get("content-length"), request.headers.get("x-weightswap-blake3", "")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise BadRequest("an upload is not compressed")
-        coming = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
-        asked = {"file": name, "size": length, "blake3": digest}
-        return document(await audited(self._audit, request, "upload", None, asked, coming), 201)
+        upload = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
+        arguments = {"file": name, "size": length, "blake3": digest}
+        return document(await audited(self._audit, request, "upload", None, arguments, upload), 201)
 
     async def _remove_upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
@@ -199,19 +199,19 @@ class AdminPages:
         return self._uploads
 
     async def _triton_index(self, request: Request) -> Response:
-        asked = await self._asked(request, IndexRequest)
-        return document([entry for entry in self._service.index() if entry.state == "READY" or not asked.ready])
+        only_ready = (await self._document(request, IndexRequest)).ready
+        return document([entry for entry in self._service.index() if entry.state == "READY" or not only_ready])
 
     async def _triton_load(self, request: Request) -> Response:
         operations = self._operations(request)
-        asked = triton.load_request(await self._asked(request, LoadRequest))
-        doing = partial(triton.load, operations, asked, who(request))
-        await audited(self._audit, request, "load", operations, asked, doing)
+        staging = triton.staging_of(await self._document(request, LoadRequest))
+        load = partial(triton.load, operations, staging, user_of(request))
+        await audited(self._audit, request, "load", operations, staging, load)
         return Response()
 
     async def _triton_unload(self, request: Request) -> Response:
         operations = self._operations(request)
-        await self._bodies.of(request)
+        await self._bodies.body_of(request)
         await audited(self._audit, request, "unload", operations, None, partial(triton.unload, operations))
         return Response()
 
@@ -232,12 +232,12 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
         raise BadRequest("the upload broke off") from error
 
 
-def document(found: Any, status: int = 200) -> Response:
-    """An answer that browsers and proxies do not keep."""
-    return Response(encode_json(found), status, NO_STORE, JSON)
+def document(content: Any, status: int = 200) -> Response:
+    """Return a JSON response that browsers and proxies do not cache."""
+    return Response(encode_json(content), status, NO_STORE, JSON)
 
 
-def refusal(told: Refused) -> Response:
-    """An answer that is an error."""
-    headers = {**NO_STORE, "retry-after": "1"} if told.status == 503 else NO_STORE
-    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, JSON)
+def refusal(failure: AdminFailure) -> Response:
+    """Return the error response of a failure."""
+    headers = {**NO_STORE, "retry-after": "1"} if failure.status == 503 else NO_STORE
+    return Response(encode_json(AdminError(error=failure.text, kind=failure.kind)), failure.status, headers, JSON)

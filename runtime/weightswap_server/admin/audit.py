@@ -1,4 +1,4 @@
-"""The audit log: who has asked for what, from where, and what came of it. Tokens and credentials are not in it."""
+"""The audit log: user, peer, request and outcome of every operation. It has no tokens and credentials."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import NotReady, log
 
-from .errors import refused
+from .errors import admin_failure_of
 from .operations import ModelOperations
 
-_DENIALS_EACH = 1.0  # seconds: denied calls in between are counted
+_DENIAL_INTERVAL = 1.0  # seconds between two lines about denied calls
 
 
 class AuditLog:
-    """JSON lines, each appended by one write; `path` None keeps none. The file may be moved away at any time."""
+    """A file of JSON lines, each appended by one write; no file if `path` is None. It may be rotated at any time."""
 
     def __init__(self, path: str | None) -> None:
-        """Raises Unsupported where it cannot be written."""
+        """Raises Unsupported if the file cannot be written."""
         self._path = path
         self._numbers = itertools.count(1)
         self._run = secrets.token_hex(4)
@@ -44,7 +44,7 @@ class AuditLog:
             raise Unsupported(f"--audit-log {path}: cannot be written ({error})") from error
 
     def begin(self, **fields: Any) -> str:
-        """Note that a call begins; returns its number. Raises NotReady where that cannot be written."""
+        """Log the begin of a call, and return its number. Raises NotReady if the log cannot be written."""
         number = f"{self._run}-{next(self._numbers)}"
         try:
             self._write(call_id=number, outcome="begun", **fields)
@@ -53,23 +53,23 @@ class AuditLog:
         return number
 
     def end(self, number: str, **fields: Any) -> None:
-        """Note what came of it."""
+        """Log the outcome of a call."""
         try:
             self._write(call_id=number, **fields)
         except OSError as error:
             log.error("the audit log cannot be written: %s; lost: %s", error, fields)
 
     def deny(self, peer: str, call: str) -> None:
-        """Note a call without a token; of many in a second the first, and then how many."""
+        """Log a call without a token. Of many in a second, the first is logged, and later their number."""
         with self._lock:
             self._denied += 1
-            if time.monotonic() < self._denied_at + _DENIALS_EACH:
+            if time.monotonic() < self._denied_at + _DENIAL_INTERVAL:
                 return
             count, self._denied, self._denied_at = self._denied, 0, time.monotonic()
         self.end("", peer=peer, call=call, outcome="denied", count=count)
 
     def _write(self, **fields: Any) -> None:
-        line = json.dumps({"time": time.time(), **fields}) + "\n"  # in ASCII: no byte steers a terminal, or ends a line
+        line = json.dumps({"time": time.time(), **fields}) + "\n"  # ASCII: without control characters or line breaks
         self._append(line.encode())
 
     def _append(self, line: bytes) -> None:
@@ -91,30 +91,29 @@ async def audited(
     request: Request,
     call: str,
     operations: ModelOperations | None,
-    asked: Any,
+    arguments: Any,
     work: Callable[[], T] | Awaitable[T],
 ) -> T:
-    """Do it, in a thread, between two lines of the audit log. It goes on if the client has gone."""
-    arguments = _without_secrets(asked)
-    with _noted(audit, operations, who(request), peer(request.scope), call, arguments):
+    """Do the work, in a thread if it is a function, and log it. It goes on if the client disconnects."""
+    with _logged(audit, operations, user_of(request), peer(request.scope), call, _without_secrets(arguments)):
         return await (in_thread(work) if callable(work) else work)
 
 
 def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
-    """Do what a canary's rule says, between two lines of the audit log. Raises what `operations.obey` raises."""
-    with _noted(audit, operations, operations.staged_by, "", f"{verdict} by rule", {"rule": rule}):
+    """Do what a canary's rule says, and log it. Raises what `operations.obey` raises."""
+    with _logged(audit, operations, operations.staged_by, "", f"{verdict} by rule", {"rule": rule}):
         operations.obey(verdict, rule)
 
 
 @contextmanager
-def _noted(
-    audit: AuditLog, operations: ModelOperations | None, by: str, where: str, call: str, arguments: Any
+def _logged(
+    audit: AuditLog, operations: ModelOperations | None, by: str, peer: str, call: str, arguments: Any
 ) -> Iterator[None]:
-    """A block between two lines of the audit log."""
+    """Log the begin and the outcome of a block."""
     model = operations.model if operations else None
     fields = {
         "who": by,
-        "peer": where,
+        "peer": peer,
         "call": call,
         "model": operations.name if operations else None,
         "arguments": arguments,
@@ -126,28 +125,28 @@ def _noted(
         yield
         outcome = {"outcome": "done"}
     except Exception as error:
-        told = refused(error)
-        outcome = {"outcome": "refused", "error": told.kind, "message": told.text}
+        failure = admin_failure_of(error)
+        outcome = {"outcome": "refused", "error": failure.kind, "message": failure.text}
         raise
     finally:
         audit.end(number, **fields, weights_after=model.weights_id if model else None, **outcome)
 
 
-def who(request: Request) -> str:
-    """Whose token it is."""
+def user_of(request: Request) -> str:
+    """Return the name of the request's token."""
     return str(request.state.who)
 
 
 def peer(scope: Scope) -> str:
-    """Where a call comes from."""
+    """Return the client's address, or "unix"."""
     client = scope.get("client")
     return f"{client[0]}:{client[1]}" if client else "unix"
 
 
-def _without_secrets(asked: Any) -> Any:
-    """The arguments of a call as they are logged."""
-    if isinstance(asked, msgspec.Struct):
-        asked = msgspec.to_builtins(asked)
-    if isinstance(asked, dict):
-        return {name: _without_secrets(value) for name, value in asked.items()}
-    return redact(asked) if isinstance(asked, str) else asked
+def _without_secrets(arguments: Any) -> Any:
+    """Return the arguments of a call with credentials in URLs redacted."""
+    if isinstance(arguments, msgspec.Struct):
+        arguments = msgspec.to_builtins(arguments)
+    if isinstance(arguments, dict):
+        return {name: _without_secrets(value) for name, value in arguments.items()}
+    return redact(arguments) if isinstance(arguments, str) else arguments

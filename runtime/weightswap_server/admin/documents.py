@@ -1,4 +1,4 @@
-"""Documents that the admin plane is asked with, and answers with, in JSON."""
+"""The JSON documents of the admin plane's requests and responses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _Interval = Annotated[float, Meta(ge=0.01, le=86400)]
 
 
 class Change(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every change may say: why, and which revision of a desired state has been seen."""
+    """The fields of every change: the reason, and the revision of the desired state that the operator has seen."""
 
     why: _Why = ""
     revision: _Revision = None
 
 
 class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """source: a path, a URL, or `upload:NAME`. The others are those of `Model.stage`."""
+    """A staging. source: a path, a URL, or `upload:NAME`. The other fields are those of `Model.stage`."""
 
     source: _Source
     expect: _WeightsId = None
@@ -42,13 +42,13 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """expect: the weights id that was looked at; another one that is staged by now is not committed."""
+    """A commit. expect: the weights id that the operator has seen; other staged weights are not committed."""
 
     expect: _WeightsId = None
 
 
 class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """As `CanaryPlan`. source: what is staged first; None: what is staged already."""
+    """A canary; fields as in `CanaryPlan`. source: weights to stage first; None: those staged already."""
 
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     shadow: bool = False
@@ -62,7 +62,7 @@ class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
     ignore: list[_Text] = []
 
     def staging(self, source: str) -> StageRequest:
-        """What is asked for first, where a source was named."""
+        """Return the request that stages the source."""
         return StageRequest(
             source=source,
             expect=self.expect,
@@ -75,15 +75,15 @@ class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class RollbackRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """to: the beginning of a weights id; None: what was served, or desired, before. hold: of a desired state."""
+    """A rollback. to: the beginning of a weights id; None: the previous weights. hold: hold the desired state, too."""
 
     to: _Id | None = None
     hold: bool = True
 
 
 class AddVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """source: as of `stage`, or a directory of PEFT's. name: as requests will say it. The others are those of
-    `Model.add_variant`."""
+    """A new variant. source: as for `stage`, or a PEFT directory. name: the one that requests use. The other fields are
+    those of `Model.add_variant`."""
 
     group: _Name
     name: _Name
@@ -95,28 +95,28 @@ class AddVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class RemoveVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """As `Model.remove_variant`."""
+    """A variant to remove; fields as in `Model.remove_variant`."""
 
     group: _Name
     name: _Name
 
 
 class FollowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """place: a directory, or the URL of one, with a desired.json."""
+    """A place to follow: a directory, or the URL of one, with a desired.json. interval: seconds between two reads."""
 
     place: _Source
     interval: _Interval = 5.0
 
 
 class WatchRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """directory: a path, or the URL of a folder."""
+    """A directory to watch: a path, or the URL of a folder. interval: seconds between two looks."""
 
     directory: _Source
     interval: _Interval = 5.0
 
 
 class ServedWeights(Struct, kw_only=True):
-    """What new calls get; `since` in seconds since the epoch. why: as an operator or the followed place said."""
+    """The weights of new calls; `since` in seconds since the epoch. why: from an operator or the followed place."""
 
     weights_id: str
     generation: int
@@ -130,7 +130,7 @@ class ServedWeights(Struct, kw_only=True):
 
 
 class Staging(Struct, kw_only=True):
-    """How far a staging is; `phase` as in `Progress`."""
+    """The progress of a staging; fields as in `Progress`."""
 
     phase: str
     bytes_done: int
@@ -138,7 +138,7 @@ class Staging(Struct, kw_only=True):
 
 
 class StagedWeights(Struct, kw_only=True):
-    """What an operator has staged, or is staging. `ready`: it can be committed, and the rest is known."""
+    """Weights that an operator has staged, or is staging. ready: they can be committed, and all fields are known."""
 
     source: str
     by: str
@@ -153,7 +153,7 @@ class StagedWeights(Struct, kw_only=True):
 
 
 class CanaryStatus(Struct, kw_only=True):
-    """A canary, what is measured of it and of the served weights, and for how long its rule has held, in seconds."""
+    """A canary and its measures. promote_held: the seconds for which its rule has held. values: by measured name."""
 
     weights_id: str
     since: float
@@ -168,7 +168,7 @@ class CanaryStatus(Struct, kw_only=True):
 
 
 class Desired(Struct, kw_only=True):
-    """What the followed place says; the fields are those of `FollowStatus`, and the hold's."""
+    """The desired state of the followed place; the fields are those of `FollowStatus` and of the hold."""
 
     place: str
     revision: int | None
@@ -183,7 +183,7 @@ class Desired(Struct, kw_only=True):
 
 
 class Watched(Struct, kw_only=True):
-    """A directory whose new files are taken, and what of it was not."""
+    """A watched directory, and the reasons of the files in it that were not taken, by name."""
 
     directory: str
     error: str
@@ -192,10 +192,10 @@ class Watched(Struct, kw_only=True):
 
 
 class ModelStatus(Struct, kw_only=True):
-    """All that is to be known of a model now. `following` and `watching` are None where it does neither.
+    """The state of a model. `following` and `watching` are None if it does not.
 
-    staging: the one that is under way, whoever asked for it. variants: weights ids of those that are resident, by group
-    and name, the least recently used first.
+    staging: the running one, by anyone. variants: weights ids of resident variants, by group and name, the least
+    recently used first.
     """
 
     name: str
@@ -217,9 +217,9 @@ class ModelStatus(Struct, kw_only=True):
 
 
 class ServerStatus(Struct, kw_only=True):
-    """The server, of the process `pid`, and its models; times in seconds since the epoch.
+    """The server and its models; times in seconds since the epoch. pid: the process that serves the admin plane.
 
-    processes: all that serve; with workers the first is the keeper, who answers here.
+    processes: all processes of the server; with workers, the first is the keeper, which serves the admin plane.
     """
 
     version: str
@@ -233,7 +233,7 @@ class ServerStatus(Struct, kw_only=True):
 
 
 class Refusal(Struct, kw_only=True):
-    """Something that changed nothing: `kind` is the error's class, `event` what was tried, as in `Event`."""
+    """An attempt that changed nothing. kind: the error's class. event: as in `Event`."""
 
     time: float
     event: str
@@ -245,7 +245,7 @@ class Refusal(Struct, kw_only=True):
 
 
 class History(Struct, kw_only=True):
-    """Commits (`SwapReceipt`, and `why`) and refusals, oldest first. desired, withdrawn: those of a followed place."""
+    """Commits (`SwapReceipt`, and `why`) and refusals, oldest first. desired, withdrawn: of the followed place."""
 
     receipts: list[dict[str, Any]]
     refusals: list[Refusal]
@@ -254,7 +254,7 @@ class History(Struct, kw_only=True):
 
 
 class Changed(Struct, kw_only=True):
-    """What came of a change. receipt: of the commit, where there was one; `following`: what is desired now."""
+    """The outcome of a change. receipt: of the commit, if there was one. status: the model's, afterwards."""
 
     model: str
     receipt: dict[str, Any] | None
@@ -262,7 +262,7 @@ class Changed(Struct, kw_only=True):
 
 
 class Uploaded(Struct, kw_only=True):
-    """A file that was uploaded; `source` is what `stage` and `swap` take. Sizes in bytes."""
+    """An uploaded file. source: as `stage` and `swap` take it. size: in bytes."""
 
     source: str
     size: int
@@ -270,33 +270,33 @@ class Uploaded(Struct, kw_only=True):
 
 
 class Uploads(Struct, kw_only=True):
-    """What lies in the directory of uploads, and how much it may hold, in bytes."""
+    """The uploaded files, with their sizes, and the most that they may take together, in bytes."""
 
     files: dict[str, int]
     limit: int
 
 
 class AdminError(Struct, kw_only=True):
-    """Why nothing was done; `kind` is the error's class."""
+    """The reason why nothing was done. kind: the error's class."""
 
     error: str
     kind: str = ""
 
 
 class LoadParameters(Struct, kw_only=True):
-    """Of Triton's `load`: weights, or a JSON document with `weights` as the `config` that its clients send."""
+    """The parameters of Triton's `load`: weights, or as its clients send, a JSON document with them as `config`."""
 
     weights: _Source | None = None
     config: Annotated[str, Meta(max_length=1 << 16)] | None = None
 
 
 class LoadRequest(Struct, kw_only=True):
-    """Of Triton's `load`."""
+    """The request of Triton's `load`."""
 
     parameters: LoadParameters = field(default_factory=LoadParameters)
 
 
 class IndexRequest(Struct, kw_only=True):
-    """Of Triton's `index`. ready: only what can be called."""
+    """The request of Triton's `index`. ready: list only models that can be called."""
 
     ready: bool = False

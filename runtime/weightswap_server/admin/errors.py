@@ -1,13 +1,13 @@
-"""Why an operator's call is refused, and with which status.
+"""Errors of operators' requests, and their HTTP status.
 
 RequestError
-|-- Unauthorised      no token, or no known one
-|-- Forbidden         a path or URL that nobody has allowed
+|-- Unauthorised      no token, or an unknown one
+|-- Forbidden         a path or URL that the server does not allow
 |-- NotThere          no such upload
-|-- Conflict          it would fight with what the model follows, or with another change
-|-- NotServed         the followed place desires what is refused here
-|-- UploadMismatch    the bytes are not those whose digest was named
-`-- NoRoom            uploads may take no more
+|-- Conflict          the change conflicts with a followed source or another change
+|-- NotServed         the followed place now desires weights that this process refuses
+|-- UploadMismatch    the uploaded bytes have another digest
+`-- NoRoom            the directory of uploads is full
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from weightswap_runtime.errors import (
     Unproven,
     WeightswapError,
 )
-from weightswap_server.errors import RequestError, failure
+from weightswap_server.errors import RequestError, failure_of
 
 
 class Unauthorised(RequestError):
-    """A call without a token, or with one that is not known."""
+    """A request without a token, or with an unknown one."""
 
 
 class Forbidden(RequestError):
-    """A path or URL that is not in what was allowed."""
+    """A path or URL that the server does not allow."""
 
 
 class NotThere(RequestError):
-    """No upload of that name."""
+    """An upload that does not exist."""
 
 
 class Conflict(RequestError):
-    """The change would fight with what the model follows, or with another change."""
+    """A change that conflicts with the source that the model follows, or with another change."""
 
 
 class NotServed(RequestError):
-    """What the followed place desires by now is refused in this process."""
+    """A change whose weights the followed place now desires, and this process refuses."""
 
 
 class UploadMismatch(RequestError):
-    """What was uploaded is not what its digest says."""
+    """An upload whose bytes do not have the given digest."""
 
 
 class NoRoom(RequestError):
-    """The directory of uploads may hold no more."""
+    """An upload for which the directory of uploads has no room."""
 
 
-class Refused(NamedTuple):
-    """How a refusal is told."""
+class AdminFailure(NamedTuple):
+    """A failure as operators see it: HTTP status, sentence, and the error's class."""
 
     status: int
     text: str
@@ -79,15 +79,15 @@ _STATUSES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
     (502, (DesiredError,)),
     (503, (LeaseTimeout,)),
     (507, (NoRoom, OutOfMemory)),
-    (422, (NotServed, UploadMismatch, SwapError)),  # the last: some that are above are of it
+    (422, (NotServed, UploadMismatch, SwapError)),  # last: some errors above are subclasses
 )
 
 
-def refused(error: BaseException) -> Refused:
-    """What an operator is told. What nobody foresaw is logged, and told without its text."""
+def admin_failure_of(error: BaseException) -> AdminFailure:
+    """Return what an operator sees of an error. Unforeseen errors are logged, and their text is not sent."""
     for status, kinds in _STATUSES:
         if isinstance(error, kinds):
-            return Refused(status, str(error), type(error).__name__)
-    told = failure(error)
-    text = told.text if told.status != 500 else "the server failed; its log says more"
-    return Refused(told.status, text, type(error).__name__)
+            return AdminFailure(status, str(error), type(error).__name__)
+    failure = failure_of(error)
+    text = failure.text if failure.status != 500 else "the server failed; its log says more"
+    return AdminFailure(failure.status, text, type(error).__name__)

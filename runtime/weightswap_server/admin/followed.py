@@ -1,4 +1,4 @@
-"""The source that a model follows or watches, as far as operators have to do with it."""
+"""The source that a model follows or watches, for operators."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .documents import Change
 from .errors import Conflict, NotServed
 
 T = TypeVar("T")
-_RECEIPT = 1.0  # seconds for a receipt, once its weights are served
-_PATIENCE = 60.0  # seconds for a followed place's weights to come
+_RECEIPT_TIMEOUT = 1.0  # seconds to wait for a receipt, once its weights are served
+_TIMEOUT = 60.0  # seconds to wait for the weights of a followed place
 
 
 class Followed:
-    """Of one model; it changes with what operators let it follow."""
+    """The follower and watcher of one model; operators may start and stop them."""
 
     def __init__(self, model: Model, name: str) -> None:
         self._model, self._name = model, name
@@ -38,52 +38,53 @@ class Followed:
 
     @property
     def desired(self) -> DesiredState | None:
-        """As it was read last: the place may be away."""
+        """The desired state as last read: the place may be unreachable."""
         follower = self.follower
         return follower.desired if follower else None
 
     @property
     def place(self) -> DesiredPlace | None:
-        """What a change has to be written to."""
-        return next((each.place for each in self._model.watching if each.place is not None), None)
+        """The place that changes are written to, if the model has one."""
+        return next((source.place for source in self._model.watching if source.place is not None), None)
 
-    def needed_place(self, what: str) -> DesiredPlace:
-        """Raises Conflict where there is none."""
+    def require_place(self, what: str) -> DesiredPlace:
+        """Return the place. Raises Conflict if there is none."""
         if (place := self.place) is None:
             raise Conflict(f"{self._name}: {what} is written to a desired state, and the model follows none")
         return place
 
     @staticmethod
     def seen(place: DesiredPlace, request: Change) -> int:
-        """The revision that an operator has seen, or the place's."""
+        """Return the revision that an operator has seen, by default the place's."""
         return place.read().revision if request.revision is None else request.revision
 
     def check_free(self) -> None:
-        """Raise Conflict where it follows or watches something."""
+        """Raise Conflict if the model follows or watches something."""
         if self._model.watching:
             raise Conflict(f"{self._name}: follows or watches something already; unfollow it first")
 
     def _find(self, kind: type[T]) -> T | None:
-        return next((each for each in self._model.watching if isinstance(each, kind)), None)
+        return next((source for source in self._model.watching if isinstance(source, kind)), None)
 
     def await_served(self, state: DesiredState) -> SwapReceipt | None:
-        """Wait until this process serves what is desired, for a while. Raises NotServed where it is refused."""
-        wanted = state.weights.weights_id if state.weights else None
+        """Wait, with a timeout, until this process serves the desired weights. Raises NotServed if it refuses them."""
+        desired = state.weights.weights_id if state.weights else None
 
         def refused(follower: Follower) -> Exception | None:
             read = (follower.status.revision or 0) >= state.revision
             error = follower.last_error if read else None
             return error if isinstance(error, Exception) and not is_transient(error) else None
 
-        self._look_until(lambda follower: self._model.weights_id == wanted or refused(follower) is not None)
+        self._look_until(lambda follower: self._model.weights_id == desired or refused(follower) is not None)
         follower = self.follower
-        if wanted and self._model.weights_id != wanted and follower and (error := refused(follower)) is not None:
-            raise NotServed(f"{self._name}: {follower.place.where} desires {wanted[:12]} by now, refused here: {error}")
-        return self._receipt() if self._model.weights_id == wanted else None
+        if desired and self._model.weights_id != desired and follower and (error := refused(follower)) is not None:
+            where = follower.place.where
+            raise NotServed(f"{self._name}: {where} desires {desired[:12]} by now, refused here: {error}")
+        return self._await_receipt() if self._model.weights_id == desired else None
 
-    def _receipt(self) -> SwapReceipt | None:
-        """That of what is served, which is written just after the commit; a keeper may have been killed before it."""
-        deadline = time.monotonic() + _RECEIPT
+    def _await_receipt(self) -> SwapReceipt | None:
+        """Return the receipt of the served weights. It follows the commit, but not if the keeper was killed there."""
+        deadline = time.monotonic() + _RECEIPT_TIMEOUT
         while time.monotonic() < deadline:
             history = self._model.history
             if history and history[-1].generation == self._model.generation:
@@ -92,16 +93,16 @@ class Followed:
         return None
 
     def await_read(self, state: DesiredState) -> None:
-        """Wait until this process has read what an operator wrote, for a while: the answer tells it."""
+        """Wait, with a timeout, until this process has read a written state, which the response contains."""
         self._look_until(lambda follower: (follower.status.revision or 0) >= state.revision)
 
     def _look_until(self, reached: Callable[[Follower], bool]) -> None:
         self.look()
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while (follower := self.follower) and not reached(follower) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def look(self) -> None:
-        """Let it look soon."""
-        for each in self._model.watching:
-            each.look_soon()
+        """Wake the follower and the watcher."""
+        for source in self._model.watching:
+            source.look_soon()

@@ -1,4 +1,4 @@
-"""The journal of one model: events, refusals, and what operators said of commits."""
+"""The journal of one model: events, refusals, and the reasons of commits."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ _REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discard
 
 
 class JournalState(msgspec.Struct, frozen=True):
-    """What no model knows of its history: the reasons of commits, by generation, and what was refused."""
+    """The parts of the history that a model does not keep: reasons of commits, by generation, and refusals."""
 
     whys: dict[int, str] = {}
     refusals: list[Refusal] = []
 
 
 class Journal:
-    """Written by the model's events, from now on until `close()`."""
+    """The journal of one model, written by its events until `close()`."""
 
     def __init__(self, model: Model, name: str, followed: Followed) -> None:
         self._model, self._name, self._followed = model, name, followed
         self.refusals: deque[Refusal] = deque(maxlen=_REFUSALS)
         self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS)
         self._numbers = count(1)
-        self._said = "", ""  # by whom and why the commit that is under way
+        self._current = "", ""  # user and reason of the current commit
         self._whys: dict[int, str] = {}  # by generation
-        self.on_change: Callable[[JournalState], object] = lambda _: None  # what replaces this process knows it
+        self.on_change: Callable[[JournalState], object] = lambda _: None  # for the process that replaces this one
         self.close = model.listen(self._on_event)
 
     def inherit(self, earlier: JournalState) -> None:
-        """Go on with what the journal of an earlier process has told, whose last commit may not have come to be."""
+        """Continue the journal of an earlier process, which may have noted a commit that was never made."""
         last = self._model.generation
         self._whys = {number: why for number, why in earlier.whys.items() if last is not None and number <= last}
         self.refusals.extend(earlier.refusals)
         self._tell()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Something has changed nothing."""
+        """Note a refusal."""
         self.refusals.append(refusal)
         self._tell()
 
@@ -61,8 +61,8 @@ class Journal:
         self.on_change(JournalState(self._whys, list(self.refusals)))
 
     def events(self, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """What has happened after the event of that number, oldest first; the last 200 are kept."""
-        return [each for each in list(self._events) if each[0] > after]
+        """Return the events after that number, oldest first. The last 200 are kept."""
+        return [(number, event) for number, event in list(self._events) if number > after]
 
     @property
     def last_event(self) -> int:
@@ -70,53 +70,53 @@ class Journal:
         return events[-1][0] if events else 0
 
     def find_served(self, beginning: str) -> SwapReceipt:
-        """The receipt of earlier weights, by the beginning of their id, whose whole file may still be there.
+        """Return the receipt of earlier weights that came as a full file, by the beginning of their id.
 
-        Raises NothingToRollBack, and Conflict where they are served.
+        Raises NothingToRollBack, and Conflict if they are served.
         """
         history, name = self._model.history, self._name
-        receipts = {each.weights_id: each for each in history if each.weights_id.startswith(beginning)}
+        receipts = {receipt.weights_id: receipt for receipt in history if receipt.weights_id.startswith(beginning)}
         if len(receipts) != 1:
             what = "nothing that was served" if not receipts else "several"
             raise NothingToRollBack(f"{name}: {beginning}: {what} begins so; the history has the ids")
         weights_id, _ = receipts.popitem()
         if weights_id == self._model.weights_id:
             raise Conflict(f"{name}: serves {weights_id[:12]} already")
-        found = [each for each in history if each.weights_id == weights_id and each.kind == "full"]
-        if not found:
+        full = [receipt for receipt in history if receipt.weights_id == weights_id and receipt.kind == "full"]
+        if not full:
             raise NothingToRollBack(f"{name}: {beginning}: came by a delta or a part; swap a full file")
-        return found[-1]
+        return full[-1]
 
     @contextmanager
-    def saying(self, by: str, why: str) -> Iterator[None]:
-        """A block whose commit is for this reason, which is told before: the process may die as soon as it is made."""
-        self._said, last = (by, why), self._model.generation
+    def committing(self, by: str, why: str) -> Iterator[None]:
+        """Note the reason of a block's commit, before it is made: the process may die right after it."""
+        self._current, last = (by, why), self._model.generation
         self.on_change(JournalState(self._whys | {0 if last is None else last + 1: why}, list(self.refusals)))
         try:
             yield
         finally:
-            self._said = "", ""
+            self._current = "", ""
             self._tell()
 
     def why(self, receipt: SwapReceipt) -> str:
-        """As the operator said, or else the place that is followed, then or by now."""
+        """Return the reason of a commit: the operator's, or the followed place's."""
         return self._whys.get(receipt.generation, self._why_by_now(receipt))
 
     def _why_by_now(self, receipt: SwapReceipt) -> str:
-        """What the place says of weights, unless it was written after their commit, as a later rollback to them is."""
+        """Return the place's reason for weights, unless it was written after their commit, as by a rollback to them."""
         state = self._followed.desired
         known = state.known if state else ()
-        said = {each.weights_id: each.why for each in known if each.since <= receipt.committed_at}
-        return said.get(receipt.weights_id, "")
+        whys = {weights.weights_id: weights.why for weights in known if weights.since <= receipt.committed_at}
+        return whys.get(receipt.weights_id, "")
 
     def _note(self, receipt: SwapReceipt) -> None:
-        by, why = self._said
-        wanted = state.weights if (state := self._followed.desired) else None
-        if (not by or receipt.by != by) and wanted and wanted.weights_id == receipt.weights_id:
-            by, why = receipt.by, wanted.why
+        by, why = self._current
+        desired = state.weights if (state := self._followed.desired) else None
+        if (not by or receipt.by != by) and desired and desired.weights_id == receipt.weights_id:
+            by, why = receipt.by, desired.why
         if receipt.by == by:
-            kept = {each.generation for each in self._model.history}
-            known = {number: said for number, said in self._whys.items() if number in kept}
+            kept = {earlier.generation for earlier in self._model.history}
+            known = {number: reason for number, reason in self._whys.items() if number in kept}
             self._whys = known | {receipt.generation: why}
             self._tell()
 

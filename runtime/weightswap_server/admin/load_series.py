@@ -1,4 +1,4 @@
-"""Series of what each model has answered in each of the last seconds, taken from the server's metrics."""
+"""Load of each model in each of the last seconds, from the server's metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from prometheus_client.core import Metric
 
 KEPT = 600  # points of each model
 EVERY = 1.0  # seconds between two
-_Series = tuple[str, str]  # the name that was asked for, and the weights id
+_Series = tuple[str, str]  # the requested name, and the weights id
 
 
 class LoadPoint(Struct, kw_only=True):
-    """About one second that ended at `time`, in seconds since the epoch. Counts are of requests.
+    """The requests of about one second, which ended at `time`, in seconds since the epoch.
 
-    refused, failed: those that were answered with 4xx, and with 5xx. p50, p99: seconds, estimated from the buckets of
-    `weightswap_server_request_seconds`; None where nothing was answered. weights: how many by weights id.
+    refused, failed: responses with 4xx and 5xx. p50, p99: seconds, estimated from the buckets of
+    `weightswap_server_request_seconds`; None without answers. weights: answers by weights id.
     """
 
     time: float
@@ -33,17 +33,17 @@ class LoadPoint(Struct, kw_only=True):
 
 
 class _Totals(NamedTuple):
-    """Since the server's start: calls by the limit of their bucket, and refusals by status."""
+    """Totals since the server's start: calls by the limit of their bucket, and refusals by status."""
 
     buckets: dict[_Series, dict[float, float]]
     refusals: dict[str, Counter[str]]
 
 
 class LoadSeries:
-    """The last points of each model. `sample` is called by one thread, `after` by any."""
+    """The latest points of each model. `sample` is called by one thread, `after` by any."""
 
     def __init__(self, metrics: Callable[[], Iterable[Metric]], models: Mapping[str, Iterable[str]]) -> None:
-        """metrics: what was counted until now. models: by model, the names under which it is asked."""
+        """metrics: returns the metrics so far. models: by model, the names that requests use."""
         self._metrics = metrics
         self._models = {name: frozenset(names) for name, names in models.items()}
         self._points: dict[str, deque[LoadPoint]] = {name: deque(maxlen=KEPT) for name in models}
@@ -57,13 +57,13 @@ class LoadSeries:
             self._points[model].append(_point(before, self._totals, names, self._at - began))
 
     def after(self, model: str, moment: float) -> list[LoadPoint]:
-        """The points that are younger than a time, oldest first."""
+        """Return the points after a time, oldest first."""
         return [point for point in list(self._points[model]) if point.time > moment]
 
 
 def _totals(metrics: Iterable[Metric]) -> _Totals:
     totals = _Totals({}, {})
-    for sample in (each for metric in metrics for each in metric.samples):
+    for sample in (sample for metric in metrics for sample in metric.samples):
         if sample.name == "weightswap_server_request_seconds_bucket":
             series = sample.labels["model"], sample.labels["weights_id"]
             totals.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
@@ -99,9 +99,9 @@ def _point(before: _Totals, after: _Totals, names: frozenset[str], seconds: floa
 
 
 def quantile(buckets: Sequence[tuple[float, int]], share: float) -> float | None:
-    """The value below which a share of a histogram lies, evenly spread in its bucket, as Prometheus estimates it.
+    """Estimate a quantile of a histogram, with values spread evenly over their bucket, as Prometheus does.
 
-    buckets: their upper limits, rising, each with how many are at most as large. None: there are none.
+    buckets: ascending upper limits with cumulative counts. None if they are empty.
     """
     total = buckets[-1][1] if buckets else 0
     if total == 0:

@@ -1,4 +1,4 @@
-"""Plain documents for operators of what the library knows of a model."""
+"""Conversions of the library's objects into the admin plane's documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .documents import Desired, Refusal, ServedWeights, StagedWeights, StageRequ
 
 @dataclass
 class Entry:
-    """What an operator has staged. revision: of the place that the model follows, as it was seen before."""
+    """Weights that an operator has staged. revision: that of the followed place, as seen before."""
 
     staged: Staged
     path: str
@@ -55,7 +55,7 @@ def staged_weights(entry: Entry | None) -> StagedWeights | None:
             weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
             weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
             weights.ready = not entry.swapping
-    except Exception:  # it has just ended otherwise
+    except Exception:  # it was discarded or cancelled meanwhile
         return None
     return weights
 
@@ -63,10 +63,10 @@ def staged_weights(entry: Entry | None) -> StagedWeights | None:
 def following(follower: Follower) -> Desired:
     status = follower.status.as_dict()
     del status["served"]
-    found, state = Desired(**status), follower.desired
+    desired, state = Desired(**status), follower.desired
     if state is not None and state.hold is not None:
-        found.held_by, found.held_why, found.held_since = state.hold.by, state.hold.why, state.hold.since
-    return found
+        desired.held_by, desired.held_why, desired.held_since = state.hold.by, state.hold.why, state.hold.since
+    return desired
 
 
 def watched(watcher: Watcher) -> Watched:
@@ -80,7 +80,7 @@ def watched(watcher: Watcher) -> Watched:
 
 
 def aborted(entry: Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
-    """A canary that its rule has ended, and what was measured of it."""
+    """Return the refusal of a canary that its rule has aborted, with its measures."""
     measured = ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
     return Refusal(
         time=time.time(),

@@ -1,4 +1,4 @@
-"""The admin plane's own description: OpenAPI 3.1, with the schemas of its documents."""
+"""OpenAPI 3.1 description of the admin plane, with the schemas of its documents."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _ANSWERS = (
 
 
 def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
-    """The document at /openapi.json of an admin plane with these models, and changes by their documents."""
+    """Return the document at /openapi.json of an admin plane. changes: the request documents, by change."""
     name, file = parameter("name", enum=list(models)), parameter("file")
-    one, repository = "/admin/models/{name}", "/v2/repository"
+    model, repository = "/admin/models/{name}", "/v2/repository"
     paths: dict[str, Any] = {
         "/admin/status": {"get": operation("The server, and all its models.", ServerStatus)},
         "/admin/events": {"get": _events()},
         "/admin/uploads": {"get": operation("What was uploaded.", Uploads)},
         "/admin/uploads/{file}": {"put": _upload(), "delete": _removal(), "parameters": [file]},
-        one: {"get": operation("A model.", ModelStatus), "parameters": [name]},
-        f"{one}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
-        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, needed=False)},
+        model: {"get": operation("A model.", ModelStatus), "parameters": [name]},
+        f"{model}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
+        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, required=False)},
         f"{repository}/models/{{name}}/load": {
-            "post": operation("Answer again.", None, body=LoadRequest, needed=False),
+            "post": operation("Answer again.", None, body=LoadRequest, required=False),
             "parameters": [name],
         },
         f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},
@@ -55,11 +55,11 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
         "/openapi.json": {"get": operation("This document.", {"type": "object"})},
     }
     for change, kind in changes.items():
-        does = operation(f"Change a model: {change}.", Changed, body=kind)
-        paths[f"{one}/{change}"] = {"post": does, "parameters": [name]}
+        described = operation(f"Change a model: {change}.", Changed, body=kind)
+        paths[f"{model}/{change}"] = {"post": described, "parameters": [name]}
     schemes = {"token": {"type": "http", "scheme": "bearer"}}
-    whole = document("weightswap admin", paths, [*_ANSWERS, *changes.values()], securitySchemes=schemes)
-    return {**whole, "security": [{"token": []}]}
+    openapi = document("weightswap admin", paths, [*_ANSWERS, *changes.values()], securitySchemes=schemes)
+    return {**openapi, "security": [{"token": []}]}
 
 
 def _events() -> dict[str, Any]:
@@ -68,9 +68,9 @@ def _events() -> dict[str, Any]:
 
 
 def _upload() -> dict[str, Any]:
-    done = {"description": "It is there.", "content": content(Uploaded)}
+    created = {"description": "It is there.", "content": content(Uploaded)}
     body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
-    return {"summary": "Upload a weight file.", "responses": {"201": done}, "requestBody": body}
+    return {"summary": "Upload a weight file.", "responses": {"201": created}, "requestBody": body}
 
 
 def _removal() -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""What operators do to a model, and what is to be known of it. Every method may be called from any thread.
+"""Operations of operators on a model, and its status. Every method may be called from any thread.
 
-Where the model follows a desired state, a change is written there first: a change of this process alone would be
-undone by its next look.
+If the model follows a desired state, a change is written there first: otherwise the follower would undo it.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from .followed import Followed
 from .journal import Journal
 from .model_documents import Entry, aborted, following, served_weights, staged_weights, watched
 
-_TURN = 1.0  # seconds for the swap of another thread
+_TURN = 1.0  # seconds to wait for the swap of another thread
 
 
-class Taking(NamedTuple):
-    """Where a model's weights come from: a directory that is watched, a place that is followed, or nothing."""
+class SourceChange(NamedTuple):
+    """A new source of a model's weights: a directory to watch, a place to follow, or neither."""
 
     watch: str | None = None
     follow: str | None = None
@@ -53,20 +52,20 @@ class Taking(NamedTuple):
 
 
 class ModelOperations:
-    """Those on one model."""
+    """The operations on one model."""
 
     def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._entry: Entry | None = None
         self._lock = Lock()
-        self.on_source: Callable[[Taking], object] = lambda _: None  # what an operator has it take from now on
-        self._ending = Lock()  # what is staged is committed or given up, one after another
+        self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
+        self._ending = Lock()  # held while staged weights are committed or discarded
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
 
     def close(self) -> None:
-        """Give up what is staged."""
+        """Discard staged weights."""
         self.journal.close()
         self._discard()
 
@@ -90,8 +89,8 @@ class ModelOperations:
             following=following(follower) if follower else None,
             watching=watched(watcher) if watcher else None,
             variants={
-                group: {name: receipt.weights_id for name, receipt in found.items()}
-                for group, found in model.variants.items()
+                group: {name: receipt.weights_id for name, receipt in receipts.items()}
+                for group, receipts in model.variants.items()
             },
         )
 
@@ -109,10 +108,10 @@ class ModelOperations:
         self._stage(request, by, swapping=False)
 
     def commit(self, request: CommitRequest, by: str) -> SwapReceipt:
-        """Serve what is staged, and have it desired where a place is followed.
+        """Commit the staged weights, and write them to a followed place.
 
-        Raises StageClosed where nothing is, Conflict where it is not what was expected, and what `Staged.commit` and
-        `DesiredPlace.set` raise: it stays staged.
+        Raises StageClosed if nothing is staged, Conflict for other weights than expected, and what `Staged.commit` and
+        `DesiredPlace.set` raise. The weights then stay staged.
         """
         entry = self._committable()
         if request.expect not in (None, entry.staged.weights_id):
@@ -120,40 +119,40 @@ class ModelOperations:
         return self._commit(entry, request, by)
 
     def swap(self, request: StageRequest, by: str) -> SwapReceipt:
-        """Stage and commit: all or nothing. Raises what they raise."""
+        """Stage and commit, all or nothing. Raises as `stage` and `commit`."""
         entry = self._stage(request, by, swapping=True)
         try:
             return self._commit(entry, request, by)
         except BaseException:
-            self._give_up(entry)
+            self._discard_entry(entry)
             raise
 
     def discard(self, request: Change, by: str) -> None:
-        """Give up what is staged, or is being staged."""
+        """Discard weights that are staged, or being staged."""
         self._discard()
 
     def canary(self, request: CanaryRequest, by: str) -> None:
-        """Let what is staged, or `source` first, answer some requests; again, with another share.
+        """Start a canary with the staged weights, or with those of `source`. Replaces an earlier one.
 
-        Raises StageClosed, what `stage` raises, and Unsupported where staged weights cannot be called.
+        Raises StageClosed, what `stage` raises, and Unsupported if staged weights cannot be called.
         """
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
-            self._try_out(self._committable(), plan)
+            self._start_canary(self._committable(), plan)
             return
         entry = self._stage(request.staging(request.source), by, swapping=False)
         try:
-            self._try_out(entry, plan)
+            self._start_canary(entry, plan)
         except BaseException:
-            self._give_up(entry)
+            self._discard_entry(entry)
             raise
 
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
-        """Serve earlier weights. Where a place is followed it desires them, and holds.
+        """Serve earlier weights. A followed place desires them, and holds. Staged weights are discarded.
 
-        What is staged is given up. Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and
-        `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
+        Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and `Model.swap` raise. The
+        receipt is None if the followed place desires the weights, but this process does not serve them yet.
         """
         place = self.followed.place
         if place is not None:
@@ -164,15 +163,15 @@ class ModelOperations:
             self._discard()
             return self.followed.await_served(state)
         self._discard()
-        with self.journal.saying(by, request.why):
+        with self.journal.committing(by, request.why):
             if request.to is None:
                 return self.model.rollback(by=by)
             earlier = self.journal.find_served(request.to)
             return self.model.swap(earlier.source, expect=earlier.weights_id, by=by)
 
     def add_variant(self, request: AddVariantRequest, by: str) -> VariantReceipt:
-        """Give calls another variant to choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
-        self._check_alone()
+        """Add a variant that calls can choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
+        self._check_not_shared()
         return self.model.add_variant(
             request.group,
             request.name,
@@ -185,47 +184,47 @@ class ModelOperations:
         )
 
     def remove_variant(self, request: RemoveVariantRequest, by: str) -> VariantReceipt:
-        """Take one away. Raises Unsupported and UnknownVariant."""
-        self._check_alone()
+        """Remove a variant. Raises Unsupported and UnknownVariant."""
+        self._check_not_shared()
         return self.model.remove_variant(request.group, request.name, by=by)
 
     def hold(self, request: Change, by: str) -> None:
-        """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
-        place = self.followed.needed_place("hold")
+        """Hold promotions. Raises Conflict if no place is followed, and what `DesiredPlace.hold` raises."""
+        place = self.followed.require_place("hold")
         self.followed.await_read(place.hold(revision=self.followed.seen(place, request), by=by, why=request.why))
 
     def release(self, request: Change, by: str) -> None:
-        """Let promotions through again. Raises as `hold`."""
-        place = self.followed.needed_place("release")
+        """Allow promotions again. Raises as `hold`."""
+        place = self.followed.require_place("release")
         self.followed.await_read(place.release(revision=self.followed.seen(place, request)))
 
     def follow(self, request: FollowRequest, by: str) -> None:
-        """Serve what a place says from now on. Raises Conflict where the model follows or watches something."""
+        """Follow a place from now on. Raises Conflict if the model follows or watches something already."""
         place = self._allowed.folder(request.place)
         self.followed.check_free()
         self.model.follow(place, request.interval)
-        self.on_source(Taking(None, place, request.interval))
+        self.on_source(SourceChange(None, place, request.interval))
 
     def watch(self, request: WatchRequest, by: str) -> None:
-        """Take each new file of a directory from now on. Raises as `follow`."""
+        """Watch a directory for new files from now on. Raises as `follow`."""
         directory = self._allowed.folder(request.directory)
         self.followed.check_free()
         self.model.watch(directory, request.interval)
-        self.on_source(Taking(directory, None, request.interval))
+        self.on_source(SourceChange(directory, None, request.interval))
 
     def unfollow(self, request: Change, by: str) -> None:
-        """Follow and watch nothing. What is served stays. Raises Conflict where there is nothing to end."""
+        """Stop following and watching. The served weights stay. Raises Conflict if the model does neither."""
         watching = self.model.watching
         if not watching:
             raise Conflict(f"{self.name}: follows and watches nothing")
-        for each in watching:
-            each.stop()
-        self.on_source(Taking())
+        for source in watching:
+            source.stop()
+        self.on_source(SourceChange())
 
-    def look_after(self) -> None:
-        """Give up what is staged where a followed place desires something else than is served, or it grew too old.
+    def discard_outdated(self) -> None:
+        """Discard staged weights that are too old, or if a followed place desires others than those served.
 
-        What a place desired before it was staged, and cannot be served, is no reason.
+        Weights that the place already desired before the staging, and that cannot be served, are no reason.
         """
         entry, follower = self._entry, self.followed.follower
         if entry is None or entry.swapping:
@@ -234,17 +233,17 @@ class ModelOperations:
         known = status and status.revision == entry.revision and status.error
         outdated = status and status.desired and not status.agrees and not known
         if outdated or time.time() > entry.since + self._staged_timeout:
-            self._give_up(entry)
+            self._discard_entry(entry)
 
     def verdict(self) -> tuple[str, str] | None:
-        """What the rules of a canary say: "abort" or "promote", and the rule."""
+        """Return "abort" or "promote" with the canary's rule that holds, or None."""
         canary = self.served.canary
         return canary.verdict() if canary is not None else None
 
     def obey(self, verdict: str, rule: str) -> SwapReceipt | None:
-        """Commit a canary, or give it up, as its rule says. A commit that is refused gives it up, too.
+        """Commit a canary or discard it, as its rule says. If the commit is refused, it is discarded.
 
-        Raises what `commit` raises, and StageClosed where the canary has given way to another meanwhile.
+        Raises what `commit` raises, and StageClosed if the canary has ended or was replaced meanwhile.
         """
         entry, canary = self._entry, self.served.canary
         if entry is None or canary is None or canary.verdict() != (verdict, rule):
@@ -254,12 +253,12 @@ class ModelOperations:
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
             self.journal.refuse(aborted(entry, rule, canary.values()))
         finally:
-            self._give_up(entry)
+            self._discard_entry(entry)
         return None
 
     @property
     def staged_by(self) -> str:
-        """Who has staged what is staged."""
+        """The user who has staged the current weights, or ""."""
         return self._entry.by if self._entry is not None else ""
 
     def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
@@ -286,7 +285,7 @@ class ModelOperations:
         try:
             staged.wait()
         except BaseException:
-            self._give_up(entry)
+            self._discard_entry(entry)
             raise
         return entry
 
@@ -298,7 +297,7 @@ class ModelOperations:
             raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
         return entry
 
-    def _try_out(self, entry: Entry, plan: CanaryPlan) -> None:
+    def _start_canary(self, entry: Entry, plan: CanaryPlan) -> None:
         with self._lock:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: what was staged was given up meanwhile")
@@ -313,8 +312,8 @@ class ModelOperations:
                 raise StagingBusy(f"{self.name}: what it follows or watches is about to change the weights; look again")
 
         why = request.why or entry.request.why
-        # a follower that looks in between waits, and finds what it wants
-        with self.model.turn(check), self.journal.saying(by, why), self._ending:
+        # a follower that reads the place meanwhile waits for this commit
+        with self.model.turn(check), self.journal.committing(by, why), self._ending:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: what was staged was committed or given up meanwhile")
             if place is not None:
@@ -329,16 +328,16 @@ class ModelOperations:
         staged = entry.staged
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
         seen = place.read().revision if revision is None else revision
-        # before the commit: what serves, and is not desired, would give way at the next look
+        # before the commit: the follower would replace weights that are served but not desired
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
         entry.revision = state.revision
 
     def _last_served(self, state: DesiredState) -> str | None:
-        """The last of the history that this process has served: what was desired, and refused, is not meant."""
+        """Return the last desired weights that this process has served; it may have refused later ones."""
         served = {receipt.weights_id for receipt in self.model.history}
-        return next((each.weights_id for each in reversed(state.history) if each.weights_id in served), None)
+        return next((weights.weights_id for weights in reversed(state.history) if weights.weights_id in served), None)
 
-    def _check_alone(self) -> None:
+    def _check_not_shared(self) -> None:
         if self.served.is_shared:
             raise Unsupported(
                 f"{self.name}: workers serve it, and would know nothing of variants. Start the server without "
@@ -347,9 +346,9 @@ class ModelOperations:
 
     def _discard(self) -> None:
         if self._entry is not None:
-            self._give_up(self._entry)
+            self._discard_entry(self._entry)
 
-    def _give_up(self, entry: Entry) -> None:
+    def _discard_entry(self, entry: Entry) -> None:
         with self._ending:
             self._forget(entry)
             entry.staged.discard()

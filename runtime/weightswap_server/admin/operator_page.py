@@ -1,4 +1,4 @@
-"""The operator's page: files that hold nothing secret, and are served to anybody. What they show needs a token."""
+"""The operators' page. Its files are not secret, and need no token; the data that they show does."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _HEADERS = {
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
-    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in found.items()}
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
+    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in files.items()}
 
 
 OPEN_PATHS = frozenset(_files(_FOLDER))
 
 
 def page_routes(*others: Path) -> list[Route]:
-    """A route for each file; those of other folders, for a page that is made of the same parts, come before."""
+    """Return a route for each file. Files of `others`, a page built on this one, replace those of the same name."""
     files = {path: file for folder in (_FOLDER, *others) for path, file in _files(folder).items()}
 
     async def send(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The admin plane from its start to its end: a server of its own, in a thread of its own."""
+"""The admin plane from start to stop: an HTTP server of its own, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightswap_server.http.listening import HttpServer, listening
 from weightswap_server.service.service import Service
 
 from .allowing import Allowed
-from .app import AdminPages
+from .app import AdminEndpoints
 from .audit import AuditLog, obey
 from .load_series import EVERY, LoadSeries
 from .operations import ModelOperations
@@ -26,11 +26,11 @@ from .settings import AdminSettings
 from .tokens import TokenGuard, read_tokens
 from .uploads import UploadDirectory
 
-_LOOK = 0.5  # seconds between two looks after what is staged
+_CHECK_INTERVAL = 0.5  # seconds between two checks of staged weights
 
 
 class AdminPlane:
-    """Serves operators while its block runs. What is wrong with its settings is raised when it is made."""
+    """The admin plane of a server. It serves while its block runs."""
 
     def __init__(self, service: Service, settings: AdminSettings) -> None:
         """Raises Unsupported."""
@@ -48,27 +48,28 @@ class AdminPlane:
         self._load = LoadSeries(
             service.load_metrics, {served.name: {served.name, *served.methods} for served in service.served}
         )
-        self._pages = AdminPages(service, self.models, self._load, self._audit, uploads, settings)
-        self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)
+        self._endpoints = AdminEndpoints(service, self.models, self._load, self._audit, uploads, settings)
+        guard = TokenGuard(self._endpoints.app(), tokens, self._endpoints.refuse, OPEN_PATHS)
+        self._http = HttpServer(guard, settings.http)
         self._ending = Event()
         self.port = 0
 
     @property
     def where(self) -> str:
-        """As `weightswap status` takes it."""
+        """The address, as `weightswap status` takes it."""
         if self.settings.socket is not None:
-            return f"unix://{os.path.abspath(self.settings.socket)}"  # noqa: PTH100 - which a Path would not keep
+            return f"unix://{os.path.abspath(self.settings.socket)}"  # noqa: PTH100 - Path.resolve() follows links
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         return f"http://{host}:{self.port}"
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block in which operators are served. Raises OSError where the port or the socket cannot be had."""
+        """Serve while the block runs. Raises OSError if the port or the socket is not available."""
         with self._listener() as listener:
             self.port = 0 if self.settings.socket is not None else listener.getsockname()[1]
             threads = (
                 Thread(target=self._serve, args=(listener,), name="weightswap-admin"),
-                Thread(target=self._look_after, name="weightswap-admin-operations", daemon=True),
+                Thread(target=self._check_staged, name="weightswap-admin-operations", daemon=True),
                 Thread(target=self._count, name="weightswap-admin-load", daemon=True),
             )
             for thread in threads:
@@ -76,7 +77,7 @@ class AdminPlane:
             try:
                 yield
             finally:
-                self._pages.ending = True
+                self._endpoints.ending = True
                 self._ending.set()
                 for operations in self.models.values():
                     operations.close()
@@ -90,11 +91,11 @@ class AdminPlane:
         except BaseException:
             log.exception("the admin plane has ended")
 
-    def _look_after(self) -> None:
-        while not self._ending.wait(_LOOK):
+    def _check_staged(self) -> None:
+        while not self._ending.wait(_CHECK_INTERVAL):
             for operations in self.models.values():
                 try:
-                    operations.look_after()
+                    operations.discard_outdated()
                     if verdict := operations.verdict():
                         obey(self._audit, operations, *verdict)
                 except Exception:
@@ -115,7 +116,7 @@ class AdminPlane:
 
 @contextmanager
 def _listening_at(path: Path) -> Iterator[socket.socket]:
-    """A block with a Unix socket that its owner alone may connect to; one whose server has gone gives way."""
+    """Listen at a Unix socket that its owner alone may connect to. A stale socket is replaced."""
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         before = os.umask(0o177)

@@ -1,4 +1,4 @@
-"""Settings of an admin plane."""
+"""Settings of the admin plane."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MIB = 1 << 20
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where operators are listened to, and what they may do. Times are seconds, sizes bytes.
+    """Settings of the admin plane. Times are in seconds, sizes in bytes.
 
-    port, socket: a TCP port of `host`, 0 for any that is free, or the path of a Unix socket; one of the two.
-    token_file: a token, or lines of a name and a token; None: WEIGHTSWAP_ADMIN_TOKEN of the environment.
-    allow: directories, and prefixes of URLs, that operators may name. upload_dir: where uploads go; None: there are
-      none. max_uploads: the bytes of all of them. upload_timeout: for one.
-    audit_log: a file of JSON lines. staged_timeout: what is staged for longer is given up.
+    port, socket: either a TCP port of `host`, 0 for any free one, or the path of a Unix socket.
+    token_file: a token, or lines of a name and a token; None: the environment's WEIGHTSWAP_ADMIN_TOKEN.
+    allow: directories and URL prefixes that operators may name. upload_dir: the directory of uploads; None: no uploads.
+    max_uploads: the most bytes of all uploads together. upload_timeout: the time for one upload.
+    audit_log: a file of JSON lines. staged_timeout: the time after which staged weights are discarded.
     """
 
     host: str = "127.0.0.1"
@@ -37,7 +37,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace: float = 5.0
 
     def check(self) -> None:
-        """Raise Unsupported for what cannot be meant, and where there are no tokens."""
+        """Raise Unsupported for values out of range, and without tokens."""
         if (self.port is None) == (self.socket is None):
             raise Unsupported("the admin plane listens on a port or on a socket: give one of them")
         for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
@@ -47,7 +47,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def http(self) -> Settings:
-        """Limits of its requests but for uploads."""
+        """The HTTP limits of all requests but uploads."""
         return Settings(
             host=self.host, max_body=_MIB, body_timeout=self.body_timeout, max_connections=64, grace=self.grace
         )

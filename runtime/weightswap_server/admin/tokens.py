@@ -1,4 +1,4 @@
-"""Who may call the admin plane: bearer tokens, and a guard before everything that it serves."""
+"""Bearer tokens of the admin plane, and the guard that requires one for every request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from weightswap_runtime.errors import Unsupported
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
 LEAST = 16  # characters of a token
-ANYBODY = "token"  # the name of a token that has none
+ANYBODY = "token"  # the name of an unnamed token
 _LINE = re.compile(r"(?:([\w.@-]{1,64})[ \t]+)?(\S+)")
 _BEARER = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
 
 
 class Tokens:
-    """Tokens, each with a name. What is compared takes the same time whatever is right of it."""
+    """Named tokens, compared in constant time."""
 
     def __init__(self, tokens: Mapping[str, str]) -> None:
-        """tokens: by name. Raises Unsupported for one that is too short, and where there are none."""
+        """tokens: by name. Raises Unsupported without tokens, and for one that is too short."""
         if not tokens:
             raise Unsupported(f"the admin plane needs a token: --admin-token-file FILE, or {ENVIRONMENT}")
         if short := [name for name, token in tokens.items() if len(token) < LEAST]:
@@ -33,17 +33,17 @@ class Tokens:
             )
         self._tokens = {name: token.encode() for name, token in tokens.items()}
 
-    def name_of(self, given: bytes) -> str | None:
-        """Whose token it is; None: nobody's."""
-        found = None
+    def name_of(self, candidate: bytes) -> str | None:
+        """Return the name of a token, or None if it is unknown."""
+        match = None
         for name, token in self._tokens.items():
-            if hmac.compare_digest(token, given):
-                found = name
-        return found
+            if hmac.compare_digest(token, candidate):
+                match = name
+        return match
 
 
 def read_tokens(path: str | None) -> Tokens:
-    """The tokens of a file, or of the environment. Raises Unsupported."""
+    """Read the tokens of a file, or without one, of the environment. Raises Unsupported."""
     if path is None:
         token = os.environ.get(ENVIRONMENT, "").strip()
         return Tokens({ANYBODY: token} if token else {})
@@ -63,9 +63,9 @@ def read_tokens(path: str | None) -> Tokens:
 
 
 class TokenGuard:
-    """An ASGI application that lets those with a token through to another, and nobody else to anything.
+    """An ASGI application that passes requests with a token on to another application, and refuses all others.
 
-    `scope["state"]["who"]` is the token's name. open_paths: what is served to anybody, as a page without data.
+    `scope["state"]["who"]` is the token's name. open_paths: paths that need no token, such as a page without data.
     """
 
     def __init__(
@@ -82,6 +82,6 @@ class TokenGuard:
         await self._app(scope, receive, send)
 
     def _who(self, scope: Scope) -> str | None:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        match = _BEARER.fullmatch(given[0]) if len(given) == 1 else None
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        match = _BEARER.fullmatch(values[0]) if len(values) == 1 else None
         return self._tokens.name_of(match[1]) if match else None

@@ -15,24 +15,24 @@ class _Config(msgspec.Struct):
     weights: str | None = None
 
 
-def load_request(asked: LoadRequest) -> StageRequest | None:
-    """The weights that a `load` names, if it does. Raises BadRequest."""
-    weights = asked.parameters.weights
-    if asked.parameters.config is not None:
+def staging_of(request: LoadRequest) -> StageRequest | None:
+    """Return the staging of the weights that a `load` names, if any. Raises BadRequest."""
+    weights = request.parameters.weights
+    if request.parameters.config is not None:
         try:
-            weights = weights or msgspec.json.decode(asked.parameters.config, type=_Config).weights
+            weights = weights or msgspec.json.decode(request.parameters.config, type=_Config).weights
         except msgspec.MsgspecError as error:
             raise BadRequest(f"config: {error}; expected a JSON document, with a text as its weights") from error
     return StageRequest(source=weights) if weights else None
 
 
-def load(operations: ModelOperations, asked: StageRequest | None, by: str) -> SwapReceipt | None:
-    """Answer again, with other weights where some are named. Raises what `ModelOperations.swap` raises."""
-    receipt = operations.swap(asked, by) if asked is not None else None
+def load(operations: ModelOperations, staging: StageRequest | None, by: str) -> SwapReceipt | None:
+    """Let a model answer again, with new weights if there is a staging. Raises what `ModelOperations.swap` raises."""
+    receipt = operations.swap(staging, by) if staging is not None else None
     operations.served.switch.unloaded = False
     return receipt
 
 
 def unload(operations: ModelOperations) -> None:
-    """Answer nobody until the next `load`. Weights and memory stay, and go on to be changed."""
+    """Let a model answer no requests until the next `load`. It stays in memory, and its weights can change."""
     operations.served.switch.unloaded = True

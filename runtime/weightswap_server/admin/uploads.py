@@ -1,4 +1,4 @@
-"""Weight files that operators send: streamed to a temporary file, and there under their name when all is right."""
+"""Weight files that operators upload: streamed to a temporary file, and renamed once complete and correct."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .errors import Conflict, NoRoom, NotThere, UploadMismatch
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
 _PIECE = 4 << 20
-_SPARE = 64 << 20  # bytes that are left free in the file system
+_SPARE = 64 << 20  # bytes to leave free in the file system
 
 
 class UploadDirectory:
-    """A directory with uploads, and how many bytes they may take together."""
+    """The directory of uploads, with a limit of their bytes."""
 
-    def __init__(self, folder: str, most: int, patience: float, timeout: float) -> None:
-        """patience: seconds between two pieces of an upload; timeout: of all. Raises Unsupported."""
+    def __init__(self, folder: str, most: int, piece_timeout: float, timeout: float) -> None:
+        """piece_timeout, timeout: seconds for the next piece of an upload, and for all of it. Raises Unsupported."""
         self.folder = Path(os.path.realpath(folder))
-        self._most, self._patience, self._timeout = most, patience, timeout
+        self._most, self._piece_timeout, self._timeout = most, piece_timeout, timeout
         self._lock = Lock()
-        self._coming: dict[str, int] = {}  # bytes that were promised, or came, of each upload that has not ended
+        self._unfinished: dict[str, int] = {}  # announced or received bytes of each unfinished upload
         if not self.folder.is_dir() or not os.access(self.folder, os.W_OK | os.X_OK):
             raise Unsupported(f"--upload-dir {folder}: expected a directory that can be written to")
         if removed := remove_abandoned(self.folder, ""):
@@ -46,7 +46,7 @@ class UploadDirectory:
         return Uploads(files=self._files(), limit=self._most)
 
     def remove(self, name: str) -> None:
-        """Raises NotThere and BadRequest. Weights that are served from it stay."""
+        """Remove an upload. Weights that were loaded from it stay. Raises NotThere and BadRequest."""
         path = self.folder / _checked(name)
         try:
             path.unlink()
@@ -54,10 +54,10 @@ class UploadDirectory:
             raise NotThere(f"no upload is called {name}") from error
 
     async def receive(self, name: str, pieces: AsyncIterator[bytes], length: int | None, digest: str) -> Uploaded:
-        """Write an upload. length: what its header promises; digest: its BLAKE3, or "".
+        """Receive an upload. length: its announced bytes; digest: its BLAKE3, or "".
 
-        Raises BadRequest, Conflict where the name is taken, NoRoom, BodyTooLarge, BodyTooSlow and UploadMismatch; then
-        nothing is left of it.
+        Raises BadRequest, Conflict if the name is taken, NoRoom, BodyTooLarge, BodyTooSlow and UploadMismatch, and then
+        leaves no file.
         """
         path = self.folder / _checked(name)
         if digest and not DIGEST.fullmatch(digest):
@@ -70,7 +70,7 @@ class UploadDirectory:
             raise NoRoom(f"{name}: cannot be written ({error.strerror})") from error
         finally:
             with self._lock:
-                del self._coming[name]
+                del self._unfinished[name]
 
     async def _write(
         self, name: str, path: Path, pieces: AsyncIterator[bytes], length: int | None, digest: str
@@ -82,48 +82,48 @@ class UploadDirectory:
                 raise BadRequest(f"{name}: broke off after {size} of {length} bytes")
             if digest and computed != digest:
                 raise UploadMismatch(f"{name}: has the BLAKE3 {computed}, and {digest} was named; send it again")
-            await in_thread(stack.pop_all().close)  # which waits for the disk
+            await in_thread(stack.pop_all().close)  # it waits for fsync
         return Uploaded(source=UPLOAD + name, size=size, blake3=computed)
 
     async def _copy(self, name: str, pieces: AsyncIterator[bytes], file: BinaryIO) -> tuple[int, str]:
-        hashed, size, waiting = blake3(), 0, bytearray()
+        hasher, size, buffer = blake3(), 0, bytearray()
 
         def write(piece: bytearray) -> None:
             file.write(piece)
-            hashed.update(piece)
+            hasher.update(piece)
 
         try:
             async with asyncio.timeout(self._timeout):
                 while (piece := await self._next(pieces)) is not None:
                     size += len(piece)
                     self._grow(name, size)
-                    waiting += piece
-                    if len(waiting) >= _PIECE:
-                        await asyncio.to_thread(write, waiting)
-                        waiting = bytearray()
+                    buffer += piece
+                    if len(buffer) >= _PIECE:
+                        await asyncio.to_thread(write, buffer)
+                        buffer = bytearray()
         except TimeoutError as error:
-            raise BodyTooSlow(f"{name}: nothing came for {self._patience:g} s, or it was too slow") from error
-        await asyncio.to_thread(write, waiting)
-        return size, hashed.hexdigest()
+            raise BodyTooSlow(f"{name}: nothing came for {self._piece_timeout:g} s, or it was too slow") from error
+        await asyncio.to_thread(write, buffer)
+        return size, hasher.hexdigest()
 
     async def _next(self, pieces: AsyncIterator[bytes]) -> bytes | None:
-        async with asyncio.timeout(self._patience):
+        async with asyncio.timeout(self._piece_timeout):
             return await anext(pieces, None)
 
     def _begin(self, name: str, path: Path) -> None:
         with self._lock:
-            if name in self._coming or os.path.lexists(path):
+            if name in self._unfinished or os.path.lexists(path):
                 raise Conflict(f"an upload is called {name} already; choose another name, or delete it")
-            self._coming[name] = 0
+            self._unfinished[name] = 0
 
     def _grow(self, name: str, size: int) -> None:
         with self._lock:
-            if size <= self._coming[name]:
+            if size <= self._unfinished[name]:
                 return
-            self._coming[name] = size
+            self._unfinished[name] = size
             if size > self._most:
                 raise BodyTooLarge(f"{name}: has more than {self._most} bytes, which uploads may take")
-            others = sum(self._files().values()) + sum(self._coming.values()) - size
+            others = sum(self._files().values()) + sum(self._unfinished.values()) - size
         system = os.statvfs(self.folder)
         free = system.f_bavail * system.f_frsize - _SPARE
         if others + size > self._most:
@@ -133,8 +133,8 @@ class UploadDirectory:
 
     def _files(self) -> dict[str, int]:
         with os.scandir(self.folder) as entries:
-            found = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-            return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in found))
+            files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+            return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
 
 
 def _checked(name: str) -> str:

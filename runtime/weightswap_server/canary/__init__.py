@@ -1,1 +1,1 @@
-"""Weights on trial: what is staged answers some requests, or is called beside them, before it is committed."""
+"""Canaries: staged weights that answer some requests, or are called beside them, before a commit."""

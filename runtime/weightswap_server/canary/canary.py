@@ -1,4 +1,4 @@
-"""One canary: which requests it answers, and what is looked at of its answers."""
+"""One canary: its share of the requests, and the examination of its answers."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from weightswap_runtime.shared.worker import Trial
 
 HEADER = "x-weightswap-canary"
-_WAITING = 8  # answers that wait to be looked through, or compared; more are left out
+_MOST_WAITING = 8  # answers that wait to be examined; more are skipped
 
 
 class Canary(Judgement):
-    """Staged weights that answer some requests. Its errors are nobody else's: the served weights answer, then."""
+    """Staged weights that answer some requests. If they fail, the served weights answer instead."""
 
-    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, tell: Callable[[str, str], None]) -> None:
-        """staged: in a worker, the trial of what its keeper has staged.
+    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
+        """staged: in a worker, the trial of the weights that its keeper has staged.
 
-        tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
         """
         super().__init__(plan)
         self.staged = staged
         self.weights_id = staged.weights_id
         self.since = time.time()
-        self._tell = tell
+        self._count = count
         self._owed = 0.0
         self._counting = Lock()
         self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
         self._changed = Condition()
         self._closed = False
-        Thread(target=self._look_through, name="weightswap-canary", daemon=True).start()
+        Thread(target=self._examine_waiting, name="weightswap-canary", daemon=True).start()
 
     def answers_next(self, wish: str) -> bool:
-        """Whether a request is the canary's. wish: "1" where it asks for it, "0" where it does not want it."""
+        """True if the canary answers the next request. wish: "1" asks for the canary, "0" for the served weights."""
         if self._closed or wish in ("0", "1"):
             return wish == "1" and not self._closed
         with self._counting:
@@ -66,31 +66,31 @@ class Canary(Judgement):
         *,
         by_canary: bool,
     ) -> None:
-        """Note an answer of the canary, or of the served weights. It takes no longer than a line of a log."""
+        """Count an answer of the canary or of the served weights, and queue it to be examined. Takes microseconds."""
         (self.canary if by_canary else self.served).answered(seconds)
         with self._changed:
-            if len(self._waiting) >= _WAITING:
+            if len(self._waiting) >= _MOST_WAITING:
                 self.differences.skip()
             elif not self._closed:
                 self._waiting.append((method, flat, variants, answer, by_canary))
                 self._changed.notify()
 
     def failed(self, error: BaseException, requests: int = 1) -> None:
-        """Note that the canary has not answered; where it has just ended, that is nothing."""
+        """Count requests that the canary has failed to answer, unless it has just ended."""
         if not isinstance(error, StageClosed):
             for _ in range(requests):
                 self.canary.failed()
-                self._tell("errors", self.weights_id)
+                self._count("errors", self.weights_id)
             log.warning("the canary %s has failed, and the served weights answer: %s", self.weights_id[:12], error)
 
     def close(self) -> None:
-        """Answer nothing, and compare nothing, from now on."""
+        """Stop answering and comparing."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify()
 
-    def _look_through(self) -> None:
+    def _examine_waiting(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting and not self._closed:
@@ -99,24 +99,24 @@ class Canary(Judgement):
                     return
                 work = self._waiting.popleft()
             try:
-                self._look_at(*work)
+                self._examine(*work)
             except StageClosed:
                 return
             except Exception as error:
                 self.failed(error)
-            del work  # a queue that stays empty keeps no tensors
+            del work  # or its tensors would stay alive while the queue is empty
 
-    def _look_at(
+    def _examine(
         self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
     ) -> None:
-        (self.canary if by_canary else self.served).looked_at(has_nonfinite(answer.outputs))
+        (self.canary if by_canary else self.served).examined(has_nonfinite(answer.outputs))
         if by_canary or not self.plan.shadow:
             return
         began = time.perf_counter()
         outputs = method.call(self.staged, flat, variants)
-        if not self.plan.share:  # its only answers
+        if not self.plan.share:  # it has no other answers to measure
             self.canary.answered(time.perf_counter() - began)
-        self.canary.looked_at(has_nonfinite(outputs))
-        self._tell("compared", self.weights_id)
+        self.canary.examined(has_nonfinite(outputs))
+        self._count("compared", self.weights_id)
         if self.differences.compare(answer.outputs, outputs):
-            self._tell("differing", self.weights_id)
+            self._count("differing", self.weights_id)

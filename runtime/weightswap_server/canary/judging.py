@@ -1,4 +1,4 @@
-"""Rules over what is measured of weights on trial, in one process or in several."""
+"""The judgement of a canary: rules over its measures, from one process or several."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite +
 
 
 class CanaryPlan(NamedTuple):
-    """share: of the requests that the canary answers; others may ask for it. shadow: call it beside each request that
-    it does not answer, and compare. tolerance: which relative difference makes answers differ. Rules may be empty."""
+    """share: the part of the requests that the canary answers; more may ask for it. shadow: call it beside each request
+    that it does not answer, and compare. tolerance: the relative difference above which answers differ. promote_if,
+    abort_if: rules, or ""."""
 
     share: float = 0.0
     shadow: bool = False
@@ -28,7 +29,7 @@ class CanaryPlan(NamedTuple):
 
 
 def check_plan(plan: CanaryPlan) -> None:
-    """Raise Unsupported for what cannot be meant."""
+    """Raise Unsupported for values out of range, and for wrong rules."""
     if not 0 <= plan.share <= 1:
         raise Unsupported(f"share={plan.share}: expected 0 to 1")
     if not 0 <= plan.tolerance < math.inf:
@@ -39,7 +40,7 @@ def check_plan(plan: CanaryPlan) -> None:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one process has measured of a canary."""
+    """The measures of a canary in one process."""
 
     served: Answers
     canary: Answers
@@ -47,10 +48,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Judgement:
-    """What was measured of weights on trial, and of those that are served beside them."""
+    """Measures of a canary and of the weights served beside it, with the rules over them."""
 
     def __init__(self, plan: CanaryPlan) -> None:
-        """Raises Unsupported for a plan that cannot be meant."""
+        """Raises as `check_plan`."""
         check_plan(plan)
         self.plan = plan
         self.served, self.canary, self.differences = Side(), Side(), Differences(plan.tolerance)
@@ -58,24 +59,24 @@ class Judgement:
         self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
 
     def take(self) -> Measured:
-        """What was measured since the last time, for another process that judges the same weights."""
+        """Return the measures since the last call, for another process that judges the same weights."""
         return Measured(self.served.take(), self.canary.take(), self.differences.take())
 
-    def add(self, taken: Measured) -> None:
-        """Count what another process has measured."""
-        self.served.add(taken.served)
-        self.canary.add(taken.canary)
-        self.differences.add(taken.differences)
+    def add(self, measured: Measured) -> None:
+        """Add the measures of another process."""
+        self.served.add(measured.served)
+        self.canary.add(measured.canary)
+        self.differences.add(measured.differences)
 
     def values(self) -> dict[str, float | None]:
-        """What rules are about."""
-        found = self.canary.values("") | self.served.values("served_") | self.differences.values()
-        found["p50_ratio"] = ratio(found["p50"], found["served_p50"])
-        found["p99_ratio"] = ratio(found["p99"], found["served_p99"])
-        return found
+        """Return the measures by the names that rules use."""
+        values = self.canary.values("") | self.served.values("served_") | self.differences.values()
+        values["p50_ratio"] = ratio(values["p50"], values["served_p50"])
+        values["p99_ratio"] = ratio(values["p99"], values["served_p99"])
+        return values
 
     def verdict(self) -> tuple[str, str] | None:
-        """ "abort" or "promote", and the rule that says so."""
+        """Return "abort" or "promote" with the rule that holds, or None."""
         values, now = self.values(), time.monotonic()
         for name, rule in (("abort", self.abort), ("promote", self.promote)):
             if rule is not None and rule.holds(values, now):
@@ -83,7 +84,7 @@ class Judgement:
         return None
 
     def report(self) -> dict[str, Any]:
-        """What is to be known of it, as plain values."""
+        """Return the plan and the measures as plain values."""
         return {
             **self.plan._asdict(),
             "promote_held": self.promote.held_for(time.monotonic()) if self.promote else 0.0,

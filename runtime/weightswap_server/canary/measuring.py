@@ -1,4 +1,4 @@
-"""Measures of served and canary answers, over the last of each; and how two answers to one request differ."""
+"""Measures of the answers of a canary and of the served weights, and the differences between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_runtime.tensors.dtypes import has_fractions, same_type
 
-LAST = 10_000  # answers of each side that values are made of
+LAST = 10_000  # the latest answers of each side, which values are computed from
 Outputs = Sequence[tuple[str, TensorBytes]]
 MEASURED = frozenset(
     {
@@ -23,7 +23,7 @@ MEASURED = frozenset(
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """What a side has measured since it was last taken."""
+    """The measures of one side since the last `take`."""
 
     requests: int
     errors: int
@@ -33,7 +33,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """The same of differences."""
+    """The differences since the last `take`."""
 
     compared: int
     skipped: int
@@ -43,7 +43,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Side:
-    """The answers of one set of weights. Latencies in seconds, from a request's arrival to its answer."""
+    """Measures of one set of weights. Latencies are in seconds, from a request's arrival to its answer."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -67,29 +67,30 @@ class Side:
             self.errors += 1
             self._failed.append(True)
 
-    def looked_at(self, nonfinite: bool) -> None:
-        """An answer was looked through for NaN and infinities."""
+    def examined(self, nonfinite: bool) -> None:
+        """Count an answer that was examined for NaN and infinities."""
         with self._lock:
             self._nonfinite.append(nonfinite)
 
     def take(self) -> Answers:
-        """What was measured, which this side then forgets: it is another's."""
+        """Return the measures, and begin anew."""
         with self._lock:
-            taken = Answers(self.requests, self.errors, list(self._seconds), list(self._failed), list(self._nonfinite))
+            seconds, failed, nonfinite = list(self._seconds), list(self._failed), list(self._nonfinite)
+            answers = Answers(self.requests, self.errors, seconds, failed, nonfinite)
             self._begin()
-        return taken
+        return answers
 
-    def add(self, taken: Answers) -> None:
-        """What another process has measured."""
+    def add(self, answers: Answers) -> None:
+        """Add the measures of another process."""
         with self._lock:
-            self.requests += taken.requests
-            self.errors += taken.errors
-            self._seconds.extend(taken.seconds)
-            self._failed.extend(taken.failed)
-            self._nonfinite.extend(taken.nonfinite)
+            self.requests += answers.requests
+            self.errors += answers.errors
+            self._seconds.extend(answers.seconds)
+            self._failed.extend(answers.failed)
+            self._nonfinite.extend(answers.nonfinite)
 
     def values(self, prefix: str) -> dict[str, float | None]:
-        """Rates, and latencies as soon as there are any."""
+        """Return rates and latencies; a latency is None before the first answer."""
         with self._lock:
             seconds, failed, nonfinite = sorted(self._seconds), list(self._failed), list(self._nonfinite)
         return {
@@ -102,10 +103,10 @@ class Side:
 
 
 class Differences:
-    """How answers of two sets of weights to the same requests differ.
+    """Differences between the answers of two sets of weights to the same requests.
 
-    max_rel: the largest difference, by the largest number of the served output. differing: the share of answers in
-    which that is more than `tolerance`, or other integers or another shape come.
+    max_rel: the largest difference, relative to the largest number of the served output. differing: the share of
+    answers in which that exceeds `tolerance`, or in which integers or shapes differ.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -119,10 +120,10 @@ class Differences:
         self._differing: deque[bool] = deque(maxlen=LAST)
 
     def compare(self, served: Outputs, canary: Outputs) -> bool:
-        """Compare the answers to one request; whether they differ."""
-        found = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
-        largest = max((each[0] for each in found), default=0.0)
-        relative = max((each[1] for each in found), default=0.0)
+        """Compare the answers to one request. Returns True if they differ."""
+        pairs = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
+        largest = max((absolute for absolute, _ in pairs), default=0.0)
+        relative = max((relative for _, relative in pairs), default=0.0)
         differs = relative > self._tolerance
         with self._lock:
             self.compared += 1
@@ -131,24 +132,24 @@ class Differences:
         return differs
 
     def skip(self) -> None:
-        """An answer was left out."""
+        """Count an answer that was not examined."""
         with self._lock:
             self.skipped += 1
 
     def take(self) -> Compared:
-        """As a side's."""
+        """Return the differences, and begin anew."""
         with self._lock:
-            taken = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
+            compared = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
             self._begin()
-        return taken
+        return compared
 
-    def add(self, taken: Compared) -> None:
-        """As a side's."""
+    def add(self, compared: Compared) -> None:
+        """Add the differences of another process."""
         with self._lock:
-            self.compared += taken.compared
-            self.skipped += taken.skipped
-            self.max_abs, self.max_rel = max(self.max_abs, taken.max_abs), max(self.max_rel, taken.max_rel)
-            self._differing.extend(taken.differing)
+            self.compared += compared.compared
+            self.skipped += compared.skipped
+            self.max_abs, self.max_rel = max(self.max_abs, compared.max_abs), max(self.max_rel, compared.max_rel)
+            self._differing.extend(compared.differing)
 
     def values(self) -> dict[str, float | None]:
         with self._lock:
@@ -162,7 +163,7 @@ class Differences:
 
 
 def has_nonfinite(outputs: Outputs) -> bool:
-    """Whether there is NaN or an infinity among them."""
+    """Return True if an output has NaN or an infinity."""
     return any(not np.isfinite(_floats(content)).all() for _, content in outputs if has_fractions(content.dtype))
 
 
@@ -184,7 +185,7 @@ def _floats(content: TensorBytes) -> np.ndarray:
 
 
 def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
-    """The largest difference, and by the largest number of the first; infinite where they cannot be compared."""
+    """Return the largest difference, absolute and relative to the largest number of `one`; inf if not comparable."""
     if not same_type(one, other):
         return float("inf"), float("inf")
     first, second = as_array(one), as_array(other)

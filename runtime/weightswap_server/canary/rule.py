@@ -1,4 +1,4 @@
-"""When a canary is promoted or aborted: a condition on what was measured, and for how long it has to hold."""
+"""Rules that promote or abort a canary: a condition on its measures, and how long it must hold."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Values = Mapping[str, float | None]
 
 
 class Rule:
-    """A condition such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`: it holds where it was true at each look for
-    so long. What nobody has measured yet is not true."""
+    """A rule such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`: it holds once the condition was true at each check
+    for that long. A condition on a value that is not measured yet is false."""
 
     def __init__(self, text: str, known: frozenset[str]) -> None:
         """known: the names that it may use. Raises Unsupported."""
@@ -32,11 +32,11 @@ class Rule:
         self._since: float | None = None
 
     def held_for(self, now: float) -> float:
-        """For how many seconds it has been true at each look."""
+        """Return the seconds for which the condition has been true at each check."""
         return 0.0 if self._since is None else now - self._since
 
     def holds(self, values: Values, now: float) -> bool:
-        """Look once. now: seconds of a clock that does not go backwards."""
+        """Check the condition once. now: seconds of a monotonic clock."""
         measured = {name: value for name, value in values.items() if value is not None and name in self._names}
         if measured.keys() != self._names or not evaluate(self._condition, measured):
             self._since = None

@@ -1,7 +1,7 @@
 """The messages of the Open Inference Protocol's gRPC service, made in a descriptor pool of their own.
 
-Clients bring definitions of the same names into protobuf's default pool, where two of them collide: so a client, or
-another server's code, may live in the same process. Nothing is generated, and no protobuf compiler is needed.
+Clients add definitions of the same names to protobuf's default pool, where duplicates collide; with a pool of our own,
+a client or another server may live in the same process. No generated code or protobuf compiler is needed.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ MESSAGES = {
     "ModelInferResponse.InferOutputTensor": f"{_TENSOR} parameters:map contents:InferTensorContents",
     "ModelStreamInferResponse": "error_message:string infer_response:ModelInferResponse",
 }
-"""The fields of each message, numbered from 1: `name:type`, `*` where repeated; `map`: from names to InferParameter."""
+"""The fields of each message, numbered from 1: `name:type`, `*` if repeated; `map`: strings to InferParameter."""
 _ONE_OF = {"InferParameter": "parameter_choice"}
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
 def message_class(name: str) -> Any:
-    """The class of a message."""
+    """Return the class of a message."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
     file = descriptor_pb2.FileDescriptorProto(name="open_inference.proto", package=PACKAGE, syntax="proto3")
-    made: dict[str, Any] = {}
+    descriptors: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
         outer, _, inner = name.rpartition(".")
-        message = made[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=inner)
-        made[name] = message
+        message = descriptors[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=inner)
+        descriptors[name] = message
         for number, field in enumerate(fields.split(), start=1):
             _add_field(message, name, number, *field.split(":"))
     pool = descriptor_pool.DescriptorPool()

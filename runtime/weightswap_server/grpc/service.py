@@ -1,4 +1,4 @@
-"""The protocol over gRPC: its methods, in threads of gRPC's; calls of a model are made by the model's own."""
+"""The protocol over gRPC: its methods run in gRPC's threads, calls of a model in the model's own."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_server.canary.canary import HEADER
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
-from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
+from weightswap_server.protocol.tensors_on_the_wire import Answer, dtype_of, from_bytes, from_values, select, version_of
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
 
-from .patience import Patience
+from .client_timeouts import ClientTimeouts
 from .protobuf import SERVICE, message_class
 
-_MOST_DETAIL = 800
+_MOST_DETAIL = 800  # characters of a status' text: clients take 8 KB, and one may be nine bytes on the wire
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("I8", "I16", "I32"), "int_contents"),
@@ -38,40 +38,40 @@ _CONTENTS = {
 
 
 class GrpcServer:
-    """Listens from its making on."""
+    """The gRPC server. It listens as soon as it is made."""
 
     def __init__(self, service: Service, shared: bool) -> None:
-        """shared: other processes listen at the port, too. Raises OSError where the port cannot be had."""
-        settings, self._patience = service.settings, Patience()
+        """shared: other processes listen at the port, too. Raises OSError if the port is not available."""
+        settings, self._timeouts = service.settings, ClientTimeouts()
         options = [
             ("grpc.max_receive_message_length", settings.max_body),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
         ]
         self._server = grpc.server(
-            # a call has a thread from its beginning on: with fewer, some that wait for clients would stop all others
+            # each call occupies a thread from its start: with fewer, calls that wait for clients would block others
             ThreadPoolExecutor(settings.max_connections, thread_name_prefix="weightswap-grpc"),
             options=options,
             maximum_concurrent_rpcs=settings.max_connections,
         )
-        self._server.add_generic_rpc_handlers((_Methods(service, self._patience).handler(),))
+        self._server.add_generic_rpc_handlers((_Methods(service, self._timeouts).handler(),))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
             self.port = self._server.add_insecure_port(f"{host}:{settings.grpc_port}")
         except RuntimeError as error:
-            self._patience.end()
+            self._timeouts.close()
             raise OSError(f"gRPC cannot listen on {host}:{settings.grpc_port}: {error}") from error
         self._server.start()
 
     def stop(self, grace: float) -> Event:
-        """Take no more, and break off what goes on for longer; the event comes when nothing does."""
+        """Refuse new calls, and cancel those still running after the grace. The event is set once none is left."""
         ended: Event = self._server.stop(grace)
         return ended
 
     def close(self, grace: float) -> None:
-        """As `stop`, and wait for it."""
+        """Stop, and wait until no call is left."""
         self.stop(grace).wait()
-        self._patience.end()
+        self._timeouts.close()
 
 
 def _metadata(context: grpc.ServicerContext, name: str) -> str:
@@ -79,11 +79,11 @@ def _metadata(context: grpc.ServicerContext, name: str) -> str:
 
 
 class _Methods:
-    def __init__(self, service: Service, patience: Patience) -> None:
-        self._service, self._patience = service, patience
+    def __init__(self, service: Service, timeouts: ClientTimeouts) -> None:
+        self._service, self._timeouts = service, timeouts
 
     def handler(self) -> Any:
-        """What gRPC asks for the methods."""
+        """Return the generic handler of all methods."""
         unary = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
@@ -92,43 +92,43 @@ class _Methods:
             "ModelMetadata": self._model,
             "ModelInfer": self._infer,
         }
-        handlers = {name: self._answering(name, method) for name, method in unary.items()}
+        handlers = {name: self._with_errors(name, method) for name, method in unary.items()}
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, _reading("ModelInferRequest"), _serialized
+            self._stream, _parser("ModelInferRequest"), _serialized
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _answering(self, name: str, method: Callable[[Any, Any], Any]) -> Any:
-        """A method whose errors are statuses."""
+    def _with_errors(self, name: str, method: Callable[[Any, Any], Any]) -> Any:
+        """Return a gRPC handler of a method, which sends errors as statuses."""
 
         def answer(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             arrived, request = time.perf_counter(), None
             try:
-                request = self._one(requests, context)
+                request = self._receive(requests, context)
                 return method(request, context)
-            except grpc.RpcError:  # it was cancelled
+            except grpc.RpcError:  # the call was cancelled
                 raise
             except CancelledError:
                 context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
             except Exception as error:
-                told = self._service.refused(
+                failure = self._service.refused(
                     getattr(request, "model_name", ""), error, arrived, _metadata(context, "traceparent")
                 )
-                context.abort(grpc.StatusCode[told.code], _detail(told.text))
+                context.abort(grpc.StatusCode[failure.code], _detail(failure.text))
 
-        # to gRPC it is a stream, whose request can be waited for with a limit
-        return grpc.stream_unary_rpc_method_handler(answer, _reading(f"{name}Request"), _serialized)
+        # registered as a stream, whose one request can be awaited with a timeout
+        return grpc.stream_unary_rpc_method_handler(answer, _parser(f"{name}Request"), _serialized)
 
-    def _one(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-        """The request of a call. Raises BadRequest, and RpcError where it does not come in time."""
-        self._patience.expect(context, self._service.settings.body_timeout)
+    def _receive(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        """Receive the request of a call. Raises BadRequest, and RpcError if it does not arrive in time."""
+        self._timeouts.start(context, self._service.settings.body_timeout)
         try:
             request = next(requests, None)
         finally:
-            self._patience.met(context)
+            self._timeouts.stop(context)
         if request is None:
             raise BadRequest("expected one request message, got none")
-        return _read(request)
+        return _checked(request)
 
     def _live(self, request: Any, context: Any) -> Any:
         return message_class("ServerLiveResponse")(live=True)
@@ -143,40 +143,40 @@ class _Methods:
         return message_class("ServerMetadataResponse")(**msgspec.to_builtins(self._service.server_metadata()))
 
     def _model(self, request: Any, context: Any) -> Any:
-        said = msgspec.to_builtins(self._service.model_metadata(request.name, request.version))
-        del said["parameters"]
-        return message_class("ModelMetadataResponse")(**said)
+        metadata = msgspec.to_builtins(self._service.model_metadata(request.name, request.version))
+        del metadata["parameters"]
+        return message_class("ModelMetadataResponse")(**metadata)
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
         tensors = _tensors(request)
         traceparent, wish = _metadata(context, "traceparent"), _metadata(context, HEADER)
         name, version = request.model_name, request.model_version
         served, call = self._service.call(name, version, tensors, traceparent, wish, _variants(request))
-        wanted = [output.name for output in request.outputs]
-        call.method.check_outputs(wanted)
+        names = [output.name for output in request.outputs]
+        call.method.check_outputs(names)
         served.thread.submit(call)
         context.add_callback(call.answer.cancel)
         answer = self._service.wait_here(call.answer)
         self._service.metrics.answered(name, answer.weights_id)
-        return response(request, answer, wanted)
+        return response(request, answer, names)
 
     def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """One answer to each request, or one for each token; an error is an answer, too."""
-        made, patience = message_class("ModelStreamInferResponse"), self._service.settings.stream_timeout
-        self._patience.expect(context, patience)
+        """Yield one response to each request, or one for each token; errors are responses, too."""
+        message, timeout = message_class("ModelStreamInferResponse"), self._service.settings.stream_timeout
+        self._timeouts.start(context, timeout)
         try:
             for request in requests:
                 for answer in self._answers(request, context):
-                    yield made(**answer)
-                    self._patience.expect(context, patience)
+                    yield message(**answer)
+                    self._timeouts.start(context, timeout)
         finally:
-            self._patience.met(context)
+            self._timeouts.stop(context)
 
     def _answers(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         try:
-            if self._service.find_ready(_read(request).model_name, request.model_version).generates:
-                for found in self._generated(request, _metadata(context, "traceparent")):
-                    yield {"infer_response": found}
+            if self._service.find_ready(_checked(request).model_name, request.model_version).generates:
+                for piece in self._generated(request, _metadata(context, "traceparent")):
+                    yield {"infer_response": piece}
             else:
                 yield {"infer_response": self._infer(request, context)}
         except CancelledError:
@@ -187,79 +187,78 @@ class _Methods:
     def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
         name, version = request.model_name, request.model_version
         generation = OpenGeneration(self._service, name, version, _prompt(request), traceparent)
-        end = Timer(generation.left, generation.close)  # also where the client does not read
-        end.daemon = True
-        end.start()
+        timer = Timer(generation.seconds_left, generation.close)  # even if the client does not read
+        timer.daemon = True
+        timer.start()
         try:
             while (piece := generation.next_here()) is not END:
-                token = TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
-                yield response(request, Answer([("output_ids", token)], *msgspec.structs.astuple(generation.said)), [])
+                token = "output_ids", TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
+                yield response(request, Answer([token], *msgspec.structs.astuple(generation.answered)), [])
             if request.parameters["triton_enable_empty_final_response"].bool_param:
-                last = response(request, Answer([], *msgspec.structs.astuple(generation.said)), [])
+                last = response(request, Answer([], *msgspec.structs.astuple(generation.answered)), [])
                 last.parameters["triton_final_response"].bool_param = True
                 yield last
         finally:
-            end.cancel()
+            timer.cancel()
             generation.close()
 
 
 def _prompt(request: Any) -> GenerateRequest:
-    """What is to be continued, from the input `input_ids` and the parameters. Raises BadRequest."""
+    """Return the prompt in the input `input_ids`, with the parameters. Raises BadRequest."""
     tensors = _tensors(request)
     if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
         raise BadRequest("expected one input, input_ids, which is INT64")
-    given = {
+    values = {
         name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
         for name, value in request.parameters.items()
         if not name.startswith("triton_")
     }
     try:
-        parameters = msgspec.convert(given, GenerateParameters)
+        parameters = msgspec.convert(values, GenerateParameters)
     except msgspec.ValidationError as error:
         raise BadRequest(f"parameters: {error}") from error
     return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
 
 
 def _variants(request: Any) -> dict[str, str]:
-    """What the parameters choose. Raises BadRequest."""
-    if PARAMETER not in request.parameters:  # a look at it would put it there
+    """Return the variants that the parameters choose, by group. Raises BadRequest."""
+    if PARAMETER not in request.parameters:  # indexing a protobuf map inserts the key
         return {}
     value = request.parameters[PARAMETER]
     return read_variants(getattr(value, value.WhichOneof("parameter_choice") or "string_param"))
 
 
 def _detail(text: str) -> str:
-    """As much of it as fits into a status: clients take 8 KB, and a letter may be nine bytes on the wire."""
     return text if len(text) <= _MOST_DETAIL else brief(text, _MOST_DETAIL)
 
 
-def _reading(name: str) -> Callable[[bytes], Any]:
-    """How a message is read. Bytes that are none become a BadRequest; to gRPC they are a failure of the server's."""
+def _parser(name: str) -> Callable[[bytes], Any]:
+    """Return a parser of a message. It returns a BadRequest for malformed bytes: gRPC would blame the server."""
     message = message_class(name)
 
-    def read(raw: bytes) -> Any:
+    def parse(raw: bytes) -> Any:
         try:
             return message.FromString(raw)
         except DecodeError as error:
             return BadRequest(f"expected a message {name}: {error}")
 
-    return read
+    return parse
 
 
-def _read(request: Any) -> Any:
-    """A request that is a message. Raises BadRequest."""
+def _checked(request: Any) -> Any:
+    """Return a parsed request. Raises BadRequest if it was malformed."""
     if isinstance(request, BadRequest):
         raise request
     return request
 
 
 def _serialized(message: Any) -> bytes:
-    found: bytes = message.SerializeToString()
-    return found
+    raw: bytes = message.SerializeToString()
+    return raw
 
 
 def _tensors(request: Any) -> dict[str, TensorBytes]:
-    """The inputs by name. Raises BadRequest."""
+    """Return the inputs by name. Raises BadRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(f"{len(request.inputs)} inputs, and {len(raw)} raw_input_contents")
@@ -283,22 +282,22 @@ def _from_contents(tensor: Any) -> TensorBytes:
     if min(shape, default=0) < 0:
         raise BadRequest(f"{tensor.name}: shape {list(shape)} has a negative size")
     field = _CONTENTS[dtype]
-    if others := [each.name for each, _ in tensor.contents.ListFields() if each.name != field]:
+    if others := [other.name for other, _ in tensor.contents.ListFields() if other.name != field]:
         raise BadRequest(f"{tensor.name}: {tensor.datatype} is in {field}, got {', '.join(others)}")
     return from_values(tensor.name, dtype, shape, getattr(tensor.contents, field))
 
 
-def response(request: Any, answer: Answer, wanted: list[str]) -> Any:
-    """The message of an answer; its tensors are raw."""
-    made = message_class("ModelInferResponse")(
+def response(request: Any, answer: Answer, names: list[str]) -> Any:
+    """Return the message of an answer, with these outputs, or all, as raw tensors."""
+    message = message_class("ModelInferResponse")(
         model_name=request.model_name, model_version=version_of(answer), id=request.id
     )
     if answer.generation is not None:
-        made.parameters["generation"].int64_param = answer.generation
-    made.parameters["weights_id"].string_param = answer.weights_id
+        message.parameters["generation"].int64_param = answer.generation
+    message.parameters["weights_id"].string_param = answer.weights_id
     if answer.variant:
-        made.parameters[PARAMETER].string_param = answer.variant
-    for name, content in chosen(answer.outputs, wanted):
-        made.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
-        made.raw_output_contents.append(bytes(content.data))
-    return made
+        message.parameters[PARAMETER].string_param = answer.variant
+    for name, content in select(answer.outputs, names):
+        message.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
+        message.raw_output_contents.append(bytes(content.data))
+    return message

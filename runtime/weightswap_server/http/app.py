@@ -1,4 +1,4 @@
-"""The protocol over HTTP: which page does what, and what a request and its answer look like."""
+"""The protocol over HTTP: its endpoints, and the handling of requests and errors."""
 
 from __future__ import annotations
 
@@ -23,60 +23,59 @@ from weightswap_server.service.generations import OpenGeneration, event_stream, 
 from weightswap_server.service.service import Service
 
 from .bodies import Bodies
-from .infer import InferPage
+from .infer import InferEndpoint
 from .openapi import description
-from .refusals import JSON, no_such_page, refusal
+from .refusals import JSON, no_such_endpoint, refusal
 
-Page = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def http_app(service: Service) -> ASGIApp:
-    """The application of a server."""
+    """Return the ASGI application of a server."""
     bodies = Bodies(service.settings)
-    return InferPage(service, bodies, _Pages(service, bodies).app())
+    return InferEndpoint(service, bodies, _Endpoints(service, bodies).app())
 
 
 def application(
-    pages: Iterable[tuple[str, str, Page]],
+    endpoints: Iterable[tuple[str, str, Handler]],
     bodies: Bodies,
     refuse: Callable[[Request, Exception, float], Response],
-    no_such_page: Callable[[Request, HTTPException], Awaitable[Response]],
+    no_such_endpoint: Callable[[Request, HTTPException], Awaitable[Response]],
     files: Iterable[Route] = (),
 ) -> Starlette:
-    """Pages, by path and method. refuse: the answer to an error of a request, by when that arrived."""
+    """Return an application. endpoints: path, HTTP method, handler. refuse: takes a request, its error, its arrival."""
 
-    def answering(page: Page) -> Page:
+    def with_errors(handler: Handler) -> Handler:
         async def answer(request: Request) -> Response:
             arrived = time.perf_counter()
             try:
-                return await page(request)
+                return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:
                 return refuse(request, error, arrived)
             finally:
-                bodies.let_go(request.scope)
+                bodies.release(request.scope)
 
         return answer
 
-    routes = [Route(path, answering(page), methods=[method]) for path, method, page in pages]
-    handlers: Any = {HTTPException: no_such_page}
-    app = Starlette(routes=[*files, *routes], exception_handlers=handlers)
+    routes = [Route(path, with_errors(handler), methods=[method]) for path, method, handler in endpoints]
+    exception_handlers: Any = {HTTPException: no_such_endpoint}
+    app = Starlette(routes=[*files, *routes], exception_handlers=exception_handlers)
     app.router.redirect_slashes = False
     return app
 
 
-class _Pages:
-    """Each page but that of `infer`, as a function from a request to an answer."""
+class _Endpoints:
+    """The handlers of all endpoints but `infer`."""
 
     def __init__(self, service: Service, bodies: Bodies) -> None:
         self._service, self._bodies = service, bodies
         self._description = msgspec.json.encode(description(service.names))
 
     def app(self) -> Starlette:
-        """The application of them."""
         model = "/v2/models/{name}"
-        pages: list[tuple[str, str, Page]] = [
+        endpoints: list[tuple[str, str, Handler]] = [
             ("/v2/health/live", "GET", self.live),
             ("/v2/health/ready", "GET", self.ready),
             ("/v2", "GET", self.server),
@@ -90,14 +89,14 @@ class _Pages:
             ("/metrics", "GET", self.metrics),
             ("/openapi.json", "GET", self.openapi),
         ]
-        return application(pages, self._bodies, self.refuse, self.no_such_page)
+        return application(endpoints, self._bodies, self.refuse, self.no_such_endpoint)
 
     def refuse(self, request: Request, error: Exception, arrived: float) -> Response:
         name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
         return refusal(self._service.refused(name, error, arrived, parent))
 
-    async def no_such_page(self, request: Request, error: HTTPException) -> Response:
-        return refusal(no_such_page(request.scope, error.status_code, error.detail), error.headers)
+    async def no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
+        return refusal(no_such_endpoint(request.scope, error.status_code, error.detail), error.headers)
 
     async def live(self, request: Request) -> Response:
         return Response()
@@ -117,11 +116,11 @@ class _Pages:
         return _document(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
 
     async def index(self, request: Request) -> Response:
-        await self._bodies.of(request)
+        await self._bodies.body_of(request)
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
-        return await metrics_page(self._service)
+        return await metrics_response(self._service)
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type=JSON)
@@ -135,12 +134,13 @@ class _Pages:
     async def _generation(self, request: Request) -> OpenGeneration:
         name = request.path_params["name"]
         self._service.find(name)
-        asked = await self._bodies.read(await self._bodies.of(request), partial(decoded, kind=GenerateRequest))
-        return OpenGeneration(self._service, name, "", asked, request.headers.get("traceparent", ""))
+        body = await self._bodies.body_of(request)
+        document = await self._bodies.parse(body, partial(decoded, kind=GenerateRequest))
+        return OpenGeneration(self._service, name, "", document, request.headers.get("traceparent", ""))
 
 
-async def metrics_page(service: Service) -> Response:
-    """What is counted, as Prometheus reads it."""
+async def metrics_response(service: Service) -> Response:
+    """Return all metrics in Prometheus' text format."""
     return Response(await asyncio.to_thread(service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

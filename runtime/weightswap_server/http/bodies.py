@@ -1,4 +1,4 @@
-"""Bodies of requests, and headers: bytes that come or do not, and what all of them together may take."""
+"""Bodies and headers of requests: receiving, decompression, and the limits of time and bytes."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ from weightswap_server.settings import Settings
 T = TypeVar("T")
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PLAIN = "identity"
-_SMALL = 1 << 18  # bytes that are read at once; more would keep others waiting
-_HELD = "weightswap.held"
-WHOLE = "weightswap.whole"  # in a scope: all of the body is there
+_SMALL = 1 << 18  # bytes of a body that is parsed in the event loop; a larger one would block others
+_HELD = "weightswap.held"  # in a scope: the bytes that count for the request
+RECEIVED = "weightswap.received"  # in a scope: the whole body has arrived
 
 
 class Headers(dict[bytes, bytes]):
-    """Those of a request, by name in small letters."""
+    """The headers of a request, by lower-case name."""
 
-    def __init__(self, given: Sequence[tuple[bytes, bytes]]) -> None:
-        super().__init__(given)
-        if len(self) < len(given):  # some come twice, and mean what one with commas does
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        super().__init__(pairs)
+        if len(self) < len(pairs):  # repeated headers mean the same as one with commas
             self.clear()
-            for name, value in given:
+            for name, value in pairs:
                 self[name] = self[name] + b", " + value if name in self else value
 
     def text(self, name: str) -> str:
-        """One of them; '' where it is not there."""
+        """Return the value of a header, or '' without it."""
         return self.get(name.encode(), b"").decode("latin-1").strip(" \t")
 
 
 class Bodies:
-    """Those of all requests that are under way. Large ones are read by one thread, one after another."""
+    """The bodies of all requests in flight. Large ones are parsed in a thread, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._bytes = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightswap-reading")
 
-    async def whole(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
-        """A body, decompressed. Raises BodyTooLarge, BodyTooSlow, Overloaded, BadRequest and ClientDisconnect."""
-        body = await self._received(scope, receive, headers)
+    async def body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
+        """Receive a body, and decompress it.
+
+        Raises BodyTooLarge, BodyTooSlow, Overloaded, BadRequest and ClientDisconnect.
+        """
+        body = await self._receive_in_time(scope, receive, headers)
         encoding = headers.text("content-encoding") or _PLAIN
         if encoding == _PLAIN:
             return body
-        found = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
-        self._hold(scope, len(found))
-        return found
+        decompressed = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
+        self._hold(scope, len(decompressed))
+        return decompressed
 
-    async def of(self, request: Request) -> bytes:
-        """As `whole`."""
-        return await self.whole(request.scope, request.receive, Headers(request.scope["headers"]))
+    async def body_of(self, request: Request) -> bytes:
+        """Receive the body of a Starlette request. Raises as `body`."""
+        return await self.body(request.scope, request.receive, Headers(request.scope["headers"]))
 
-    async def read(self, body: bytes, reader: Callable[[bytes], T]) -> T:
-        """What a reader makes of a body."""
-        return reader(body) if len(body) <= _SMALL else await self._in_thread(lambda: reader(body))
+    async def parse(self, body: bytes, parser: Callable[[bytes], T]) -> T:
+        """Call a parser, in a thread if the body is large."""
+        return parser(body) if len(body) <= _SMALL else await self._in_thread(lambda: parser(body))
 
-    def let_go(self, scope: Scope) -> None:
-        """A request was answered."""
+    def release(self, scope: Scope) -> None:
+        """Stop counting the bytes of an answered request."""
         self._bytes -= scope.pop(_HELD, 0)
 
     def _hold(self, scope: Scope, nbytes: int) -> None:
@@ -73,19 +76,19 @@ class Bodies:
         if self._bytes > self._settings.max_bodies:
             raise Overloaded(f"the bodies of all requests take more than {self._settings.max_bodies} bytes; try again")
 
-    async def _received(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
-        most, patience = self._settings.max_body, self._settings.body_timeout
+    async def _receive_in_time(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
+        most, timeout = self._settings.max_body, self._settings.body_timeout
         if int(headers.text("content-length") or 0) > most:
             raise _too_large(most)
-        if WHOLE in scope:
-            return await self._joined(scope, receive)
+        if RECEIVED in scope:  # no timer is needed
+            return await self._receive(scope, receive)
         try:
-            async with asyncio.timeout(patience):
-                return await self._joined(scope, receive)
+            async with asyncio.timeout(timeout):
+                return await self._receive(scope, receive)
         except TimeoutError as error:
-            raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
+            raise BodyTooSlow(f"the body was not there within {timeout:g} s") from error
 
-    async def _joined(self, scope: Scope, receive: Receive) -> bytes:
+    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
         chunks, size, more = [], 0, True
         while more:
             message = await receive()

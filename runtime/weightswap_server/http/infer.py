@@ -1,4 +1,4 @@
-"""The page that calls models, which most requests are for: answered in ASGI's own words, before any other is looked at.
+"""The endpoint that calls models, and takes most requests: plain ASGI, before Starlette's routing, for speed.
 
 POST /v2/models/NAME/infer, and /v2/models/NAME/versions/VERSION/infer
 """
@@ -17,21 +17,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_server.canary.canary import HEADER
 from weightswap_server.protocol.documents import HEADER_LENGTH, Answered, InferRequest, InferResponse
-from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, read_request, version_of, write_outputs
+from weightswap_server.protocol.tensors_on_the_wire import Answer, read_request, select, version_of, write_outputs
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.service import Service
 
 from .bodies import Bodies, Headers
-from .listening import GONE
-from .refusals import JSON, no_such_page, refusal
+from .listening import ON_DISCONNECT
+from .refusals import JSON, no_such_endpoint, refusal
 
 _PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _LENGTH = HEADER_LENGTH.encode()
-_Said = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
+_Parts = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
 
 
-class InferPage:
-    """An ASGI application that calls models; `others` is the one for all other pages."""
+class InferEndpoint:
+    """An ASGI application that calls models; `others` is the application of all other endpoints."""
 
     def __init__(self, service: Service, bodies: Bodies, others: ASGIApp) -> None:
         self._service, self._bodies, self._others = service, bodies, others
@@ -43,51 +43,50 @@ class InferPage:
         if path is None:
             await self._others(scope, receive, send)
         elif scope["method"] != "POST":
-            told = no_such_page(scope, 405, "Method Not Allowed")
-            await refusal(told, {"allow": "POST"})(scope, receive, send)
+            failure = no_such_endpoint(scope, 405, "Method Not Allowed")
+            await refusal(failure, {"allow": "POST"})(scope, receive, send)
         else:
             await self._answer(path[1], path[2] or "", scope, receive, send)
 
     async def _answer(self, name: str, version: str, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, headers = time.perf_counter(), Headers(scope["headers"])
         try:
-            said, body = await self._infer(name, version, headers, scope, receive)
+            response_headers, body = await self._infer(name, version, headers, scope, receive)
         except (ClientDisconnect, CancelledError):
             await Response(status_code=400)(scope, receive, send)
         except Exception as error:
-            told = self._service.refused(name, error, arrived, headers.text("traceparent"))
-            await refusal(told)(scope, receive, send)
+            failure = self._service.refused(name, error, arrived, headers.text("traceparent"))
+            await refusal(failure)(scope, receive, send)
         else:
-            await send({"type": "http.response.start", "status": 200, "headers": said})
+            await send({"type": "http.response.start", "status": 200, "headers": response_headers})
             await send({"type": "http.response.body", "body": body})
         finally:
-            self._bodies.let_go(scope)
+            self._bodies.release(scope)
 
-    async def _infer(self, name: str, version: str, headers: Headers, scope: Scope, receive: Receive) -> _Said:
+    async def _infer(self, name: str, version: str, headers: Headers, scope: Scope, receive: Receive) -> _Parts:
         self._service.find(name, version)
-        reader = partial(read_request, header_length=headers.text(HEADER_LENGTH) if _LENGTH in headers else None)
-        asked, tensors = await self._bodies.read(await self._bodies.whole(scope, receive, headers), reader)
-        variants = read_variants(asked.parameters.get(PARAMETER))
+        parser = partial(read_request, header_length=headers.text(HEADER_LENGTH) if _LENGTH in headers else None)
+        request, tensors = await self._bodies.parse(await self._bodies.body(scope, receive, headers), parser)
+        variants = read_variants(request.parameters.get(PARAMETER))
         traceparent, wish = headers.text("traceparent"), headers.text(HEADER)
         served, call = self._service.call(name, version, tensors, traceparent, wish, variants)
-        if asked.outputs:
-            call.method.check_outputs([output.name for output in asked.outputs])
-        scope[GONE] = call.answer.cancel  # who is gone before it began is not waited for
+        if request.outputs:
+            call.method.check_outputs([output.name for output in request.outputs])
+        scope[ON_DISCONNECT] = call.answer.cancel  # drops the call if it has not begun
         answer = await self._service.answer(served, call)
-        said = _said(name, asked, answer)
+        response = _response(name, request, answer)
         self._service.metrics.answered(name, answer.weights_id)
-        return said
+        return response
 
 
-def _said(name: str, asked: InferRequest, answer: Answer) -> _Said:
-    """The headers and the body of an answer."""
-    wanted = asked.outputs or []
-    outputs = chosen(answer.outputs, [output.name for output in wanted])
-    default = asked.parameters.get("binary_data_output") is True
-    binary = {output.name: output.parameters.get("binary_data", default) is True for output in wanted}
+def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
+    requested = request.outputs or []
+    outputs = select(answer.outputs, [output.name for output in requested])
+    default = request.parameters.get("binary_data_output") is True
+    binary = {output.name: output.parameters.get("binary_data", default) is True for output in requested}
     documents, tail = write_outputs(outputs, binary or dict.fromkeys(dict(outputs), default))
-    said = Answered(answer.generation, answer.weights_id, answer.variant)
-    head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, said, asked.id))
+    answered = Answered(answer.generation, answer.weights_id, answer.variant)
+    head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, answered, request.id))
     if not tail:
         return [(b"content-length", b"%d" % len(head)), (b"content-type", JSON.encode())], head
     body = b"".join([head, *tail])

@@ -1,4 +1,4 @@
-"""The server's own description: OpenAPI 3.1, with the schemas of the documents in `protocol`."""
+"""OpenAPI 3.1 description of the server, with the schemas of the documents in `protocol`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 
 def description(models: Sequence[str]) -> dict[str, Any]:
-    """The document at /openapi.json of a server with these models."""
+    """Return the document at /openapi.json of a server with these models."""
     name, version = parameter("name", enum=list(models)), parameter("version")
     paths: dict[str, Any] = {
         "/v2/health/live": {"get": operation("Whether the server runs.", None)},
         "/v2/health/ready": {"get": operation("Whether all models are ready.", None, unready=True)},
         "/v2": {"get": operation("The server.", ServerMetadata)},
         "/v2/repository/index": {
-            "post": operation("The models.", list[IndexEntry], body={"type": "object"}, needed=False)
+            "post": operation("The models.", list[IndexEntry], body={"type": "object"}, required=False)
         },
         "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
         "/openapi.json": {"get": operation("This document.", {"type": "object"})},
@@ -59,43 +59,43 @@ def description(models: Sequence[str]) -> dict[str, Any]:
 
 
 def document(title: str, paths: dict[str, Any], kinds: Sequence[Any], **components: Any) -> dict[str, Any]:
-    """The whole; kinds: all documents, of which each operation may answer with the first, as an error."""
+    """Return an OpenAPI document. kinds: all document types; the first is that of errors, for every operation."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
     for path in paths.values():
-        for each in path.values():
-            if isinstance(each, dict):
-                each["responses"]["default"] = {"description": "An error.", "content": content(kinds[0])}
+        for described in path.values():
+            if isinstance(described, dict):
+                described["responses"]["default"] = {"description": "An error.", "content": content(kinds[0])}
     info = {"title": title, "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas, **components}}
 
 
 def parameter(name: str, **more: Any) -> dict[str, Any]:
-    """A part of a path."""
+    """Return the description of a path parameter."""
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **more}}
 
 
 def content(kind: Any, media: str = "application/json") -> dict[str, Any]:
-    """A body of a kind of document, or of a schema."""
+    """Return the description of a body. kind: a document type or a schema."""
     schema = kind if isinstance(kind, dict) else msgspec.json.schema_components([kind], ref_template=_TEMPLATE)[0][0]
     return {media: {"schema": schema}}
 
 
 def operation(
-    says: str,
+    summary: str,
     answer: Any,
     *,
     body: Any = None,
-    needed: bool = True,
+    required: bool = True,
     unready: bool = False,
     media: str = "application/json",
 ) -> dict[str, Any]:
-    """What a method of a page does; `unready`: it may answer 503, too."""
-    done: dict[str, Any] = {"description": says}
+    """Return the description of an operation. unready: it may answer 503, too."""
+    success: dict[str, Any] = {"description": summary}
     if answer is not None:
-        done["content"] = content(answer, media)
-    described: dict[str, Any] = {"summary": says, "responses": {"200": done}}
+        success["content"] = content(answer, media)
+    described: dict[str, Any] = {"summary": summary, "responses": {"200": success}}
     if unready:
         described["responses"]["503"] = {"description": "Not ready.", "content": content({"type": "object"})}
     if body is not None:
-        described["requestBody"] = {"required": needed, "content": content(body)}
+        described["requestBody"] = {"required": required, "content": content(body)}
     return described

@@ -1,4 +1,4 @@
-"""Answers that are errors, in the protocol's form."""
+"""Error responses, in the protocol's form."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ JSON = "application/json"
 _RETRY_AFTER = "1"
 
 
-def refusal(told: Failure, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer that tells of a failure."""
-    retry = {"retry-after": _RETRY_AFTER} if told.retry else {}
-    return Response(msgspec.json.encode(ErrorDocument(told.text)), told.status, {**(headers or {}), **retry}, JSON)
+def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the error response of a failure."""
+    retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
+    content = msgspec.json.encode(ErrorDocument(failure.text))
+    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
 
 
-def no_such_page(scope: Scope, status: int, detail: str) -> Failure:
-    """What is told of a path, or a method of one, that is not there."""
+def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
+    """Return the failure of a request with an unknown path or method."""
     return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; /openapi.json says what there is")

@@ -1,1 +1,1 @@
-"""What the Open Inference Protocol's documents and tensors look like, in JSON and as bytes."""
+"""The documents and tensors of the Open Inference Protocol, in JSON and as bytes."""

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2: its names of element types, and its documents in JSON."""
+"""The Open Inference Protocol, version 2: its datatypes and its JSON documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATATYPES = {
     "FP32": "F32",
     "FP64": "F64",
 }
-"""The protocol's name of each safetensors dtype that it has one for."""
+"""The safetensors dtype of each of the protocol's datatypes."""
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 BINARY_SIZE = "binary_data_size"
 HEADER_LENGTH = "inference-header-content-length"
@@ -34,7 +34,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class InputTensor(Struct):
-    """`data` is row-major, nested or flat; or absent, with `binary_data_size` in the parameters."""
+    """An input. `data` is row-major, nested or flat; or absent, with `binary_data_size` in the parameters."""
 
     name: str
     datatype: str
@@ -44,14 +44,14 @@ class InputTensor(Struct):
 
 
 class WantedOutput(Struct):
-    """An output that is asked for. `binary_data` in its parameters asks for bytes."""
+    """A requested output. `binary_data` in the parameters asks for bytes."""
 
     name: str
     parameters: Parameters = {}
 
 
 class InferRequest(Struct):
-    """`binary_data_output` in the parameters asks for all outputs as bytes, `variant` chooses: "lora=customer-a"."""
+    """A call. Parameters: `binary_data_output` asks for all outputs as bytes, `variant` chooses, as in "lora=a"."""
 
     inputs: list[InputTensor]
     id: str = ""
@@ -60,7 +60,7 @@ class InferRequest(Struct):
 
 
 class OutputTensor(Struct, omit_defaults=True):
-    """`data` is flat and row-major; or absent, with `binary_data_size` in the parameters."""
+    """An output. `data` is flat and row-major; or absent, with `binary_data_size` in the parameters."""
 
     name: str
     datatype: str
@@ -70,7 +70,7 @@ class OutputTensor(Struct, omit_defaults=True):
 
 
 class Answered(Struct, omit_defaults=True):
-    """Which weights have answered; a canary has no generation. variant: those that were chosen, GROUP=WEIGHTS ID."""
+    """The weights that have answered; a canary has no generation. variant: the chosen ones, as GROUP=WEIGHTS ID."""
 
     generation: int | None
     weights_id: str
@@ -78,7 +78,7 @@ class Answered(Struct, omit_defaults=True):
 
 
 class InferResponse(Struct, omit_defaults=True):
-    """`model_version` is the generation of the weights that have answered."""
+    """The answer to a call. `model_version` is the generation of the weights that have answered."""
 
     model_name: str
     model_version: str
@@ -88,7 +88,7 @@ class InferResponse(Struct, omit_defaults=True):
 
 
 class TensorMetadata(Struct):
-    """-1 in a shape is a size that may vary."""
+    """An input or output of a method. -1 in `shape` is a dynamic size."""
 
     name: str
     datatype: str
@@ -96,7 +96,7 @@ class TensorMetadata(Struct):
 
 
 class ModelMetadata(Struct):
-    """`versions` has the generation that is served; none before the first weights."""
+    """A model. `versions` has the served generation, and is empty before the first weights."""
 
     name: str
     versions: list[str]
@@ -107,7 +107,7 @@ class ModelMetadata(Struct):
 
 
 class ServerMetadata(Struct):
-    """Who answers, and what it can."""
+    """The server and its extensions of the protocol."""
 
     name: str
     version: str
@@ -124,13 +124,13 @@ class IndexEntry(Struct):
 
 
 class ErrorDocument(Struct):
-    """Why a request was not answered."""
+    """The reason why a request was not answered."""
 
     error: str
 
 
 class GenerateParameters(Struct, forbid_unknown_fields=True):
-    """As those of `Model.generate`. variant: "lora=customer-a"."""
+    """The parameters of `Model.generate`. variant: such as "lora=customer-a"."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0)] = 0.0
@@ -143,7 +143,7 @@ class GenerateParameters(Struct, forbid_unknown_fields=True):
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A prompt, as text or as tokens."""
+    """A prompt, as text or as token ids."""
 
     text_input: str | None = None
     input_ids: list[Count] | None = None
@@ -152,7 +152,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class GenerateResponse(Struct, omit_defaults=True):
-    """A continuation or a piece of one, alike to the prompt: text or tokens."""
+    """A continuation or a piece of one: text or token ids, as the prompt was."""
 
     model_name: str
     model_version: str

@@ -1,4 +1,4 @@
-"""Tensors in requests and answers: as JSON, and as the bytes behind it. Everything is checked before anything runs."""
+"""Tensors in requests and responses: in the JSON, or as bytes behind it. Requests are checked before a call runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputT
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
-_MOST_DIMENSIONS = 64  # of numpy's and torch's arrays
-_SPARE = 1000  # commas between empty lists, and of small mistakes, which are told better
+_MOST_DIMENSIONS = 64  # the limit of numpy and torch
+_SPARE_COMMAS = 1000  # such as between empty lists; small excess gets a better message later
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
 
 def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, dict[str, TensorBytes]]:
-    """A request's document and its inputs by name; these share the body's memory. Raises BadRequest."""
+    """Return a request's document and its inputs by name. Binary inputs are views of the body. Raises BadRequest."""
     head, tail = _split(memoryview(body), header_length)
     request = decoded(head, InferRequest)
     return request, _inputs(request.inputs, tail)
 
 
 def decoded(document: bytes | memoryview, kind: type[T]) -> T:
-    """A document of a request. Raises BadRequest."""
+    """Decode a JSON document of a request. Raises BadRequest."""
     try:
         return msgspec.json.decode(document, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -74,7 +74,7 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
 
 
 def dtype_of(name: str, datatype: str) -> str:
-    """The safetensors dtype of a datatype. Raises BadRequest."""
+    """Return the safetensors dtype of a datatype. Raises BadRequest."""
     if datatype not in DATATYPES:
         text = "no model here takes strings; send their tokens" if datatype == "BYTES" else "unknown"
         raise BadRequest(f"{brief(name)}: datatype {brief(datatype)}: {text}. Known are {', '.join(DATATYPES)}")
@@ -82,18 +82,18 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def _elements(name: str, shape: Sequence[int]) -> int:
-    """How many a shape has. Raises BadRequest for more dimensions than an array can have."""
-    if len(shape) > _MOST_DIMENSIONS:  # the product of a hundred thousand sizes takes minutes
+    """Return the number of elements of a shape. Raises BadRequest for more dimensions than an array can have."""
+    if len(shape) > _MOST_DIMENSIONS:  # the product of 100,000 sizes would take minutes
         raise BadRequest(f"{brief(name)}: has {len(shape)} dimensions, an array no more than {_MOST_DIMENSIONS}")
     return math.prod(shape)
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> TensorBytes:
-    """An input over its bytes. Raises BadRequest where they are not as many as its shape says."""
+    """Return an input as a view of its bytes. Raises BadRequest if they do not fit its shape and datatype."""
     dtype = dtype_of(name, datatype)
-    wanted = DTYPES[dtype].bits // 8 * _elements(name, shape)
-    if min(shape, default=0) < 0 or wanted != len(data):
-        raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {wanted} bytes, got {len(data)}")
+    expected = DTYPES[dtype].bits // 8 * _elements(name, shape)
+    if min(shape, default=0) < 0 or expected != len(data):
+        raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {expected} bytes, got {len(data)}")
     if dtype == "BOOL" and bytes(data).translate(None, b"\0\1"):
         raise BadRequest(f"{brief(name)}: a BOOL is a byte of 0 or 1, and others are among the data")
     return TensorBytes(dtype, tuple(shape), data)
@@ -104,7 +104,7 @@ def _from_json(tensor: InputTensor) -> TensorBytes:
     if not tensor.data:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
     elements = _elements(name, shape)
-    if (commas := bytes(tensor.data).count(b",")) > elements + _SPARE:  # before they become numbers
+    if (commas := bytes(tensor.data).count(b",")) > elements + _SPARE_COMMAS:  # refuse before parsing
         raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data some {commas}")
     kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
     try:
@@ -124,12 +124,12 @@ def _flat(data: msgspec.Raw, kind: Any) -> list[Any]:
             raise
     while values and all(isinstance(value, list) for value in values):
         values = [item for value in values for item in value]
-    found: list[Any] = msgspec.convert(values, list[kind])
-    return found
+    converted: list[Any] = msgspec.convert(values, list[kind])
+    return converted
 
 
 def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[Any]) -> TensorBytes:
-    """An input of bools, integers or floats in row-major order. Raises BadRequest for what the dtype cannot hold."""
+    """Return an input of bools, integers or floats in row-major order. Raises BadRequest if they do not fit."""
     if (elements := _elements(name, shape)) != len(values):
         raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data {len(values)}")
     if has_fractions(dtype):
@@ -144,13 +144,12 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
         raise BadRequest(f"{name}: data has a number that {DATATYPE_OF[dtype]} cannot hold")
     try:
         return array_content(array.reshape(shape))
-    except ValueError as error:  # such as a huge size beside one of 0
+    except ValueError as error:  # such as a huge size beside a size of 0
         raise BadRequest(f"{name}: shape {brief(str(list(shape)))}: {error}") from error
 
 
 class Answer(NamedTuple):
-    """The outputs of one request, and the weights that they come from; a canary has no generation. variant: as in
-    `Answered`."""
+    """The outputs of one call, and the weights that gave them. generation, variant: as in `Answered`."""
 
     outputs: Sequence[Named]
     generation: int | None
@@ -159,18 +158,18 @@ class Answer(NamedTuple):
 
 
 def version_of(answer: Answer) -> str:
-    """The version of a model that an answer is from."""
+    """Return the `model_version` of an answer."""
     return "canary" if answer.generation is None else str(answer.generation)
 
 
-def chosen(outputs: Sequence[Named], wanted: Sequence[str]) -> Sequence[Named]:
-    """The outputs that are asked for, which are there, in that order; all, where none are named."""
-    there = dict(outputs)
-    return [(name, there[name]) for name in wanted] if wanted else outputs
+def select(outputs: Sequence[Named], names: Sequence[str]) -> Sequence[Named]:
+    """Return the outputs of these names, in this order; all of them if there are no names."""
+    by_name = dict(outputs)
+    return [(name, by_name[name]) for name in names] if names else outputs
 
 
 def write_outputs(outputs: Sequence[Named], binary: Mapping[str, bool]) -> tuple[list[OutputTensor], list[memoryview]]:
-    """The outputs' documents, and the bytes that follow for those that are wanted as bytes. Raises BadRequest."""
+    """Return the outputs' documents, and the bytes of those that are requested as bytes. Raises BadRequest."""
     documents, tail = [], []
     for name, content in outputs:
         document = OutputTensor(name, DATATYPE_OF[content.dtype], list(content.shape))
@@ -192,5 +191,5 @@ def _numbers(name: str, content: TensorBytes) -> list[Any]:
                 f"{brief(name)}: has NaN or infinities, which JSON has no words for; ask for binary "
                 '("parameters": {"binary_data": true})'
             )
-    found: list[Any] = array.tolist()
-    return found
+    numbers: list[Any] = array.tolist()
+    return numbers

@@ -1,4 +1,4 @@
-"""Which variants a request chooses, and which have answered, as one text: `lora=customer-a`, `lora=a,style=b`."""
+"""Text form of chosen variants, in requests and responses: `lora=customer-a`, `lora=a,style=b`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weightswap_runtime.messages import brief
 from weightswap_server.errors import BadRequest
 
 NAME = r"[^\s,=/][^\s,=]{0,199}"
-"""What a variant may be called, so that requests can say it."""
+"""Pattern of the names of variants and groups that requests can contain."""
 PARAMETER = "variant"
 _NAME = re.compile(NAME)
 
 
 def read_variants(text: object) -> dict[str, str]:
-    """Names by group; of nothing, none. Raises BadRequest."""
+    """Parse names by group; none from None or "". Raises BadRequest."""
     variants: dict[str, str] = {}
     if text is None or text == "":
         return variants
@@ -32,5 +32,5 @@ def read_variants(text: object) -> dict[str, str]:
 
 
 def write_variants(ids: Mapping[str, str]) -> str:
-    """The same of names, or of weights ids, by group."""
-    return ",".join(f"{group}={each}" for group, each in ids.items())
+    """Return the text form of names or weights ids by group."""
+    return ",".join(f"{group}={value}" for group, value in ids.items())

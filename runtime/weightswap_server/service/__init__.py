@@ -1,1 +1,1 @@
-"""What HTTP and gRPC have in common: models by name, the threads that call them, generations, metrics and traces."""
+"""The service behind HTTP and gRPC: models by name, their threads, generations, metrics and traces."""

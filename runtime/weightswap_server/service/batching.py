@@ -1,6 +1,6 @@
-"""The thread that calls a model: what is queued goes in order, several calls as one where that was asked for.
+"""The thread that calls a model: it processes a queue in order, and joins calls into batches if that is enabled.
 
-A batch is answered by one version of the weights. What its calls bring was checked before they came here.
+A batch is answered by one version of the weights. The inputs of calls are already checked.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from weightswap_server.methods import Flat, Outputs, ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.protocol.variant_text import write_variants
 
-QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
-_CHANCE, _MOST_OWED = 4, 1000  # times QUICK: how much longer calls may take on the whole; what is held against them
+QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that received the request
+_TOLERATED, _MAX_OWED = 4, 1000  # in units of QUICK: the excess time that is forgiven, and the most that is remembered
 
-Soon = Callable[[Callable[[], None]], object]
-Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, when it began, how many went as one
+CallSoon = Callable[[Callable[[], None]], object]
+Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, its start time, the batch's size
 
 
 class Call:
-    """One request's call of a method, and its answer to come. `version`: the generation that it asks for;
-    `traceparent`: the span that it belongs to, as W3C writes it; `canary`: whose answer it is, instead of the served
-    weights'; `variants`: what it chooses beside them, names by group."""
+    """One request's call of a method, and the future of its answer. `version`: the requested generation, or "";
+    `traceparent`: the W3C trace context of its parent span; `canary`: the canary that answers it, instead of the served
+    weights; `variants`: names of the chosen variants by group."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Call:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Calls of one kind can be put together: they differ in their rows alone."""
-        chosen = frozenset(self.variants.items())
-        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in _tensors(self.flat))
+        """The batching key: calls with the same key differ in their rows alone."""
+        variants, shapes = frozenset(self.variants.items()), tuple(value.shape[1:] for value in _tensors(self.flat))
+        return self.method, self.version, self.canary, variants, shapes
 
 
 class Task:
-    """Anything else that the model's thread is to do."""
+    """Work for the model's thread that is not a call, and the future of its result."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
@@ -75,18 +75,18 @@ class Task:
 
 
 class ModelThread:
-    """Calls one model, in one thread: each that calls a model has threads of its own below it, in OpenMP."""
+    """The thread that calls one model. It is only one, as each calling thread has an OpenMP pool of its own."""
 
     def __init__(self, model: Model, *, max_queue: int, max_delay: float, observe: Observe) -> None:
         self._model = model
         self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
-        self.limits: dict[ServedMethod, int] = {}  # how many rows go as one, of each method that is batched
+        self.limits: dict[ServedMethod, int] = {}  # the most rows of a batch, by batched method
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
-        self._quick: dict[ServedMethod, int] = {}  # up to how many bytes
-        self._owed: dict[ServedMethod, float] = {}  # seconds that calls took too long, less what others were quicker
-        self._inline = model.device == "cpu" and model.residency == "double"  # else a call may wait
+        self._quick: dict[ServedMethod, int] = {}  # the largest input, in bytes, with which calls are quick
+        self._owed: dict[ServedMethod, float] = {}  # excess seconds of slow calls, less what quick ones saved
+        self._inline = model.device == "cpu" and model.residency == "double"  # otherwise a call may block
         self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
         self._thread.start()
 
@@ -95,52 +95,52 @@ class ModelThread:
         return len(self._queue)
 
     def try_out(self, method: ServedMethod, flat: Flat) -> None:
-        """Call a method in the thread that asks, and learn how long that takes. Nobody is told."""
+        """Call a method in the current thread, unobserved, and learn how long that takes."""
         began = time.perf_counter()
         call = Call(method, flat)
         self._run_calls([call])
         self._learn(method, call.nbytes, time.perf_counter() - began)
 
-    def submit(self, work: Call | Task, soon: Soon | None = None) -> None:
-        """Queue a call, or a task. soon: of an event loop, in whose thread batches run that are quick.
+    def submit(self, work: Call | Task, call_soon: CallSoon | None = None) -> None:
+        """Queue a call or a task. call_soon: that of an event loop, whose thread may run quick batches itself.
 
-        Raises Overloaded for a call too many, and NotReady once it was stopped.
+        Raises Overloaded if the queue is full, and NotReady after `stop`.
         """
         with self._changed:
             if self._stopped:
                 raise NotReady("the server is stopping")
             if isinstance(work, Call) and len(self._queue) >= self._max_queue:
-                self._queue = deque(each for each in self._queue if not each.answer.cancelled())
+                self._queue = deque(queued for queued in self._queue if not queued.answer.cancelled())
                 if len(self._queue) >= self._max_queue:
                     raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
             self._queue.append(work)
-            if soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
+            if call_soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
                 self._changed.notify()
             elif len(self._queue) == 1:
-                soon(partial(self.answer_here, soon))  # with what the loop's other connections bring until then
+                call_soon(partial(self.answer_here, call_soon))  # the loop's other connections may add to the batch
 
     def do(self, work: Callable[[], Any]) -> Future[Any]:
-        """Queue a task; what it returns or raises is the future's."""
+        """Queue a task, and return the future of its result."""
         task = Task(work)
         self.submit(task)
         return task.answer
 
     def run_here(self, call: Call) -> Answer | None:
-        """Answer a call in this thread, if that is quick and nothing waits. Raises what the call raises."""
+        """Answer a call in this thread, or return None if it may be slow or others wait. Raises the call's errors."""
         if self._queue or call.method in self.limits or not self._is_quick(call.method, call.nbytes):
             return None
         return self._answers([call])[0]
 
     def _is_quick(self, method: ServedMethod, nbytes: int) -> bool:
-        """Whether the thread that asks may call a method itself."""
+        """True if the current thread may call the method itself."""
         return self._inline and not self._busy and not self._stopped and nbytes <= self._quick.get(method, -1)
 
-    def answer_here(self, soon: Soon) -> None:
-        """Answer one batch of what is queued, if that is quick, and soon the next. The rest is the model's thread's."""
+    def answer_here(self, call_soon: CallSoon) -> None:
+        """Answer one queued batch if it is quick, and schedule the next. Slow ones are left to the model's thread."""
         if batch := self._take_quick():
             self._work(batch)
-            if self._queue:  # others of the loop come between
-                soon(partial(self.answer_here, soon))
+            if self._queue:  # the loop's other callbacks run in between
+                call_soon(partial(self.answer_here, call_soon))
 
     def _take_quick(self) -> Sequence[Call]:
         with self._changed:
@@ -156,7 +156,7 @@ class ModelThread:
         return ()
 
     def stop(self, timeout: float) -> None:
-        """Refuse what comes from now on, and wait until what was queued is done."""
+        """Refuse new work, and wait for at most `timeout` seconds until the queue is done."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -169,7 +169,7 @@ class ModelThread:
                 self._work(batch)
             finally:
                 self._busy = False
-                del batch  # a queue that stays empty keeps no tensors
+                del batch  # or its tensors would stay alive while the queue is empty
 
     def _take(self) -> list[Call | Task]:
         with self._changed:
@@ -183,13 +183,13 @@ class ModelThread:
             limit, batch, rows = self.limits[first.method], [first], first.rows
             while True:
                 rows += self._gather(batch, limit - rows)
-                left = first.arrived + self._max_delay - time.perf_counter()
-                if rows >= limit or left <= 0 or self._stopped:
+                seconds = first.arrived + self._max_delay - time.perf_counter()
+                if rows >= limit or seconds <= 0 or self._stopped:
                     return list(batch)
-                self._changed.wait(left)
+                self._changed.wait(seconds)
 
     def _gather(self, batch: list[Call], room: int) -> int:
-        """Move what is queued of a batch's kind into it, as far as there is room; how many rows."""
+        """Move queued calls of the batch's kind into it, of at most `room` rows; return the number of rows moved."""
         added, kind = 0, batch[0].kind
         for work in list(self._queue):
             if isinstance(work, Call) and work.kind == kind and work.rows <= room - added:
@@ -212,14 +212,14 @@ class ModelThread:
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)
                 return
-            for call in calls:  # what one has brought is not the others' fault
+            for call in calls:  # one call's inputs may be at fault: answer each by itself
                 self._answer([call])
             return
         for call, answer in zip(calls, answers, strict=True):
             call.answer.set_result(answer)
 
     def _answers(self, calls: list[Call]) -> list[Answer]:
-        """The answers to calls of one kind, by one call. Raises what that raises, but for a canary's."""
+        """Answer calls of one kind by one call. Raises its error; if a canary fails, the served weights answer."""
         began = time.perf_counter()
         try:
             answers = self._run_calls(calls)
@@ -245,21 +245,21 @@ class ModelThread:
             return _call(pinned, calls, choice, pinned.generation, pinned.weights_id)
 
     def _learn(self, method: ServedMethod, nbytes: int, seconds: float) -> None:
-        """Up to which size calls are quick. A few slow ones are the machine's doing. For more, and for one that took
-        long, quick ones make up, before so large ones are quick again: what a call takes may be in its values."""
+        """Update the input size up to which calls are quick. A little excess time is taken for noise. More of it lowers
+        the size, and later quick calls must make up for it first: how long a call takes may depend on its values."""
         known, owed = self._quick.get(method, -1), self._owed.get(method, 0.0)
         if seconds < QUICK or nbytes <= known:
-            owed = self._owed[method] = min(max(0.0, owed + seconds - QUICK), _MOST_OWED * QUICK)
+            owed = self._owed[method] = min(max(0.0, owed + seconds - QUICK), _MAX_OWED * QUICK)
         if seconds < QUICK and not owed:
             self._quick[method] = max(known, nbytes)
-        elif seconds >= QUICK and owed > _CHANCE * QUICK:
+        elif seconds >= QUICK and owed > _TOLERATED * QUICK:
             self._quick[method] = min(known, nbytes - 1)
 
 
 def _call(
     pinned: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
 ) -> list[Answer]:
-    """One call for all of them, which have all chosen the same."""
+    """Answer calls of one kind by one call of the method."""
     method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
     if len(calls) == 1:
         return [Answer(method.call(pinned, calls[0].flat, choice), generation, weights_id, variant)]
@@ -276,7 +276,7 @@ def _do(task: Task) -> None:
 
 
 def rows_of(flat: Flat) -> int:
-    """How many a call has that may be one of several."""
+    """Return the number of rows of a call that may be batched."""
     return int(_tensors(flat)[0].shape[0])
 
 
@@ -285,7 +285,7 @@ def _tensors(flat: Flat) -> list[TensorBytes]:
 
 
 def joined(calls: Sequence[Flat]) -> list[Any]:
-    """The inputs of several calls as those of one, one after another along the first dimension."""
+    """Concatenate the inputs of several calls along the first dimension."""
     return [_join(values) if isinstance(values[0], TensorBytes) else values[0] for values in zip(*calls, strict=True)]
 
 
@@ -295,7 +295,7 @@ def _join(values: Sequence[TensorBytes]) -> TensorBytes:
 
 
 def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
-    """The outputs of one call as those of several, which gave so many rows each; they share its memory."""
+    """Split the outputs of a batch into those of its calls, by their numbers of rows. They share its memory."""
     parts = zip(accumulate(rows), rows, strict=True)
     return [[(name, _rows(content, end - count, count)) for name, content in outputs] for end, count in parts]
 

@@ -1,4 +1,4 @@
-"""Generations: each has a context of the server's, pinned to the weights that it began with; they have an age."""
+"""Text generation: each request has its own context, pinned to the weights it began with, and a time limit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ END = object()
 
 
 class OpenGeneration:
-    """What is generated for one request, piece by piece, in the model's thread."""
+    """The generation for one request, piece by piece, in the model's thread."""
 
     def __init__(self, service: Service, name: str, version: str, request: GenerateRequest, traceparent: str) -> None:
-        """Raises UnknownModel, NotReady, Unsupported for a model that does not generate, BadRequest and Overloaded."""
+        """Raises UnknownModel, NotReady, BadRequest, Overloaded, and Unsupported for a model that does not generate."""
         served = service.find_ready(name, version)
         if not served.generates:
             raise Unsupported(f"{name} does not generate; its artifact has no key-value caches")
@@ -38,7 +38,7 @@ class OpenGeneration:
         service.open_stream()
         self.request = request
         self.name = name
-        self.said = Answered(0, "")
+        self.answered = Answered(0, "")
         self._service, self._served = service, served
         self._stream: TokenStream | None = None
         self._traceparent = traceparent
@@ -46,42 +46,42 @@ class OpenGeneration:
         self._closed = False
 
     @property
-    def left(self) -> float:
-        """Seconds for which it may go on."""
+    def seconds_left(self) -> float:
+        """Seconds until the time limit."""
         return max(0.0, self._began + self._service.settings.stream_timeout - time.monotonic())
 
     def next(self) -> Future[Any]:
-        """The next piece, or END. Raises NotReady; the future what `Model.generate` raises."""
+        """Return a future of the next piece, or of END. Raises NotReady; the future, what `Model.generate` raises."""
         return self._served.thread.do(self._next)
 
-    def too_old(self) -> TookTooLong:
+    def timed_out(self) -> TookTooLong:
         return TookTooLong(f"the generation took longer than {self._service.settings.stream_timeout:g} s")
 
     async def pieces(self) -> AsyncIterator[Any]:
-        """Piece by piece. Raises TookTooLong."""
+        """Yield each piece. Raises TookTooLong."""
         while True:
             try:
-                async with asyncio.timeout(self.left):
+                async with asyncio.timeout(self.seconds_left):
                     piece = await asyncio.wrap_future(self.next())
             except TimeoutError as error:
-                raise self.too_old() from error
+                raise self.timed_out() from error
             if piece is END:
                 return
             yield piece
 
     def next_here(self) -> Any:
-        """The next piece, or END, in a thread that has nothing else to do. Raises TookTooLong."""
+        """Return the next piece, or END; blocks the calling thread. Raises TookTooLong."""
         try:
-            piece = self.next().result(self.left)
+            piece = self.next().result(self.seconds_left)
         except TimeoutError as error:
-            raise self.too_old() from error
-        if piece is END and not self.left:
-            raise self.too_old()
+            raise self.timed_out() from error
+        if piece is END and not self.seconds_left:
+            raise self.timed_out()
         return piece
 
     def document(self, pieces: list[Any]) -> GenerateResponse:
-        """An answer of some pieces."""
-        answer = GenerateResponse(self.name, str(self.said.generation), self.said, id=self.request.id)
+        """Return the response with some pieces."""
+        answer = GenerateResponse(self.name, str(self.answered.generation), self.answered, id=self.request.id)
         if self.request.text_input is None:
             answer.output_ids = pieces
         else:
@@ -89,7 +89,7 @@ class OpenGeneration:
         return answer
 
     def close(self) -> None:
-        """Let the context go, once a step that is under way has ended."""
+        """Free the context, after the current step has ended."""
         if self._closed:
             return
         self._closed = True
@@ -101,27 +101,27 @@ class OpenGeneration:
 
     def _next(self) -> Any:
         if self._stream is None:
-            asked = self.request.parameters
+            parameters = self.request.parameters
             prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
             model = self._served.model
             choice = choice_of(model, self._variants) if self._variants else None
             self._stream = model.generate(
                 prompt,
                 variants=choice,
-                max_new_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                top_p=asked.top_p,
-                repetition_penalty=asked.repetition_penalty,
-                stop=asked.stop,
-                seed=asked.seed,
+                max_new_tokens=parameters.max_tokens,
+                temperature=parameters.temperature,
+                top_k=parameters.top_k,
+                top_p=parameters.top_p,
+                repetition_penalty=parameters.repetition_penalty,
+                stop=parameters.stop,
+                seed=parameters.seed,
                 stream=True,
             )
             variant = write_variants(choice.ids) if choice is not None else ""
-            self.said = Answered(self._stream.generation or 0, self._stream.weights_id or "", variant)
+            self.answered = Answered(self._stream.generation or 0, self._stream.weights_id or "", variant)
         piece = next(self._stream, END)
         if piece is END:
-            self._service.generated(self.name, self.said, time.monotonic() - self._began, self._traceparent)
+            self._service.generated(self.name, self.answered, time.monotonic() - self._began, self._traceparent)
         return piece
 
     def _close(self) -> None:
@@ -130,7 +130,7 @@ class OpenGeneration:
 
 
 async def whole(generation: OpenGeneration) -> GenerateResponse:
-    """All of it as one answer."""
+    """Run a generation to its end, and return its response."""
     try:
         return generation.document([piece async for piece in generation.pieces()])
     finally:
@@ -138,7 +138,7 @@ async def whole(generation: OpenGeneration) -> GenerateResponse:
 
 
 async def event_stream(service: Service, generation: OpenGeneration) -> Response:
-    """It as server-sent events, each a GenerateResponse; what is wrong with the request is an error instead."""
+    """Return the generation as server-sent events, each a GenerateResponse. Raises the errors of the first piece."""
     try:
         pieces = generation.pieces()
         first = await anext(pieces, END)
@@ -157,27 +157,27 @@ class _EventStream(Response):
         self._service, self._generation, self._first, self._pieces = service, generation, first, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         error: Exception | None = None
         try:
-            async with asyncio.timeout(self._generation.left):  # also of a client that does not read
+            async with asyncio.timeout(self._generation.seconds_left):  # bounds a client that does not read, too
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._send_pieces(send, gone)
+                await self._send_pieces(send, disconnected)
         except TimeoutError:
-            error = self._generation.too_old()
+            error = self._generation.timed_out()
         except Exception as raised:
             error = raised
         finally:
             self._generation.close()
-            gone.cancel()
+            disconnected.cancel()
         if error is not None:
-            told = self._service.refused(self._generation.name, error)
-            await send(_event(ErrorDocument(told.text)))
+            failure = self._service.refused(self._generation.name, error)
+            await send(_event(ErrorDocument(failure.text)))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send_pieces(self, send: Send, gone: asyncio.Future[None]) -> None:
+    async def _send_pieces(self, send: Send, disconnected: asyncio.Future[None]) -> None:
         piece = self._first
-        while piece is not END and not gone.done():
+        while piece is not END and not disconnected.done():
             await send(_event(self._generation.document([piece])))
             piece = await anext(self._pieces, END)
 

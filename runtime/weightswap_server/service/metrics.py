@@ -1,12 +1,12 @@
 """Metrics of a server's requests for Prometheus, beside `weightswap_runtime.metrics` of its models.
 
-weightswap_server_requests_total       model, weights_id, status: as over HTTP, also of what came by gRPC
+weightswap_server_requests_total       model, weights_id, status: that of HTTP, for gRPC requests, too
 weightswap_server_request_seconds      histogram: model, weights_id; from a request's arrival in the queue to its answer
-weightswap_server_queue_seconds        histogram: model, weights_id; of that, until a call of the model began
-weightswap_server_batch_calls          histogram: model, weights_id; how many requests each call of the model answered
-weightswap_server_canary_errors_total, _compared_total, _differing_total   model, weights_id: of a canary and a shadow
-weightswap_server_queued               gauge: model; requests that wait
-weightswap_server_streams              gauge: generations that are open
+weightswap_server_queue_seconds        histogram: model, weights_id; until the call of the model began
+weightswap_server_batch_calls          histogram: model, weights_id; requests that one call of the model answered
+weightswap_server_canary_errors_total, _compared_total, _differing_total   model, weights_id: of a canary
+weightswap_server_queued               gauge: model; requests in the queue
+weightswap_server_streams              gauge: open generations
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from weightswap_server.protocol.tensors_on_the_wire import Answer
 if TYPE_CHECKING:
     from .batching import Call, ModelThread
 
-MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
+MOST_WEIGHTS = 8  # weights ids per model whose series are kept; those of older ones are removed
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
 _LABELS = ("model", "weights_id")
 
 
 class ServerMetrics:
-    """One server's metrics, in a registry of their own."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -60,7 +60,7 @@ class ServerMetrics:
         self._collectors: list[ModelCollector] = []
 
     def watch(self, name: str, model: Model, thread: ModelThread) -> None:
-        """Show what a model does, and how many requests wait for it."""
+        """Add a model's own metrics, and the length of its queue."""
         self._collectors.append(ModelCollector(model, name, self._registry))
         self.queued.labels(name).set_function(lambda: thread.queued)
 
@@ -69,7 +69,7 @@ class ServerMetrics:
         self._answered(self._series(name, weights_id))
 
     def called(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
-        """Count a call of the model, whose answer may not reach its client: it came too late, or is none in JSON."""
+        """Observe one request's call. Its answer may still not reach the client: it is late, or cannot be JSON."""
         series = self._series(name, answer.weights_id)
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)
@@ -82,21 +82,21 @@ class ServerMetrics:
         series.seconds.observe(seconds)
 
     def tried(self, name: str, kind: str, weights_id: str) -> None:
-        """Count what a canary has done: "errors", "compared" or "differing"."""
+        """Count an event of a canary. kind: "errors", "compared" or "differing"."""
         self._series(name, weights_id)
         self._trials[kind].labels(name, weights_id).inc()
 
     def refused(self, name: str, weights_id: str | None, status: int) -> None:
-        """Count a request that was not answered; a name that is not served is ''."""
+        """Count a request that was not answered. name: "" if no such model is served."""
         self._series(name, weights_id or "")
         self.requests.labels(name, weights_id or "", str(status)).inc()
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def load(self) -> list[Metric]:
-        """Of that, what requests have come, and how long they took."""
+        """Return the counts and latencies of requests."""
         return [*self.seconds.collect(), *self.requests.collect()]
 
     def close(self) -> None:
@@ -109,22 +109,21 @@ class ServerMetrics:
             self.answers += 1
 
     def _series(self, name: str, weights_id: str) -> _Series:
-        """What is counted of these weights; of a model with too many, the oldest go with their series."""
-        found = self._known.get((name, weights_id))
-        if found is not None:
-            return found
+        """Return the series of these weights. The oldest of a model with too many weights are removed."""
+        if (known := self._known.get((name, weights_id))) is not None:
+            return known
         with self._lock:
-            mine = [known for known in self._known if known[0] == name]
-            for old in mine[: max(0, len(mine) + 1 - MOST_WEIGHTS)]:
+            keys = [key for key in self._known if key[0] == name]
+            for old in keys[: max(0, len(keys) + 1 - MOST_WEIGHTS)]:
                 del self._known[old]
                 series = (self.requests, self.seconds, self.queue_seconds, self.batch_calls)
                 for metric in (*series, *self._trials.values()):
                     metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
-            made = self._known[name, weights_id] = _Series(
+            created = self._known[name, weights_id] = _Series(
                 self.requests.labels(name, weights_id, "200"),
                 *(metric.labels(name, weights_id) for metric in (self.seconds, self.queue_seconds, self.batch_calls)),
             )
-        return made
+        return created
 
 
 class _Series(NamedTuple):

@@ -1,4 +1,4 @@
-"""The processes of a server, as operators are told of them."""
+"""The processes of a server, as operators see them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Role = Literal["server", "keeper", "worker"]
 
 
 class Serving(Struct, frozen=True, kw_only=True):
-    """What new calls of a model get in one process; None before its first weights."""
+    """The weights that new calls of a model use in one process; None before the first weights."""
 
     generation: int | None
     weights_id: str | None
@@ -19,8 +19,8 @@ class Serving(Struct, frozen=True, kw_only=True):
 class Process(Struct, frozen=True, kw_only=True):
     """One process; times in seconds since the epoch.
 
-    role: "server" answers and changes weights, a "keeper" changes them for its "worker"s. heard: when it said last that
-    it goes round. answered: requests, since it began. models: by name.
+    role: a "server" answers and changes weights, a "keeper" changes them for its "worker"s. heard: when it last
+    reported that it is alive. answered: the requests it has answered. models: by name.
     """
 
     role: Role

@@ -1,4 +1,4 @@
-"""One model of the server: its methods, the thread that calls it, whether it is warm, and its canary."""
+"""One model of the server: its methods, the thread that calls it, its warm-up, and its canary."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Switch:
-    """Whether an operator has unloaded a model: it answers nobody until it is loaded again."""
+    """The flag of a model that an operator has unloaded: it answers no requests until it is loaded again."""
 
     unloaded = False
 
 
 class Served:
-    """A model of the server: its methods, the thread that calls it, and whether it is warm."""
+    """A model of the server, with its methods, its thread and its canary."""
 
     def __init__(
         self, name: str, model: Model, settings: Settings, metrics: ServerMetrics, traces: Traces | None
@@ -47,13 +47,13 @@ class Served:
         self.thread = ModelThread(
             model, max_queue=settings.max_queue, max_delay=settings.max_delay, observe=self._observe
         )
-        self._names = {method: known for known, method in self.methods.items()}
+        self._names = {method: public for public, method in self.methods.items()}
         self._metrics, self._traces = metrics, traces
         self.canary: Canary | None = None
         self.warm = False
-        self.switch: Switch | Control = Switch()  # the latter is one of several processes
-        self.announce: Callable[[Canary | None], object] = lambda _: None  # to other processes, where those answer
-        self.look: Callable[[], object] = lambda: None  # whether another process has announced one
+        self.switch: Switch | Control = Switch()  # Control: shared by several processes
+        self.announce: Callable[[Canary | None], object] = lambda _: None  # to the processes that answer requests
+        self.sync_canary: Callable[[], object] = lambda: None  # with what another process has announced
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes serve the model, too."""
+        """True if other processes serve the model, too."""
         return not isinstance(self.switch, Switch)
 
     def close(self, timeout: float) -> None:
@@ -76,7 +76,7 @@ class Served:
         self.thread.stop(timeout)
 
     def start_canary(self, staged: Staged, plan: CanaryPlan) -> Canary:
-        """Let what is staged answer some requests. Raises Unsupported where it cannot."""
+        """Let staged weights answer some requests. Raises Unsupported if they cannot."""
         if self.generates:
             raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
         if self.model.residency != "double":
@@ -87,7 +87,7 @@ class Served:
             raise Unsupported(
                 f"{self.name}: serves the weights {staged.weights_id[:12]} already; a canary is of others. Discard it"
             )
-        canary = self.try_out(staged, plan)
+        canary = self.set_canary(staged, plan)
         try:
             self.announce(canary)
         except BaseException:
@@ -95,21 +95,21 @@ class Served:
             raise
         return canary
 
-    def try_out(self, staged: Staged | Trial, plan: CanaryPlan) -> Canary:
-        """As `start_canary`, where that was allowed and announced."""
+    def set_canary(self, staged: Staged | Trial, plan: CanaryPlan) -> Canary:
+        """Start a canary without checks and announcement."""
         self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
         return self.canary
 
     def end_canary(self) -> None:
-        """Nothing more goes to what is staged."""
+        """Send no more requests to the canary."""
         if self.canary is not None:
             self.announce(None)
             self.canary.close()
             self.canary = None
 
-    def choose(self, version: str, wish: str) -> Canary | None:
-        """Whose the next request is: the canary's, or the served weights'."""
-        self.look()
+    def choose_canary(self, version: str, wish: str) -> Canary | None:
+        """Return the canary if it answers the next request, None if the served weights do."""
+        self.sync_canary()
         canary = self.canary
         return canary if canary is not None and not version and canary.answers_next(wish) else None
 
@@ -128,8 +128,8 @@ class Served:
         if self._traces is not None:
             self._traces.answered(name, call, answer, began, together)
         if (canary := self.canary) is not None and call.canary in (None, canary):
-            seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
-            canary.answered(call.method, call.flat, call.variants, answer, seconds, by_canary=mine)
+            seconds, by_canary = time.perf_counter() - call.arrived, call.canary is canary
+            canary.answered(call.method, call.flat, call.variants, answer, seconds, by_canary=by_canary)
 
     def _on_event(self, event: Event) -> None:
         if self._traces is not None and self.model.takes_weights:
@@ -138,7 +138,7 @@ class Served:
             self.thread.do(self._warm_up)
 
     def _warm_up(self) -> None:
-        """Call each method twice on zeros, before anybody waits for it. What it raises is logged."""
+        """Call each method twice on zeros, before the first request. Errors are logged."""
         for name, method in self.methods.items():
             try:
                 self._try(method)
@@ -157,7 +157,7 @@ class Served:
 
 
 def _methods(name: str, model: Model) -> dict[str, ServedMethod]:
-    """The methods by the name of the model that each is: the default one has the model's own name."""
+    """Return the methods by their public names: the default one has the model's own name."""
     methods, problems = {}, []
     for method in model.signatures:
         try:

@@ -1,4 +1,4 @@
-"""The service behind HTTP and gRPC: the models by name, whether they are ready, and their answers."""
+"""The service behind HTTP and gRPC: models by name, their readiness, and their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.awaiting import done_within
-from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure
+from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure_of
 from weightswap_server.protocol.documents import (
     EXTENSIONS,
     Answered,
@@ -41,15 +41,15 @@ PLATFORM = "weightswap"
 
 
 class Service:
-    """Finds models, and answers calls."""
+    """The models of a server, and the calls of them."""
 
     def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
-        """Raises Unsupported for settings that cannot be meant, and models that the protocol cannot speak of."""
+        """Raises Unsupported for settings out of range, and for models that the protocol cannot describe."""
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
         self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
-        self.load_metrics: Callable[[], Iterable[Metric]] = self.metrics.load  # the same of these
+        self.load_metrics: Callable[[], Iterable[Metric]] = self.metrics.load  # requests of all these processes
         self.processes: Callable[[], list[Process]] = lambda: [self.process("server")]
         self.traces: Traces | None = None
         if settings.traces:
@@ -61,11 +61,11 @@ class Service:
         self.streams = 0
         self._counting = Lock()
         self.served = [Served(name, model, settings, self.metrics, self.traces) for name, model in models.items()]
-        self._by_name = {known: served for served in self.served for known in served.methods or (served.name,)}
+        self._by_name = {name: served for served in self.served for name in served.methods or (served.name,)}
 
     @property
     def names(self) -> list[str]:
-        """Of all models."""
+        """The names of all models and methods, as requests use them."""
         return list(self._by_name)
 
     @property
@@ -73,7 +73,7 @@ class Service:
         return not self.stopping and all(served.ready for served in self.served)
 
     def find(self, name: str, version: str = "") -> Served:
-        """The model that a name belongs to. Raises UnknownModel, also where another generation is asked for."""
+        """Return the model of a name. Raises UnknownModel, also if `version` is not the served generation."""
         served = self._by_name.get(name)
         if served is None:
             raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._by_name)}")
@@ -82,7 +82,7 @@ class Service:
         return served
 
     def find_ready(self, name: str, version: str = "") -> Served:
-        """As `find`. Raises NotReady, too."""
+        """Return the model of a name, if it is ready. Raises UnknownModel and NotReady."""
         served = self.find(name, version)
         if not served.warm:
             raise NotReady(f"{name} has no weights yet, or is not warm")
@@ -99,7 +99,7 @@ class Service:
         wish: str = "",
         variants: Mapping[str, str] | None = None,
     ) -> tuple[Served, Call]:
-        """A call, checked. wish: "1" asks for a canary, "0" for none. variants: names by group.
+        """Check a request, and return its model and call. wish: "1" asks for the canary, "0" for the served weights.
 
         Raises UnknownModel, NotReady, InputMismatch and BadRequest.
         """
@@ -107,26 +107,20 @@ class Service:
         method = served.methods.get(name)
         if method is None:
             raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
-        canary = served.choose(version, wish)
+        canary = served.choose_canary(version, wish)
         return served, Call(method, method.arguments(tensors), version, traceparent, canary, variants)
 
     async def answer(self, served: Served, call: Call) -> Answer:
-        """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
-        found = served.thread.run_here(call)
-        if found is not None:
-            return found
+        """Run a call, in this thread if it is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
+        if (answer := served.thread.run_here(call)) is not None:
+            return answer
         served.thread.submit(call, asyncio.get_running_loop().call_soon)
-        answer: Answer = await self.wait(call.answer)
-        return answer
-
-    async def wait(self, answer: Future[Any]) -> Any:
-        """What a future gives, within the time of a request. Raises TookTooLong."""
-        if not await done_within(answer, self.settings.timeout):
+        if not await done_within(call.answer, self.settings.timeout):
             raise TookTooLong(f"no answer within {self.settings.timeout:g} s")
-        return answer.result()
+        return call.answer.result()
 
     def wait_here(self, answer: Future[Answer]) -> Answer:
-        """As `wait`, in a thread that has nothing else to do."""
+        """Return a future's answer; blocks the calling thread. Raises TookTooLong."""
         try:
             return answer.result(self.settings.timeout)
         except TimeoutError as error:
@@ -135,7 +129,7 @@ class Service:
             raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
 
     def open_stream(self) -> None:
-        """Count a generation. Raises Overloaded where that is one too many."""
+        """Count a new generation. Raises Overloaded if too many are open."""
         with self._counting:
             if self.streams >= self.settings.max_streams:
                 raise Overloaded(f"{self.streams} generations are open already; try again")
@@ -143,30 +137,30 @@ class Service:
             self.metrics.streams.set(self.streams)
 
     def close_stream(self) -> None:
-        """One generation less is open."""
+        """Count a generation that was closed."""
         with self._counting:
             self.streams -= 1
             self.metrics.streams.set(self.streams)
 
-    def generated(self, name: str, said: Answered, seconds: float, traceparent: str) -> None:
+    def generated(self, name: str, answered: Answered, seconds: float, traceparent: str) -> None:
         """Count a generation that has ended."""
-        self.metrics.generated(name, said.weights_id, seconds)
+        self.metrics.generated(name, answered.weights_id, seconds)
         if self.traces is not None:
-            self.traces.generated(name, said, time.perf_counter() - seconds, traceparent)
+            self.traces.generated(name, answered, time.perf_counter() - seconds, traceparent)
 
     def refused(self, name: str, error: BaseException, arrived: float = 0.0, traceparent: str = "") -> Failure:
-        """What a client is told of an error, which is counted. `arrived`: the request, by `perf_counter`."""
-        told = failure(error)
+        """Count a failed request, and return what its client sees. arrived: its arrival, by `perf_counter`."""
+        failure = failure_of(error)
         served = self._by_name.get(name)
-        if told.status == 500 and served is not None and served.canary is not None:
+        if failure.status == 500 and served is not None and served.canary is not None:
             served.canary.served.failed()
-        self.metrics.refused(name if served else "", served.model.weights_id if served else None, told.status)
+        self.metrics.refused(name if served else "", served.model.weights_id if served else None, failure.status)
         if self.traces is not None and arrived:
             self.traces.refused(name if served else "", error, arrived, traceparent)
-        return told
+        return failure
 
     def process(self, role: Role, name: str = "") -> Process:
-        """This process."""
+        """Return this process's document."""
         return Process(
             role=role,
             name=name or role,
@@ -188,16 +182,20 @@ class Service:
         """Raises UnknownModel."""
         served = self.find(name, version)
         method, model = served.methods.get(name), served.model
-        said: dict[str, Any] = {"graph_id": model.graph_id, "weights_id": model.weights_id, "labels": model.labels}
+        parameters: dict[str, Any] = {
+            "graph_id": model.graph_id,
+            "weights_id": model.weights_id,
+            "labels": model.labels,
+        }
         if variants := model.variants:
-            said["variants"] = {group: list(found) for group, found in variants.items()}
+            parameters["variants"] = {group: list(names) for group, names in variants.items()}
         return ModelMetadata(
             name,
             [] if model.generation is None else [str(model.generation)],
             PLATFORM,
             method.inputs if method else [TensorMetadata("input_ids", "INT64", [-1])],
             method.outputs if method else [TensorMetadata("output_ids", "INT64", [-1])],
-            said,
+            parameters,
         )
 
     def index(self) -> list[IndexEntry]:
@@ -212,7 +210,7 @@ class Service:
         ]
 
     def close(self) -> None:
-        """Wait for what was accepted, and let the models go."""
+        """Finish the accepted requests, and close the models."""
         self.stopping = True
         for served in self.served:
             served.close(self.settings.grace)

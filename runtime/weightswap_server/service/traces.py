@@ -1,9 +1,9 @@
-"""Spans of requests and of swaps, for OpenTelemetry. They are made once all is over, so that nothing waits for them.
+"""OpenTelemetry spans of requests and swaps. They are made afterwards, so that no request waits for them.
 
-MODEL              kind server, from a request's arrival to its answer; its event `call` is when the model was called.
+MODEL              kind server, from a request's arrival to its answer; the event `call` is the start of the call.
                    weightswap.weights_id, .generation or .canary, .batch_calls; error.type and a status if refused
-weightswap.swap    as long as it was staged, verified and committed, or until it was refused; weightswap.model,
-                   .outcome, .source, .by, .weights_id, .generation
+weightswap.swap    from the start of staging to the commit or the refusal; weightswap.model, .outcome, .source, .by,
+                   .weights_id, .generation
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENDS = {"committed", "rolled back", "refused", "failed"}
 
 
 def export_spans() -> None:
-    """Send spans where OTEL_EXPORTER_OTLP_ENDPOINT and its like say, unless the process sends them already.
+    """Export spans as OTEL_EXPORTER_OTLP_ENDPOINT and its like say, unless the process has a tracer provider.
 
     Raises MissingExtra.
     """
@@ -49,31 +49,31 @@ def export_spans() -> None:
 
 
 class Traces:
-    """Spans of one server, by the process's tracer provider."""
+    """The spans of one server, made with the process's tracer provider."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("weightswap.server", __version__)
 
     def answered(self, model: str, call: Call, answer: Answer, began: float, together: int) -> None:
-        """A request that was answered; it is a child of the span that its `traceparent` names."""
+        """Make the span of an answered request, a child of the span in its `traceparent`."""
         span = self._request(
             model, call.arrived, call.traceparent, _weights(answer) | {"weightswap.batch_calls": together}
         )
         span.add_event("call", timestamp=_epoch(began))
         span.end()
 
-    def generated(self, model: str, said: Answered, arrived: float, traceparent: str) -> None:
-        """A generation that has ended."""
-        self._request(model, arrived, traceparent, _weights(said)).end()
+    def generated(self, model: str, answered: Answered, arrived: float, traceparent: str) -> None:
+        """Make the span of a generation that has ended."""
+        self._request(model, arrived, traceparent, _weights(answered)).end()
 
     def refused(self, model: str, error: BaseException, arrived: float, traceparent: str) -> None:
-        """A request that was not answered."""
+        """Make the span of a request that was not answered."""
         span = self._request(model, arrived, traceparent, {"error.type": type(error).__name__})
         span.set_status(Status(StatusCode.ERROR, text_of(error)))
         span.end()
 
     def changed(self, model: str, event: Event) -> None:
-        """What became of a staging, or of a rollback."""
+        """Make the span of a swap or a rollback that has ended."""
         if event.kind not in _ENDS:
             return
         receipt, seconds = event.receipt, event.seconds
@@ -96,21 +96,21 @@ class Traces:
         span.end(end)
 
     def _request(self, model: str, arrived: float, traceparent: str, attributes: dict[str, Any]) -> Any:
-        within = extract({"traceparent": traceparent}) if traceparent else None
+        context = extract({"traceparent": traceparent}) if traceparent else None
         start = _epoch(arrived)
         return self._tracer.start_span(
-            model or "unknown model", within, kind=SpanKind.SERVER, start_time=start, attributes=attributes
+            model or "unknown model", context, kind=SpanKind.SERVER, start_time=start, attributes=attributes
         )
 
 
 def _weights(answer: Answer | Answered) -> dict[str, Any]:
-    """Which weights have answered; a canary's have no generation."""
-    found: dict[str, Any] = {"weightswap.weights_id": answer.weights_id}
+    """Return the attributes of the answering weights; a canary has no generation."""
+    attributes: dict[str, Any] = {"weightswap.weights_id": answer.weights_id}
     if answer.generation is None:
-        return found | {"weightswap.canary": True}
-    return found | {"weightswap.generation": answer.generation}
+        return attributes | {"weightswap.canary": True}
+    return attributes | {"weightswap.generation": answer.generation}
 
 
 def _epoch(moment: float) -> int:
-    """Nanoseconds since the epoch of a moment of `perf_counter`."""
+    """Convert a time of `perf_counter` into nanoseconds since the epoch."""
     return time.time_ns() - int((time.perf_counter() - moment) * 1e9)

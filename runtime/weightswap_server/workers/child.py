@@ -1,4 +1,4 @@
-"""One child of the manager: started, listened to, and started again where it has died, or hangs."""
+"""A child process of the manager: started, monitored, and started again if it dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import ModelSource
 
-from .child_main import ChildTask, Word
+from .child_main import ChildTask, Message
 from .totals import Totals
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
-_HEALTHY = 30.0  # seconds after which it does not count that it has failed before
-_LINE = 1 << 26  # bytes of metrics
-_LAST = 5.0  # seconds beyond the grace, after which a child is killed
-_LOOKS = 10  # in the time after which a child that is silent is killed
+_HEALTHY = 30.0  # seconds of life after which earlier failures do not count
+_MOST_LINE = 1 << 26  # bytes; metrics are a line
+_KILL_AFTER = 5.0  # seconds beyond the grace
+_CHECKS = 10  # per timeout
 
 
 class ChildFailed(WeightswapError):
-    """A keeper or a worker could not begin."""
+    """A keeper or a worker that could not start."""
 
 
 class Child:
-    """One of the processes, and those that replace it."""
+    """A child process, and the processes that replace it."""
 
     def __init__(
         self,
@@ -45,35 +45,35 @@ class Child:
         timeout: float,
         pass_on: Callable[[bytes], object] = lambda _: None,
     ) -> None:
-        """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is. pass_on: takes what
-        is for the keeper.
+        """processes: returns those of all children. timeout: seconds of silence before a process is killed; 0: never.
+        pass_on: takes messages for the keeper.
         """
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
         self._processes, self._pass_on = processes, pass_on
         self._writer: asyncio.StreamWriter | None = None
-        self.said = self._begun(0)  # by itself at last; the pid is 0 before the first one
-        self._spoken: bool | None = None  # since the last look; None until it is ready
+        self.status = self._starting(0)  # as last reported; pid 0: not started yet
+        self._reported: bool | None = None  # since the last check; None until it is ready
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
         self._failure = ""
         self._ending = asyncio.Event()
-        self._tending: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     async def begin(self) -> str:
-        """Start it, and wait until it is ready; what it has said then. Raises ChildFailed."""
-        self._tending = asyncio.create_task(self._tend())
-        either: set[asyncio.Future[Any]] = {self._tending, self._ready}
+        """Start the process, and wait until it is ready. Returns the text of its message. Raises ChildFailed."""
+        self._supervisor = asyncio.create_task(self._supervise())
+        either: set[asyncio.Future[Any]] = {self._supervisor, self._ready}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
-            await self._tending
+            await self._supervisor
         return self._ready.result()
 
-    async def _tend(self) -> None:
-        """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
+    async def _supervise(self) -> None:
+        """Start the process, again whenever it has died. Raises ChildFailed if it was never ready."""
         pause = _FIRST_PAUSE
         while not self._ending.is_set():
             began = time.monotonic()
-            code = await self._live()
+            code = await self._run()
             if self._ending.is_set():
                 return
             if not self._ready.done():
@@ -83,119 +83,119 @@ class Child:
             pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
-    def _begun(self, pid: int) -> Process:
+    def _starting(self, pid: int) -> Process:
         now = time.time()
         return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
 
-    async def _live(self) -> int:
-        """One process, from its start to its end; its exit code."""
+    async def _run(self) -> int:
+        """Run one process to its end, and return its exit code."""
         ours, theirs = socket.socketpair()
-        shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
+        shared = [descriptor for segment in self._task.segments.values() for descriptor in segment.descriptors]
         passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
         command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
-        self._failure, self._spoken = "", None
+        self._failure, self._reported = "", None
         with theirs:
             self._process = process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=passed, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-        self.said = self._begun(process.pid)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
+        self.status = self._starting(process.pid)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
         writer.write(msgspec.json.encode(self._task) + b"\n")
         self._writer = writer
-        hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
-        looking = asyncio.create_task(self._look_after(process))
+        receiving = asyncio.create_task(self._receive(process.pid, reader, writer))
+        watching = asyncio.create_task(self._kill_if_silent(process))
         try:
             return await process.wait()
         finally:
-            await asyncio.wait([hearing], timeout=1)  # its last words
-            hearing.cancel()
-            looking.cancel()
+            await asyncio.wait([receiving], timeout=1)  # for its last messages
+            receiving.cancel()
+            watching.cancel()
             self._writer = None
             writer.close()
             self._totals.end(process.pid)
-            self._let_go()
+            self._empty_slots()
 
-    async def _look_after(self, process: asyncio.subprocess.Process) -> None:
-        """Kill it once it has been silent for too long.
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process once it has been silent for the timeout.
 
-        Looks are counted, and no seconds: what keeps this process from looking keeps others from speaking, too.
+        Checks are counted, not seconds: a load that delays this process delays the child's messages, too.
         """
         silent = 0
         while self._timeout:
-            await asyncio.sleep(self._timeout / _LOOKS)
-            silent = silent + 1 if self._spoken is False else 0
-            if self._spoken:
-                self._spoken = False
-            if silent >= _LOOKS and process.returncode is None and not self._ending.is_set():
+            await asyncio.sleep(self._timeout / _CHECKS)
+            silent = silent + 1 if self._reported is False else 0
+            if self._reported:
+                self._reported = False
+            if silent >= _CHECKS and process.returncode is None and not self._ending.is_set():
                 self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
                 process.kill()
                 return
 
-    def _let_go(self) -> None:
-        """What a dead worker held, it does not hold any more."""
+    def _empty_slots(self) -> None:
+        """Give up the leases that a dead worker held."""
         if self._task.role == "worker":
             for segment in self._task.segments.values():
                 Control(segment.control).empty_slot(self._task.slot)
 
-    async def _hear(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while raw := await reader.readline():
-                word = msgspec.json.decode(raw, type=Word)
-                if word.kind == "failed":
-                    self._failure = word.text
-                elif word.kind == "ready":
-                    self._spoken = True
-                    self._tell_ready(word.text)
-                elif word.kind == "alive":
-                    self._spoken = True
-                    self.said = msgspec.structs.replace(
-                        msgspec.json.decode(word.text, type=Process), since=self.said.since, heard=time.time()
+                message = msgspec.json.decode(raw, type=Message)
+                if message.kind == "failed":
+                    self._failure = message.text
+                elif message.kind == "ready":
+                    self._reported = True
+                    self._set_ready(message.text)
+                elif message.kind == "alive":
+                    self._reported = True
+                    self.status = msgspec.structs.replace(
+                        msgspec.json.decode(message.text, type=Process), since=self.status.since, heard=time.time()
                     )
-                elif word.kind == "tried":
+                elif message.kind == "tried":
                     self._pass_on(raw)
-                elif word.kind in ("sources", "journals"):
-                    self._keep_for_next(word)
-                elif word.kind == "processes":
-                    found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
-                    writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
+                elif message.kind in ("sources", "journals"):
+                    self._keep_for_next(message)
+                elif message.kind == "processes":
+                    running = msgspec.json.encode([process for process in self._processes() if process.pid]).decode()
+                    writer.write(msgspec.json.encode(Message("processes", running)) + b"\n")
                 else:
-                    self._count(pid, word, writer)
+                    self._count(pid, message, writer)
 
-    def _keep_for_next(self, word: Word) -> None:
-        """What the process that replaces this one begins with."""
-        if word.kind == "sources":
-            sources = msgspec.json.decode(word.text, type=dict[str, ModelSource])
+    def _keep_for_next(self, message: Message) -> None:
+        """Keep the sources or journals of this process for the one that replaces it."""
+        if message.kind == "sources":
+            sources = msgspec.json.decode(message.text, type=dict[str, ModelSource])
             self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
         else:
-            journals = msgspec.json.decode(word.text, type=dict[str, JournalState])
+            journals = msgspec.json.decode(message.text, type=dict[str, JournalState])
             self._task = msgspec.structs.replace(self._task, journals={**self._task.journals, **journals})
 
-    def _count(self, pid: int, word: Word, writer: asyncio.StreamWriter) -> None:
-        self._totals.tell(pid, self._task.role, word.text)
-        if word.kind == "total":
-            writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
+    def _count(self, pid: int, message: Message, writer: asyncio.StreamWriter) -> None:
+        self._totals.update(pid, self._task.role, message.text)
+        if message.kind == "total":
+            writer.write(msgspec.json.encode(Message("total", self._totals.text())) + b"\n")
 
-    def tell(self, raw: bytes) -> None:
-        """Send it a word, unless it reads none."""
-        if self._writer is not None and self._writer.transport.get_write_buffer_size() < _LINE:
+    def send(self, raw: bytes) -> None:
+        """Send an encoded message to the process, unless it does not read."""
+        if self._writer is not None and self._writer.transport.get_write_buffer_size() < _MOST_LINE:
             self._writer.write(raw)
 
-    def _tell_ready(self, text: str) -> None:
+    def _set_ready(self, text: str) -> None:
         if not self._ready.done():
             self._ready.set_result(text)
 
     async def end(self, grace: float) -> None:
-        """Ask it to stop, and kill it where it does not."""
+        """Stop the process with SIGTERM, and kill it if it does not end within the grace."""
         self._ending.set()
-        if self._tending is None:
+        if self._supervisor is None:
             return
         process = self._process
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
-            await asyncio.wait([self._tending], timeout=grace + _LAST)
+            await asyncio.wait([self._supervisor], timeout=grace + _KILL_AFTER)
             if process.returncode is None:
-                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _LAST)
+                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _KILL_AFTER)
                 process.kill()
-        elif not self._tending.done():
-            self._tending.cancel()  # between two processes
-        await asyncio.wait([self._tending])
+        elif not self._supervisor.done():
+            self._supervisor.cancel()  # it waits to start the next process
+        await asyncio.wait([self._supervisor])

@@ -1,7 +1,7 @@
-"""A keeper's and a worker's process: `python -m weightswap_server.workers.child_main DESCRIPTOR`.
+"""The main program of a keeper or a worker: `python -m weightswap_server.workers.child_main DESCRIPTOR`.
 
-The descriptor is one end of a socket, the other is the manager's (`manager`). Over it come what to do, and answers;
-when it closes, the manager has gone, and so does the child.
+The descriptor is one end of a socket pair; the manager has the other. The manager sends the task and its answers over
+it. When it closes, the manager has ended, and the child ends, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.journal import JournalState
-from weightswap_server.admin.operations import Taking
+from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
@@ -43,13 +43,13 @@ from weightswap_server.signed_weights import requires
 from .totals import Role
 from .trials import KeeperTrials, WorkerTrials
 
-TELLS = 1.0  # seconds between two times that a child tells its metrics
-_WARM = 60.0  # seconds for which a worker that joins waits until it is warm
+_REPORT_INTERVAL = 1.0  # seconds between two reports of a child
+_WARM_UP = 60.0  # seconds for which a new worker waits until it is warm
 
 
 class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child is to do. `segments` are those of `sources`, by the models' names, and `journals` what an earlier
-    keeper's had when it ended."""
+    """The task of a child. sources, segments, journals: by the models' names; the journals are those of an earlier
+    keeper when it ended."""
 
     role: Role
     name: str
@@ -64,76 +64,77 @@ class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     journals: Mapping[str, JournalState] = {}
 
 
-class Word(msgspec.Struct, frozen=True):
-    """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
+class Message(msgspec.Struct, frozen=True):
+    """A message of a child to its manager, or the manager's answer to "total" and "processes".
 
-    text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "journals" are the next keeper's.
+    text: for "alive", a `Process`, sent regularly unless the child hangs; for "metrics" and "total", Prometheus' text
+    format; for "processes", all of them; for "tried", `TrialMeasures` for the keeper. "sources" and "journals" are
+    kept for the next keeper.
     """
 
     kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "journals"]
     text: str = ""
 
 
-class Line:
-    """A child's end of the socket."""
+class ManagerConnection:
+    """A child's connection to the manager."""
 
     def __init__(self, descriptor: int) -> None:
         with socket.socket(fileno=descriptor) as connection:
-            self._stream = connection.makefile("rwb")  # keeps it open
+            self._stream = connection.makefile("rwb")  # keeps the socket open
         self.task = msgspec.json.decode(self._stream.readline(), type=ChildTask)
         self.closed = Event()
         self.on_tried: Callable[[str], object] = lambda _: None
-        self._sending = Lock()
-        self._asking = Lock()
+        self._send_lock = Lock()
+        self._request_lock = Lock()
         self._answers: SimpleQueue[str] = SimpleQueue()
 
     def listen(self) -> None:
-        """Take what comes, in a thread; `closed` is set when nothing does any more."""
-        Thread(target=self._listen, name="weightswap-line", daemon=True).start()
+        """Receive messages in a thread; `closed` is set when the manager has ended."""
+        Thread(target=self._listen, name="weightswap-manager", daemon=True).start()
 
     def _listen(self) -> None:
         with suppress(OSError, msgspec.DecodeError):
             while raw := self._stream.readline():
-                word = msgspec.json.decode(raw, type=Word)
-                (self.on_tried if word.kind == "tried" else self._answers.put)(word.text)
+                message = msgspec.json.decode(raw, type=Message)
+                (self.on_tried if message.kind == "tried" else self._answers.put)(message.text)
         self.closed.set()
         self._answers.put("")
 
-    def say(self, word: Word) -> None:
-        with self._sending, suppress(OSError):
-            self._stream.write(msgspec.json.encode(word) + b"\n")
+    def send(self, message: Message) -> None:
+        with self._send_lock, suppress(OSError):
+            self._stream.write(msgspec.json.encode(message) + b"\n")
             self._stream.flush()
 
     def total(self, text: bytes) -> bytes:
-        """The metrics of all processes, of which this one's are `text`."""
-        return self._ask(Word("total", text.decode())).encode()
+        """Return the metrics of all processes. text: those of this one."""
+        return self._request(Message("total", text.decode())).encode()
 
     def processes(self) -> list[Process]:
-        """All processes, as the manager knows them; none where it has gone."""
-        return msgspec.json.decode(self._ask(Word("processes")) or "[]", type=list[Process])
+        """Return all processes; none if the manager has ended."""
+        return msgspec.json.decode(self._request(Message("processes")) or "[]", type=list[Process])
 
-    def tell_source(self, name: str, taking: Taking) -> None:
-        """What an operator has a model take: whoever replaces this process goes on with it."""
-        source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
-        self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
+    def send_source(self, name: str, change: SourceChange) -> None:
+        """Send a model's new source, for the process that replaces this one."""
+        source = msgspec.structs.replace(self.task.sources[name], **change._asdict())
+        self.send(Message("sources", msgspec.json.encode({name: source}).decode()))
 
-    def tell_journal(self, name: str, journal: JournalState) -> None:
-        """What the journal of a model has: it goes on in whoever replaces this process."""
-        self.say(Word("journals", msgspec.json.encode({name: journal}).decode()))
+    def send_journal(self, name: str, journal: JournalState) -> None:
+        """Send a model's journal, for the process that replaces this one."""
+        self.send(Message("journals", msgspec.json.encode({name: journal}).decode()))
 
-    def _ask(self, word: Word) -> str:
-        """What the manager answers; nothing where it has gone."""
-        with self._asking:
+    def _request(self, message: Message) -> str:
+        """Return the manager's answer, or "" if it has ended."""
+        with self._request_lock:
             if self.closed.is_set():
                 return ""
-            self.say(word)
+            self.send(message)
             return self._answers.get()
 
 
-def _keep(line: Line) -> None:
-    """Stage and commit for all workers, until the manager says or is gone."""
-    task, ended = line.task, line.closed
+def _keep(manager: ManagerConnection) -> None:
+    """Stage and commit for all workers, until SIGTERM or the manager's end."""
+    task, ended = manager.task, manager.closed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     admit = requires(*task.require_signature) if task.require_signature else None
@@ -141,14 +142,14 @@ def _keep(line: Line) -> None:
     service = Service(models, task.settings)
     for served in service.served:
         served.switch = Control(task.segments[served.name].control)
-    line.on_tried = KeeperTrials(service.served).heard
-    service.all_metrics = lambda: line.total(service.metrics.text())
+    manager.on_tried = KeeperTrials(service.served).add
+    service.all_metrics = lambda: manager.total(service.metrics.text())
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
-    service.processes = line.processes
+    service.processes = manager.processes
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     for name, operations in plane.models.items() if plane is not None else ():
-        operations.on_source = partial(line.tell_source, name)
-        operations.journal.on_change = partial(line.tell_journal, name)
+        operations.on_source = partial(manager.send_source, name)
+        operations.journal.on_change = partial(manager.send_journal, name)
         operations.journal.inherit(task.journals.get(name, JournalState()))
     try:
         for name, source in task.sources.items():
@@ -156,83 +157,84 @@ def _keep(line: Line) -> None:
                 models[name].swap(source.weights)
             source.take(models[name])
         with plane.running() if plane is not None else nullcontext():
-            line.say(Word("ready", plane.where if plane is not None else ""))
-            _say_how(line, service)
-            while not ended.wait(TELLS):
-                _say_how(line, service)
+            manager.send(Message("ready", plane.where if plane is not None else ""))
+            _report(manager, service)
+            while not ended.wait(_REPORT_INTERVAL):
+                _report(manager, service)
     finally:
         service.close()
 
 
-def _serve(line: Line) -> None:
-    """Answer requests, until the manager says or is gone. It accepts them when it is warm."""
-    task = line.task
+def _serve(manager: ManagerConnection) -> None:
+    """Answer requests, once warm, until SIGTERM or the manager's end."""
+    task = manager.task
     models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
     server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
     for served in server.service.served:
         served.switch = Control(task.segments[served.name].control)
     trials = WorkerTrials(server.service.served)
     own = server.service.metrics.text
-    server.service.all_metrics = lambda: line.total(own())
-    server.on_listening(partial(line.say, Word("ready")))
+    server.service.all_metrics = lambda: manager.total(own())
+    server.on_listening(partial(manager.send, Message("ready")))
     _await_warm(server)
     gc.collect()
     gc.freeze()
-    turned = Event()
-    server.on_listening(lambda: _turn(asyncio.get_running_loop(), turned))
-    Thread(target=_tell, args=(line, server, turned, trials), name="weightswap-telling", daemon=True).start()
+    loop_alive = Event()
+    server.on_listening(lambda: _signal_alive(asyncio.get_running_loop(), loop_alive))
+    report = partial(_report_regularly, manager, server, loop_alive, trials)
+    Thread(target=report, name="weightswap-reports", daemon=True).start()
     server.run()
 
 
-def _turn(loop: asyncio.AbstractEventLoop, turned: Event) -> None:
-    """Show that the loop goes round, from which no call in the model's thread keeps it."""
-    turned.set()
-    loop.call_later(TELLS / 2, _turn, loop, turned)
+def _signal_alive(loop: asyncio.AbstractEventLoop, loop_alive: Event) -> None:
+    """Set the event regularly while the loop runs; a long call in the model's thread does not block it."""
+    loop_alive.set()
+    loop.call_later(_REPORT_INTERVAL / 2, _signal_alive, loop, loop_alive)
 
 
 def _await_warm(server: Server) -> None:
-    deadline = time.monotonic() + _WARM
+    deadline = time.monotonic() + _WARM_UP
     while not all(served.warm or served.model.weights_id is None for served in server.service.served):
         if time.monotonic() >= deadline:
-            log.warning("a model is not warm after %g s, and is served all the same", _WARM)
+            log.warning("a model is not warm after %g s, and is served all the same", _WARM_UP)
             return
         time.sleep(0.01)
 
 
-def _tell(line: Line, server: Server, turned: Event, trials: WorkerTrials) -> None:
-    """In a thread, as the manager may let one wait."""
-    while not line.closed.wait(TELLS):
-        _say_how(line, server.service, turned.is_set())
-        turned.clear()
-        for text in trials.told():
-            line.say(Word("tried", text))
+def _report_regularly(manager: ManagerConnection, server: Server, loop_alive: Event, trials: WorkerTrials) -> None:
+    """Run in a thread of its own, as sending to the manager may block."""
+    while not manager.closed.wait(_REPORT_INTERVAL):
+        _report(manager, server.service, loop_alive.is_set())
+        loop_alive.clear()
+        for text in trials.take():
+            manager.send(Message("tried", text))
     server.stop()
 
 
-def _say_how(line: Line, service: Service, goes_round: bool = True) -> None:
-    line.say(Word("metrics", service.metrics.text().decode()))
-    if goes_round:
-        process = service.process(line.task.role, line.task.name)
-        line.say(Word("alive", msgspec.json.encode(process).decode()))
+def _report(manager: ManagerConnection, service: Service, alive: bool = True) -> None:
+    manager.send(Message("metrics", service.metrics.text().decode()))
+    if alive:
+        process = service.process(manager.task.role, manager.task.name)
+        manager.send(Message("alive", msgspec.json.encode(process).decode()))
 
 
 def main(descriptor: str) -> None:
-    """Do what the manager says. What it cannot do is told, and ends it."""
+    """Receive the task, and run it. An error is sent to the manager, and ends the process with 1."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
-    line = Line(int(descriptor))
-    line.listen()
+    manager = ManagerConnection(int(descriptor))
+    manager.listen()
     try:
-        if line.task.settings.traces:
+        if manager.task.settings.traces:
             from weightswap_server.service.traces import export_spans
 
             export_spans()
-        if line.task.op_libraries:
+        if manager.task.op_libraries:
             from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
 
-            import_libraries(line.task.op_libraries)
-        (_keep if line.task.role == "keeper" else _serve)(line)
+            import_libraries(manager.task.op_libraries)
+        (_keep if manager.task.role == "keeper" else _serve)(manager)
     except (WeightswapError, OSError) as error:
-        line.say(Word("failed", str(error)))
+        manager.send(Message("failed", str(error)))
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
-"""Several processes that serve one copy of the weights: a keeper, workers, and this one, which has them replaced.
+"""The manager of several processes that serve one copy of the weights: a keeper and workers, replaced if they die.
 
-The manager owns what outlives any of them: the shared memory, and the socket on which workers accept. It has no model.
+The manager owns the shared memory and the socket on which workers accept, which outlive both. It has no model.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .child_main import ChildTask
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
-_WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; they speak each second
+_WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; children report each second
 
 
 def check_shareable(source: ModelSource) -> None:
-    """Raise Unsupported for what workers cannot share."""
-    wanted = {"engine": "torch", "device": HOST, "residency": "double"}
-    for name, only in wanted.items():
-        if (found := source.options.get(name, only)) != only:
+    """Raise Unsupported for options and variants that workers cannot share."""
+    required = {"engine": "torch", "device": HOST, "residency": "double"}
+    for name, only in required.items():
+        if (value := source.options.get(name, only)) != only:
             raise Unsupported(
-                f"--workers with --{name} {found}: workers share weights on the CPU, with the engine 'torch', in "
+                f"--workers with --{name} {value}: workers share weights on the CPU, with the engine 'torch', in "
                 "double residency. Leave it out, or start several servers."
             )
     if source.variants:
@@ -48,7 +48,7 @@ def check_shareable(source: ModelSource) -> None:
 
 
 class Workers:
-    """A keeper and so many workers, until they are told to stop. Whoever dies is replaced."""
+    """A server of a keeper and several workers. A process that dies is replaced."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Workers:
         require_signature: Sequence[str] = (),
         worker_timeout: float = _WORKER_TIMEOUT,
     ) -> None:
-        """admin: for operators, whom the keeper serves. require_signature: public keys. worker_timeout: seconds
-        after which a process that hangs is killed and replaced; 0: it never is.
+        """admin: settings of the keeper's admin API. require_signature: public keys. worker_timeout: seconds before a
+        process that hangs is killed and replaced; 0: never.
 
         Raises Unsupported.
         """
@@ -76,17 +76,17 @@ class Workers:
         self.admin_where = ""
         self._sources, self._number, self._admin = sources, workers, admin
         self._keys, self._timeout = tuple(require_signature), worker_timeout
-        self._told: list[Callable[[], object]] = []
+        self._listening_callbacks: list[Callable[[], object]] = []
         self._serving: asyncio.Task[None] | None = None
 
     def on_listening(self, tell: Callable[[], object]) -> None:
         """Call `tell()` once all workers accept requests."""
-        self._told.append(tell)
+        self._listening_callbacks.append(tell)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. What was accepted is finished first.
+        """Serve until SIGTERM or SIGINT. Requests already accepted are finished.
 
-        Raises OSError where a port cannot be had, ArtifactError, and ChildFailed where a process cannot begin.
+        Raises OSError if a port is not available, ArtifactError, and ChildFailed if a process cannot start.
         """
         with ExitStack() as stack:
             listener = stack.enter_context(listening(self.settings.host, self.settings.http_port))
@@ -94,14 +94,14 @@ class Workers:
             if self.settings.grpc_port is not None:
                 self.grpc_port = _reserve(stack, self.settings.host, self.settings.grpc_port)
             artifacts = {name: Artifact.open(source.artifact) for name, source in self._sources.items()}
-            segments = {name: Segment.create(each.manifest.weights, self._number) for name, each in artifacts.items()}
+            segments = {name: Segment.create(file.manifest.weights, self._number) for name, file in artifacts.items()}
             mapped = {name: segment.read_only() for name, segment in segments.items()}
             for segment in (*segments.values(), *mapped.values()):
                 stack.callback(segment.close)
             asyncio.run(self._run(listener, segments, mapped))
 
     def stop(self) -> None:
-        """Let workers finish what they have accepted, and end. In the loop's thread."""
+        """End, once the workers have finished their accepted requests. In the event loop's thread."""
         if self._serving is not None:
             self._serving.cancel()
 
@@ -113,36 +113,36 @@ class Workers:
         ]
 
         def processes() -> list[Process]:
-            return [child.said for child in (keeper, *workers)]
+            return [child.status for child in (keeper, *workers)]
 
         keeper = Child(tasks[0], totals, processes, self._timeout)
-        workers = [Child(task, totals, processes, self._timeout, keeper.tell) for task in tasks[1:]]
+        workers = [Child(task, totals, processes, self._timeout, keeper.send) for task in tasks[1:]]
         self._serving = asyncio.create_task(self._serve(keeper, workers))
         with signals(asyncio.get_running_loop(), self.stop):
             try:
                 with suppress(asyncio.CancelledError):
                     await self._serving
             finally:
-                await accept_no_more(listener)  # while workers do accept
+                await accept_no_more(listener)  # while workers still accept those in the queue
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await keeper.end(0.0)
 
     async def _serve(self, keeper: Child, workers: list[Child]) -> None:
-        """The keeper first: workers begin with what it has put in."""
+        """Start the keeper, then the workers, which map the weights that it has loaded, and wait to be cancelled."""
         self.admin_where = await keeper.begin()
         await asyncio.gather(*(worker.begin() for worker in workers))
-        for tell in self._told:
-            tell()
-        await asyncio.get_running_loop().create_future()  # until it is cancelled
+        for callback in self._listening_callbacks:
+            callback()
+        await asyncio.get_running_loop().create_future()
 
     def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> ChildTask:
         shared = msgspec.structs.replace(self.settings, grpc_port=self.grpc_port or None)
-        libraries = {each for source in self._sources.values() for each in source.options.get("op_libraries", ())}
+        libraries = {name for source in self._sources.values() for name in source.options.get("op_libraries", ())}
         return ChildTask(
             role=role,
             name="keeper" if role == "keeper" else f"worker {slot}",
-            sources={name: msgspec.structs.replace(each, options={}) for name, each in self._sources.items()},
+            sources={name: msgspec.structs.replace(source, options={}) for name, source in self._sources.items()},
             segments=segments,
             settings=shared,
             admin=self._admin if role == "keeper" else None,
@@ -154,7 +154,7 @@ class Workers:
 
 
 def _reserve(stack: ExitStack, host: str, port: int) -> int:
-    """A port that workers may share, and that nobody else takes; they accept each on a socket of their own."""
+    """Reserve a port that workers, each with a socket of its own, may share, and return it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,7 +1,6 @@
-"""Metrics of several processes as those of one: what workers count is added up, and weights are the keeper's.
+"""Metrics of several processes as those of one: requests are summed over workers, weights are the keeper's.
 
-A process that has ended is still counted, as it was last known, or counters would go back. What only describes the
-moment, a gauge, goes with it.
+The last counters of a process that has ended still count, or totals would go backwards. Its gauges are dropped.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 Role = Literal["keeper", "worker"]
-MOST_SAMPLES = 10_000  # of processes that have ended; the oldest go
+MOST_SAMPLES = 10_000  # of processes that have ended; the oldest are dropped
 _BY_WORKERS = ("weightswap_server_", "weightswap_calls", "weightswap_call_seconds", "weightswap_leases")
 _MOMENTARY = ("gauge", "unknown")
 
 
 class _Key(NamedTuple):
-    """One sample: of which family, its own name, its labels."""
+    """The key of a sample: its family, its name, its labels."""
 
     family: str
     name: str
@@ -28,19 +27,19 @@ class _Key(NamedTuple):
 
 
 class Totals:
-    """What processes have told last, and its sum."""
+    """The latest metrics of each process, and their totals."""
 
     def __init__(self) -> None:
-        self._living: dict[object, tuple[Role, str]] = {}  # read where somebody asks, as all tell it again and again
+        self._living: dict[object, tuple[Role, str]] = {}  # parsed on request alone: reports come each second
         self._ended: dict[_Key, float] = {}
         self._families: dict[str, Metric] = {}  # without samples
 
-    def tell(self, process: object, role: Role, text: str) -> None:
-        """What a process shows now, as Prometheus reads it."""
+    def update(self, process: object, role: Role, text: str) -> None:
+        """Replace a process's metrics. text: Prometheus' text format."""
         self._living[process] = role, text
 
     def end(self, process: object) -> None:
-        """A process has ended: its counters stay."""
+        """Keep the counters of a process that has ended."""
         if process not in self._living:
             return
         for key, value in self._read(*self._living.pop(process)):
@@ -50,22 +49,22 @@ class Totals:
             del self._ended[key]
 
     def text(self) -> str:
-        """The sum, as Prometheus reads it."""
+        """Return the totals in Prometheus' text format."""
         return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """As a registry's."""
+        """Return the totals, as a registry's collector."""
         sums = dict(self._ended)
         for role, text in self._living.values():
             for key, value in self._read(role, text):
                 sums[key] = sums.get(key, 0.0) + value
-        made = {name: Metric(name, each.documentation, each.type) for name, each in self._families.items()}
+        totals = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
         for key, value in sums.items():
-            made[key.family].add_sample(key.name, dict(key.labels), value)
-        return iter(made.values())
+            totals[key.family].add_sample(key.name, dict(key.labels), value)
+        return iter(totals.values())
 
     def _read(self, role: Role, text: str) -> Iterator[tuple[_Key, float]]:
-        """What a process of this role knows best. When its counters began is nobody's business but its own."""
+        """Yield the samples that count for a process of this role, without creation times."""
         for family in text_string_to_metric_families(text):
             if family.name.startswith(_BY_WORKERS) == (role == "worker") and not family.name.endswith("_created"):
                 self._families[family.name] = Metric(family.name, family.documentation, family.type)

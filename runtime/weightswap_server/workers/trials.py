@@ -1,4 +1,4 @@
-"""A canary of several processes: the keeper begins and ends it, workers answer and measure, the keeper judges."""
+"""Canaries of several processes: the keeper starts, judges and ends them, the workers answer and measure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from weightswap_server.canary.judging import CanaryPlan, Measured
 from weightswap_server.service.served import Served
 
 
-class Tried(msgspec.Struct, frozen=True):
-    """What a worker has measured of a model's trial, which a word of the control page has named."""
+class TrialMeasures(msgspec.Struct, frozen=True):
+    """A worker's measures of a model's trial. trial: its word on the control page."""
 
     model: str
     trial: int
     measured: Measured
 
 
-def read_tried(text: str) -> Tried:
-    """What `WorkerTrials.told` has said."""
-    return msgspec.msgpack.decode(b64decode(text), type=Tried)
+def read_measures(text: str) -> TrialMeasures:
+    """Decode a text of `WorkerTrials.take`."""
+    return msgspec.msgpack.decode(b64decode(text), type=TrialMeasures)
 
 
 class KeeperTrials:
-    """The keeper's: a canary of a model is one of all workers, and what they measure is the model's."""
+    """The trials of a keeper, which starts its canaries in all workers and collects their measures."""
 
     def __init__(self, models: Iterable[Served]) -> None:
         self._models = {served.name: served for served in models}
@@ -40,12 +40,12 @@ class KeeperTrials:
         for served in self._models.values():
             served.announce = partial(self._announce, served)
 
-    def heard(self, text: str) -> None:
-        """A worker has said what it has measured. What is of an earlier trial is nobody's."""
-        tried = read_tried(text)
-        canary = self._models[tried.model].canary
-        if canary is not None and tried.trial == self._words.get(tried.model):
-            canary.add(tried.measured)
+    def add(self, text: str) -> None:
+        """Add a worker's measures. Those of an earlier trial are ignored."""
+        measures = read_measures(text)
+        canary = self._models[measures.model].canary
+        if canary is not None and measures.trial == self._words.get(measures.model):
+            canary.add(measures.measured)
 
     def _announce(self, served: Served, canary: Canary | None) -> None:
         assert isinstance(served.switch, Control)
@@ -54,25 +54,25 @@ class KeeperTrials:
             served.switch.end_trial()
             return
         assert isinstance(canary.staged, Staged)
-        rules_are_mine = canary.plan._replace(promote_if="", abort_if="")
-        self._words[served.name] = begin_trial(served.switch, canary.staged, msgspec.msgpack.encode(rules_are_mine))
+        plan = canary.plan._replace(promote_if="", abort_if="")  # the keeper alone judges
+        self._words[served.name] = begin_trial(served.switch, canary.staged, msgspec.msgpack.encode(plan))
 
 
 class WorkerTrials:
-    """A worker's: its models look at each request whether something is on trial."""
+    """The trials of a worker, which checks at each request whether its keeper has one."""
 
     def __init__(self, models: Iterable[Served]) -> None:
         self._models = [_WorkerTrial(served) for served in models if not served.generates]
 
-    def told(self) -> Iterator[str]:
-        """What was measured since the last time: a `Tried` of each model with a trial."""
+    def take(self) -> Iterator[str]:
+        """Yield the measures of each trial since the last call, as encoded `TrialMeasures`."""
         for model in self._models:
-            if (tried := model.take()) is not None:
-                yield b64encode(msgspec.msgpack.encode(tried)).decode()  # JSON has no infinities
+            if (measures := model.take()) is not None:
+                yield b64encode(msgspec.msgpack.encode(measures)).decode()  # JSON has no infinities
 
 
 class _WorkerTrial:
-    """Of one model."""
+    """The trials of one model."""
 
     def __init__(self, served: Served) -> None:
         assert isinstance(served.switch, Control)
@@ -80,10 +80,10 @@ class _WorkerTrial:
         self._served, self._control, self._model = served, served.switch, served.model
         self._seen = 0
         self._lock = Lock()
-        served.look = self.look
+        served.sync_canary = self.sync
 
-    def look(self) -> None:
-        """Have the canary that the keeper has, if it has one."""
+    def sync(self) -> None:
+        """Start or end the canary, as the keeper has."""
         if self._control.trial == self._seen:
             return
         with self._lock:
@@ -91,12 +91,12 @@ class _WorkerTrial:
             if word != self._seen:
                 self._served.end_canary()
                 if (trial := self._model.find_trial(word)) is not None:
-                    self._served.try_out(trial, msgspec.msgpack.decode(trial.terms, type=CanaryPlan))
+                    self._served.set_canary(trial, msgspec.msgpack.decode(trial.terms, type=CanaryPlan))
                 self._seen = word
 
-    def take(self) -> Tried | None:
-        """What was measured of it since the last time."""
-        self.look()
+    def take(self) -> TrialMeasures | None:
+        """Return the measures since the last call, or None without a trial."""
+        self.sync()
         with self._lock:
             canary = self._served.canary
-            return Tried(self._served.name, self._seen, canary.take()) if canary is not None else None
+            return TrialMeasures(self._served.name, self._seen, canary.take()) if canary is not None else None

@@ -32,7 +32,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
-    """With the weights of seed 1; it follows nothing."""
+    """A server with the weights of seed 1 that follows nothing."""
     with administered({"tiny": load(tiny.path, weight_file(1))}, allow=(str(tmp_path),)) as running:
         yield running
 
@@ -47,7 +47,7 @@ def place(weight_file: WriteWeights, tmp_path: Path) -> DesiredPlace:
 
 @contextmanager
 def clients(server: Server) -> Iterator[None]:
-    """A block in which one client asks all the time."""
+    """Run a client that sends requests while the block runs."""
     ended = Event()
     failed = []
 
@@ -69,9 +69,9 @@ def clients(server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """`open_page(server)` gives the page of an operator; `token=None`: who has not entered one.
+    """`open_page(server)` opens an operator's page; `token=None`: without a token.
 
-    At the end nothing was asked of another server, and nothing was complained about but what `expected` names.
+    At the end no other server must have been called, and the console must show no errors but those in `expected`.
     """
     complaints: list[str] = []
     asked: list[tuple[str, str]] = []

@@ -22,7 +22,7 @@ WIDE = "document.documentElement.scrollWidth > innerWidth"
 
 @pytest.fixture
 def eventful(server: Server, weight_file: WriteWeights, place: DesiredPlace) -> Server:
-    """With something in each section."""
+    """A server whose page has something in each section."""
     change(server, "follow", place=place.where, interval=0.02)
     change(server, "swap", source=str(weight_file(2)), why="better " * 20)
     change(server, "swap", source=place.where)

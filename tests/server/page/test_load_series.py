@@ -21,7 +21,7 @@ LIMITS = (0.001, 0.01, 0.1, 1.0)
 
 @given(st.lists(st.floats(1e-5, 0.99), min_size=1, max_size=50), st.sampled_from([0.5, 0.99]))
 def test_a_quantile_lies_where_it_should(values: list[float], share: float) -> None:
-    """In the bucket of the value that numpy finds."""
+    """In the bucket of numpy's quantile."""
     histogram = Histogram("h", "h", buckets=LIMITS, registry=CollectorRegistry())
     for value in values:
         histogram.observe(value)

@@ -25,14 +25,14 @@ def wait(page: Any, name: str, text: str) -> None:
 
 
 def confirm(page: Any, button: str, why: str = "") -> None:
-    """In the dialog."""
+    """Confirm the dialog."""
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Why").fill(why)
     dialog.get_by_role("button", name=button).click()
 
 
 def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
-    """Without a reload: the new weights, who and why, the mark in the charts, and what is answered by which weights."""
+    """Without a reload: the new weights, user and reason, the mark in the charts, and the answers by weights."""
     page = open_page(server)
     with clients(server):
         wait(page, "load", "what is served")

@@ -1,4 +1,4 @@
-// A canary beside what is served: what was measured of both, how their answers differ, and what its rules wait for.
+// A canary beside the served weights: measures of both, differences between their answers, and its rules.
 
 import { html } from "./vendor/htm/preact.js";
 import { Facts, Id, Section, When, duration, number } from "./parts.js";
@@ -12,7 +12,7 @@ const MEASURED = [
   ["p99", "p99", duration],
 ];
 
-const told = (value, format) => (value === null || value === undefined ? "–" : format(value));
+const formatted = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 function Sides({ values }) {
   return html`<table>
@@ -28,8 +28,8 @@ function Sides({ values }) {
         ([name, field, format]) =>
           html`<tr key=${field}>
             <th scope="row">${name}</th>
-            <td>${told(values[field], format)}</td>
-            <td>${told(values[`served_${field}`], format)}</td>
+            <td>${formatted(values[field], format)}</td>
+            <td>${formatted(values[`served_${field}`], format)}</td>
           </tr>`,
       )}
     </tbody>
@@ -38,11 +38,12 @@ function Sides({ values }) {
 
 function differences({ compared, differing, max_abs, max_rel }, tolerance) {
   if (!compared) return "";
-  const most = `at most ${told(max_abs, number)}, or ${told(max_rel, share)}`;
-  return `${number(compared)} compared, ${told(differing, share)} differ by more than ${share(tolerance)}; ${most}`;
+  const most = `at most ${formatted(max_abs, number)}, or ${formatted(max_rel, share)}`;
+  const many = formatted(differing, share);
+  return `${number(compared)} compared, ${many} differ by more than ${share(tolerance)}; ${most}`;
 }
 
-/** The section, while there is one. Promote and Abort are at what is staged. */
+/** The section of a canary, if there is one. Its buttons are in the section of staged weights. */
 export function Canary({ canary, now }) {
   if (!canary) return null;
   const { values } = canary;

@@ -1,4 +1,4 @@
-// What an operator may change: a dialog shows what will be different, asks why, and says what the server says.
+// Dialogs of an operator's changes: each shows the effect, asks for a reason, and shows the server's error.
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact.js";
 import { Facts, Id, Labels, verified } from "./parts.js";
@@ -7,7 +7,7 @@ const none = html`<span class="muted">nothing</span>`;
 const shown = (weights) =>
   weights ? html`<${Id} id=${weights.weights_id} /><${Labels} labels=${weights.labels} />` : none;
 
-/** By call: its title, the button, what is different afterwards, and what goes with the request, if anything. */
+/** By call: the title, the button, the rows that show the effect, and the request's fields, if any. */
 const CHANGES = {
   commit: {
     title: "Commit the staged weights?",
@@ -58,39 +58,39 @@ const CHANGES = {
   },
 };
 
-const lookedAt = ({ served, staged, following }) =>
+const seenState = ({ served, staged, following }) =>
   JSON.stringify([served?.weights_id, staged?.weights_id, staged?.source, following?.revision]);
 
-function written(call, { following }) {
+function writtenTo(call, { following }) {
   if (call === "discard") return "";
   if (!following) return "This process alone: it follows no place.";
   return `${following.place}, which has revision ${following.revision}`;
 }
 
-/** A dialog about one change of a model. `asked`: the call, and for a rollback its target; send: does it. */
-export function Confirm({ asked, model, send, close }) {
-  const { title, button, rows, body = () => ({}) } = CHANGES[asked.call];
+/** A dialog for one change of a model. change: the call, and for a rollback its target. send: posts the request. */
+export function Confirm({ change, model, send, close }) {
+  const { title, button, rows, body = () => ({}) } = CHANGES[change.call];
   const dialog = useRef();
-  const [seen] = useState(() => lookedAt(model));
-  const [before] = useState(model); // what the dialog is about, whatever comes meanwhile
+  const [seen] = useState(() => seenState(model));
+  const [before] = useState(model); // as it was when the dialog was opened
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState(null);
-  const outdated = !busy && seen !== lookedAt(model);
-  const holds = asked.call === "rollback" && before.following;
+  const outdated = !busy && seen !== seenState(model);
+  const holds = change.call === "rollback" && before.following;
   useLayoutEffect(() => dialog.current.showModal(), []);
 
   const submit = async (event) => {
     event.preventDefault();
     const form = new FormData(event.target);
-    const more = holds ? { hold: form.has("hold") } : {};
+    const hold = holds ? { hold: form.has("hold") } : {};
     const revision = before.following ? { revision: before.following.revision } : {};
     setBusy(true);
     setError(null);
     try {
-      await send(asked.call, { ...body(before, asked.target), why: form.get("why"), ...more, ...revision });
+      await send({ ...body(before, change.target), why: form.get("why"), ...hold, ...revision });
       dialog.current.close();
-    } catch (refused) {
-      setError(refused);
+    } catch (error) {
+      setError(error);
       setBusy(false);
     }
   };
@@ -99,7 +99,7 @@ export function Confirm({ asked, model, send, close }) {
     <form onSubmit=${submit}>
       <h2 id="confirm-title">${title}</h2>
       <${Facts}
-        rows=${[["Model", before.name], ...rows(before, asked.target), ["Written to", written(asked.call, before)]]}
+        rows=${[["Model", before.name], ...rows(before, change.target), ["Written to", writtenTo(change.call, before)]]}
       />
       <label class="field">
         <span>Why <span class="muted">(for the log, and whoever comes after you)</span></span>

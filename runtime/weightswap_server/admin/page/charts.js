@@ -3,23 +3,23 @@
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm/preact.js";
 import { clock, duration, number } from "./parts.js";
 
-const LONGEST = 600; // seconds that are shown
+const LONGEST = 600; // seconds of the time axis
 const SHORTEST = 30;
 const HEIGHT = 150;
-const SPACE = 14; // above the plot, for the names of commits
+const SPACE = 14; // pixels above the plot, for the names of commits
 
-/** Colours as a canvas takes them; by the names of variables. */
+/** Return the colours of CSS variables, as a canvas takes them. */
 function colours(element, names) {
   const probe = element.appendChild(document.createElement("span"));
-  const found = names.map((name) => {
+  const resolved = names.map((name) => {
     probe.style.color = `var(--${name})`;
     return getComputedStyle(probe).color;
   });
   probe.remove();
-  return found;
+  return resolved;
 }
 
-/** From zero, with room above; or by powers of ten, where a few large values would hide all others. */
+/** Scales: from zero, with room above; or logarithmic, for values of very different sizes. */
 const SCALES = {
   even: (least) => ({ scale: { range: (_plot, _low, high) => [0, Math.max(high * 1.1, least)] }, axis: {} }),
   powers: (least) => ({
@@ -64,7 +64,7 @@ function drawMarks(plot, marks, colour) {
   ctx.font = `${11 * ratio}px system-ui`;
   ctx.textAlign = "center";
   ctx.setLineDash([4 * ratio, 3 * ratio]);
-  let free = Infinity; // to the left of it, a name has room; the youngest have theirs
+  let free = Infinity; // names left of this have room; the latest come first
   for (const { at, name } of marks.toReversed()) {
     if (at < plot.scales.x.min || at > plot.scales.x.max) continue;
     const x = plot.valToPos(at, "x", true);
@@ -79,9 +79,9 @@ function drawMarks(plot, marks, colour) {
   ctx.restore();
 }
 
-/** One chart. Its legend has the numbers at the cursor, or at the end.
+/** One chart. Its legend has the values at the cursor, or else the latest.
  *
- * series: name, hue, values; scale: of SCALES, which goes up to `least` at least.
+ * series: name, hue, values; scale: a key of SCALES; least: the smallest upper end of the axis.
  */
 function Chart(props) {
   const { title, times, series, format, marks } = props;
@@ -94,9 +94,9 @@ function Chart(props) {
   useLayoutEffect(() => {
     const build = () => {
       plot.current?.destroy();
-      const made = options(element.current, props, latest);
-      made.hooks.setCursor = [({ cursor }) => setAt(cursor.idx ?? null)];
-      plot.current = new uPlot(made, null, element.current);
+      const settings = options(element.current, props, latest);
+      settings.hooks.setCursor = [({ cursor }) => setAt(cursor.idx ?? null)];
+      plot.current = new uPlot(settings, null, element.current);
     };
     build();
     const scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -135,33 +135,33 @@ function Chart(props) {
 
 const rate = (value) => `${number(value)}/s`;
 
-/** The three charts of a model. points: as the stream has them; commits: receipts. */
+/** The three charts of a model. points: of the stream's `load` events; commits: receipts. */
 export function Load({ points, commits }) {
   const times = points.map(({ time }) => time);
   const marks = commits.map((receipt) => ({ at: receipt.committed_at, name: `gen ${receipt.generation}` }));
-  const each = (name, hue, value) => ({ name, hue, values: points.map(value) });
+  const line = (name, hue, value) => ({ name, hue, values: points.map(value) });
   const per = (field) => (point) => point[field] / point.seconds;
   const rates = { times, marks, format: rate, scale: "even", least: 1 };
   return html`<div class="charts">
     <${Chart}
       ...${{ times, marks, format: duration, scale: "powers", least: 0.001 }}
       title="Latency"
-      series=${[each("p50", "hue-1", ({ p50 }) => p50), each("p99", "hue-2", ({ p99 }) => p99)]}
+      series=${[line("p50", "hue-1", ({ p50 }) => p50), line("p99", "hue-2", ({ p99 }) => p99)]}
     />
     <${Chart}
       ...${rates}
       title="Throughput"
-      series=${[each("answered", "hue-3", per("answered"))]}
+      series=${[line("answered", "hue-3", per("answered"))]}
     />
     <${Chart}
       ...${rates}
       title="Errors"
-      series=${[each("failed (5xx)", "bad", per("failed")), each("refused (4xx)", "hue-7", per("refused"))]}
+      series=${[line("failed (5xx)", "bad", per("failed")), line("refused (4xx)", "hue-7", per("refused"))]}
     />
   </div>`;
 }
 
-/** Which weights have answered in the last minute. */
+/** The share of answers of the last minute, by weights. */
 export function Answering({ points, now, model }) {
   const names = { [model.served?.weights_id]: "what is served", [model.canary?.weights_id]: "the canary" };
   const counts = { "what is served": 0, "the canary": 0, others: 0 };
@@ -177,8 +177,8 @@ export function Answering({ points, now, model }) {
       Nothing was answered in the last minute. Requests come as <code>POST /v2/models/${model.name}/infer</code> to the
       port of clients.
     </p>`;
-  const told = Object.entries(counts)
+  const parts = Object.entries(counts)
     .filter(([, count]) => count)
     .map(([name, count]) => `${name} ${number(count)} (${number((100 * count) / total)} %)`);
-  return html`<p class="hint">Answered in the last minute, by weights: ${told.join(", ")}</p>`;
+  return html`<p class="hint">Answered in the last minute, by weights: ${parts.join(", ")}</p>`;
 }

@@ -1,9 +1,9 @@
-// Commits with their receipts, and what was refused, the youngest first.
+// Commits with their receipts, and refusals, the latest first.
 
 import { html, useState } from "./vendor/htm/preact.js";
 import { Facts, Id, Labels, Section, When, bytes, duration, plain } from "./parts.js";
 
-const FIRST = 20; // entries that are shown at once
+const FIRST = 20; // entries that are shown at first
 
 const FORMATS = {
   bytes_read: bytes,
@@ -13,12 +13,12 @@ const FORMATS = {
   seconds_paused: duration,
   committed_at: (at) => new Date(at * 1000).toISOString(),
 };
-const OWN = new Set(["generation", "labels", "why", "by"]); // which the entry shows itself
+const IN_ENTRY = new Set(["generation", "labels", "why", "by"]); // fields that the entry itself shows
 
 const empty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
 
 function Receipt({ receipt }) {
-  const fields = Object.entries(receipt).filter(([name, value]) => !OWN.has(name) && !empty(value));
+  const fields = Object.entries(receipt).filter(([name, value]) => !IN_ENTRY.has(name) && !empty(value));
   const rows = fields.map(([name, value]) => [name.replaceAll("_", " "), (FORMATS[name] ?? plain)(value)]);
   return html`<details>
     <summary>Receipt</summary>
@@ -42,7 +42,7 @@ function Commit({ receipt, now, serving, rollBack }) {
       <${Labels} labels=${labels} />
       <span class="muted push"><${When} at=${committed_at} now=${now} /></span>
     </div>
-    <div class="told line">
+    <div class="info line">
       <span>
         ${kind === "full" ? "" : `${kind}, `}${by && `by ${by}, `}paused${" "}
         ${duration(seconds_paused)}${why && html`: <q>${why}</q>`}
@@ -61,7 +61,7 @@ function Desired({ weights, now, rollBack }) {
       <${Labels} labels=${weights.labels} />
       <span class="muted push"><${When} at=${weights.since} now=${now} /></span>
     </div>
-    <div class="told line">
+    <div class="info line">
       <span>
         ${weights.by && `by ${weights.by}, `}not served by this process yet
         ${weights.why && html`: <q>${weights.why}</q>`}
@@ -80,33 +80,34 @@ function Refusal({ refusal, now }) {
       ${kind && html`<strong>${kind}</strong>`}
       <span class="muted push"><${When} at=${time} now=${now} /></span>
     </div>
-    ${error && html`<p class="told reason">${error}</p>`}
-    <p class="told muted">${source}${by && `, by ${by}`}${phase && `, while ${phase}`}</p>
+    ${error && html`<p class="info reason">${error}</p>`}
+    <p class="info muted">${source}${by && `, by ${by}`}${phase && `, while ${phase}`}</p>
   </li>`;
 }
 
-/** What a model may be rolled back to, by weights id. */
+/** Weights that a model can be rolled back to, by weights id. */
 function targets(history, model) {
   const served = model.served?.weights_id;
   const full = history.receipts.filter(({ kind }) => kind === "full");
   const known = model.following ? [...history.withdrawn, ...history.desired] : full;
-  return new Map(known.filter(({ weights_id }) => weights_id !== served).map((each) => [each.weights_id, each]));
+  const earlier = known.filter(({ weights_id }) => weights_id !== served);
+  return new Map(earlier.map((weights) => [weights.weights_id, weights]));
 }
 
-function entries(history, model, now, ask) {
+function entries(history, model, now, openDialog) {
   const back = targets(history, model);
-  const rollBack = (id) => back.has(id) && (() => ask({ call: "rollback", target: back.get(id) }));
+  const rollBack = (id) => back.has(id) && (() => openDialog({ call: "rollback", target: back.get(id) }));
   const seen = new Set(history.receipts.map(({ weights_id }) => weights_id));
   const commits = history.receipts.map((receipt) => {
     const serving = receipt.generation === model.served?.generation;
-    const more = { receipt, now, serving, rollBack: rollBack(receipt.weights_id) };
-    return [receipt.committed_at, html`<${Commit} key=${`commit ${receipt.generation}`} ...${more} />`];
+    const props = { receipt, now, serving, rollBack: rollBack(receipt.weights_id) };
+    return [receipt.committed_at, html`<${Commit} key=${`commit ${receipt.generation}`} ...${props} />`];
   });
   const desired = [...back.values()]
     .filter(({ weights_id }) => !seen.has(weights_id))
     .map((weights) => {
-      const more = { weights, now, rollBack: rollBack(weights.weights_id) };
-      return [weights.since, html`<${Desired} key=${`desired ${weights.weights_id}`} ...${more} />`];
+      const props = { weights, now, rollBack: rollBack(weights.weights_id) };
+      return [weights.since, html`<${Desired} key=${`desired ${weights.weights_id}`} ...${props} />`];
     });
   const refusals = history.refusals.map((refusal, index) => [
     refusal.time,
@@ -115,10 +116,10 @@ function entries(history, model, now, ask) {
   return [...commits, ...desired, ...refusals].sort(([one], [other]) => other - one).map(([, entry]) => entry);
 }
 
-/** The section. history: null while it is on its way. */
-export function History({ history, model, now, ask }) {
+/** The section of the history. history: null while it is loading. */
+export function History({ history, model, now, openDialog }) {
   const [all, setAll] = useState(false);
-  const known = history ? entries(history, model, now, ask) : [];
+  const known = history ? entries(history, model, now, openDialog) : [];
   const hidden = all ? 0 : Math.max(0, known.length - FIRST);
   return html`<${Section} id="history" title="History">
     ${!known.length && html`<p class="hint">${history ? "Nothing was committed or refused yet." : "Loading…"}</p>`}

@@ -1,4 +1,4 @@
-// One model: what it serves, what is staged, what it follows, its load and its history.
+// One model: its served and staged weights, the source that it follows, its load and its history.
 
 import { html } from "./vendor/htm/preact.js";
 import { Canary } from "./canary.js";
@@ -7,7 +7,7 @@ import { History } from "./history.js";
 import { Facts, Id, Labels, Section, When, bytes, plain, verified } from "./parts.js";
 import { Processes } from "./processes.js";
 
-const KNOWN = new Set([
+const SHOWN_FIELDS = new Set([
   "name",
   "methods",
   "ready",
@@ -39,8 +39,8 @@ function state({ failed, loaded, ready, served }) {
 
 function Served({ model, server, now }) {
   const { served } = model;
-  const [look, says] = state(model);
-  return html`<${Section} id="served" title="Served" actions=${html`<span class=${`badge ${look}`}>${says}</span>`}>
+  const [tone, text] = state(model);
+  return html`<${Section} id="served" title="Served" actions=${html`<span class=${`badge ${tone}`}>${text}</span>`}>
     ${
       served
         ? html`<p class="weights">
@@ -79,21 +79,21 @@ function Progress({ staging }) {
   </label>`;
 }
 
-function Staged({ model, now, ask }) {
+function Staged({ model, now, openDialog }) {
   const { staged, staging, canary } = model;
-  const act = (call, name, enabled, strong) =>
+  const button = (call, name, enabled, strong) =>
     html`<button
       type="button"
       class=${`button ${strong ? "strong" : ""}`}
       disabled=${!enabled}
-      onClick=${() => ask({ call })}
+      onClick=${() => openDialog({ call })}
     >
       ${name}
     </button>`;
   const actions =
     staged &&
-    html`${act("discard", staged.ready && !canary ? "Discard" : "Abort", true)}
-    ${act("commit", canary ? "Promote" : "Commit", staged.ready, true)}`;
+    html`${button("discard", staged.ready && !canary ? "Discard" : "Abort", true)}
+    ${button("commit", canary ? "Promote" : "Commit", staged.ready, true)}`;
   return html`<${Section} id="staged" title="Staged" actions=${actions}>
     ${staging && html`<${Progress} staging=${staging} />`}
     ${
@@ -123,22 +123,22 @@ function Staged({ model, now, ask }) {
   <//>`;
 }
 
-function Following({ model, now, ask }) {
+function Following({ model, now, openDialog }) {
   const { following } = model;
   if (!following) return null;
   const { on_hold, agrees, reachable, error } = following;
   const call = on_hold ? "release" : "hold";
-  const actions = html`<button type="button" class="button" onClick=${() => ask({ call })}>
+  const actions = html`<button type="button" class="button" onClick=${() => openDialog({ call })}>
     ${on_hold ? "Release" : "Hold"}
   </button>`;
-  const [look, says] = !reachable
+  const [tone, text] = !reachable
     ? ["bad", "the place cannot be read; what is served is served on"]
     : agrees
       ? ["good", "serves what is desired"]
       : ["mark", "does not serve what is desired yet"];
   return html`<${Section} id="following" title="Desired state" actions=${actions}>
     <p class="line">
-      <span class=${`badge ${look}`}>${says}</span>
+      <span class=${`badge ${tone}`}>${text}</span>
       ${on_hold && html`<span class="badge mark">on hold</span>`}
     </p>
     ${error && html`<p class="note bad">${error}</p>`}
@@ -175,26 +175,27 @@ function Watching({ model }) {
   <//>`;
 }
 
-/** What a newer server says of a model: its fields, as they are. */
+/** Fields of a newer server that this page does not know, as they are. */
 function Others({ model }) {
-  const known = Object.entries(model).filter(([name, value]) => !KNOWN.has(name) && value !== null);
+  const known = Object.entries(model).filter(([name, value]) => !SHOWN_FIELDS.has(name) && value !== null);
   return known.map(([name, value]) => {
-    const rows = value && typeof value === "object" ? Object.entries(value) : [[name, value]];
+    const fields = value && typeof value === "object" ? Object.entries(value) : [[name, value]];
+    const rows = fields.map(([field, item]) => [field.replaceAll("_", " "), item === null ? "" : plain(item)]);
     return html`<${Section} key=${name} id=${`other-${name}`} title=${name.replaceAll("_", " ")}>
-      <${Facts} rows=${rows.map(([field, told]) => [field.replaceAll("_", " "), told === null ? "" : plain(told)])} />
+      <${Facts} rows=${rows} />
     <//>`;
   });
 }
 
-/** All sections of a model. ask: opens a dialog about a change. */
-export function Model({ model, server, points, history, now, ask }) {
+/** All sections of a model. openDialog: opens a dialog for a change. */
+export function Model({ model, server, points, history, now, openDialog }) {
   const commits = history?.receipts ?? [];
   return html`<div class="columns">
       <${Served} model=${model} server=${server} now=${now} />
-      <${Staged} model=${model} now=${now} ask=${ask} />
+      <${Staged} model=${model} now=${now} openDialog=${openDialog} />
     </div>
     <${Canary} canary=${model.canary} now=${now} />
-    <${Following} model=${model} now=${now} ask=${ask} />
+    <${Following} model=${model} now=${now} openDialog=${openDialog} />
     <${Watching} model=${model} />
     <${Processes} processes=${server.processes} name=${model.name} now=${now} />
     <${Others} model=${model} />
@@ -202,5 +203,5 @@ export function Model({ model, server, points, history, now, ask }) {
       <${Load} points=${points} commits=${commits} />
       <${Answering} points=${points} now=${now} model=${model} />
     <//>
-    <${History} history=${history} model=${model} now=${now} ask=${ask} />`;
+    <${History} history=${history} model=${model} now=${now} openDialog=${openDialog} />`;
 }

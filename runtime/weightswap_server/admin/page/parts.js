@@ -1,34 +1,34 @@
-// What all sections are made of: ids, times, facts, numbers as people read them.
+// Parts of all sections: ids, times, facts, formatted numbers.
 
 import { html, useState } from "./vendor/htm/preact.js";
 
-const SHOWN = 12; // letters of an id
+const SHOWN = 12; // characters of an id
 
 const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "long" });
-/** A local time of today. */
+/** Format of a local time of today. */
 export const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
 const dated = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
-/** A count with separators, or with few digits where it is small. */
+/** Format a number with separators, or with three digits if it is small. */
 export function number(value) {
   return value.toLocaleString(undefined, value < 100 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 0 });
 }
 
-/** A time span, given in seconds. */
+/** Format a time span in seconds. */
 export function duration(seconds) {
   const units = Object.entries({ s: 1, ms: 1e-3, µs: 0 });
   const [name, size] = units.find(([, least]) => seconds >= least);
   return `${(seconds / (size || 1e-6)).toLocaleString(undefined, { maximumSignificantDigits: 3 })} ${name}`;
 }
 
-/** Bytes, by 1000. */
+/** Format bytes in units of 1000. */
 export function bytes(value) {
   const step = value < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(value) / 3));
   const name = ["bytes", "kB", "MB", "GB", "TB"][step];
   return `${(value / 1000 ** step).toLocaleString(undefined, { maximumSignificantDigits: 3 })} ${name}`;
 }
 
-/** The first letters of an id, and a way to the others. */
+/** The beginning of an id, with a button that copies all of it. */
 export function Id({ id, what = "weights id" }) {
   const [copied, setCopied] = useState(false);
   const copy = async () => {
@@ -46,7 +46,7 @@ export function Id({ id, what = "weights id" }) {
 
 async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).catch(() => {});
-  const area = document.createElement("textarea"); // a page that did not come by TLS has no clipboard
+  const area = document.createElement("textarea"); // without TLS there is no navigator.clipboard
   area.value = text;
   document.body.append(area);
   area.select();
@@ -54,7 +54,7 @@ async function copyText(text) {
   area.remove();
 }
 
-/** A local time, how long ago that is, and the exact one on hover. Seconds since the epoch. */
+/** A local time and its age, with the exact time on hover. at, now: seconds since the epoch. */
 export function When({ at, now }) {
   const date = new Date(at * 1000);
   const today = date.toDateString() === new Date(now * 1000).toDateString();
@@ -63,7 +63,7 @@ export function When({ at, now }) {
   </time>`;
 }
 
-/** How long ago, roughly; seconds. */
+/** Format an age in seconds, roughly. */
 export function ago(seconds) {
   const units = Object.entries({ d: 86400, h: 3600, min: 60 });
   const unit = units.find(([, size]) => seconds >= 2 * size);
@@ -71,7 +71,7 @@ export function ago(seconds) {
   return seconds < 5 ? "just now" : `${Math.floor(seconds)} s ago`;
 }
 
-/** Names and values; what has none is left out. */
+/** Names and values. Rows without a value are left out. */
 export function Facts({ rows }) {
   const known = rows.filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false);
   return html`<dl class="facts">
@@ -88,14 +88,14 @@ export function Labels({ labels }) {
   </ul>`;
 }
 
-/** How weights were verified. */
+/** Describe how weights were verified. */
 export function verified(how) {
   return (
     { goldens: "goldens were reproduced", finite: "outputs are finite", none: "nothing to try them with" }[how] ?? how
   );
 }
 
-/** Whatever a document has, as text. */
+/** Format any value of a document. */
 export function plain(value) {
   return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
 }

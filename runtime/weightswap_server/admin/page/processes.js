@@ -1,9 +1,9 @@
-// The keeper and the workers of a server: which weights each serves, since when, and what it has answered.
+// The keeper and the workers of a server: served weights, start time, and number of answers of each.
 
 import { html } from "./vendor/htm/preact.js";
 import { Id, Section, When, number } from "./parts.js";
 
-const SILENT = 3; // seconds; they speak each second
+const SILENT = 3; // seconds; processes report each second
 
 function state({ ready, since, heard }, now) {
   if (heard > since && now - heard > SILENT) return ["bad", `silent for ${Math.round(now - heard)} s`];
@@ -12,10 +12,10 @@ function state({ ready, since, heard }, now) {
 
 function Row({ process, name, now }) {
   const serving = process.models[name];
-  const [look, says] = state(process, now);
+  const [tone, text] = state(process, now);
   return html`<tr>
     <th scope="row">${process.name}</th>
-    <td><span class=${`badge ${look}`}>${says}</span></td>
+    <td><span class=${`badge ${tone}`}>${text}</span></td>
     <td>${serving?.generation ?? ""}</td>
     <td>${serving?.weights_id && html`<${Id} id=${serving.weights_id} />`}</td>
     <td>${process.role === "keeper" ? "" : number(process.answered)}</td>
@@ -24,7 +24,7 @@ function Row({ process, name, now }) {
   </tr>`;
 }
 
-/** Where there are several processes. name: of the model. */
+/** The section of processes, if there are several. name: of the model. */
 export function Processes({ processes, name, now }) {
   if (processes.length < 2) return null;
   return html`<${Section} id="processes" title="Processes">

@@ -1,4 +1,4 @@
-// The page: asks for a token, listens to the server, and shows one model.
+// The operators' page: asks for a token, listens to the server, and shows one model.
 
 import { html, render, useEffect, useReducer, useState } from "./vendor/htm/preact.js";
 import { Confirm } from "./changes.js";
@@ -8,7 +8,7 @@ import { ago } from "./parts.js";
 
 const KEY = "weightswap-token";
 const MOST_POINTS = 600;
-const TOLD = new Set([
+const HISTORY_EVENTS = new Set([ // after which the history is read again
   "committed",
   "rolled back",
   "refused",
@@ -19,8 +19,8 @@ const TOLD = new Set([
   "discarded",
 ]);
 
-/** What the page knows, after one more thing: of the stream, or an answer. */
-function known(state, [kind, data]) {
+/** Reduce the page's state by a message of the event stream, or a response. */
+function reduce(state, [kind, data]) {
   switch (kind) {
     case "status":
       return { ...state, server: data, connected: true };
@@ -35,7 +35,7 @@ function known(state, [kind, data]) {
     case "history":
       return { ...state, histories: { ...state.histories, [data.model]: data.history } };
     case "event":
-      return TOLD.has(data.kind) ? { ...state, changes: state.changes + 1 } : state;
+      return HISTORY_EVENTS.has(data.kind) ? { ...state, changes: state.changes + 1 } : state;
   }
   return state;
 }
@@ -61,8 +61,8 @@ function SignIn({ why, enter }) {
       if (!/^[!-~]+$/.test(token)) throw new Error("a token has letters, digits and signs, and no spaces");
       await call(token, "admin/status");
       enter(token, form.has("keep"));
-    } catch (refused) {
-      setError(refused.name === "TypeError" ? "the server does not answer" : refused.message);
+    } catch (error) {
+      setError(error.name === "TypeError" ? "the server does not answer" : error.message);
       setBusy(false);
     }
   };
@@ -117,24 +117,24 @@ function Top({ server, connected, model, leave }) {
   </header>`;
 }
 
-function said({ model, receipt }, name) {
+function doneText({ model, receipt }, name) {
   if (!receipt) return `${model}: ${name} is done.`;
   return `${model}: ${name} is done; generation ${receipt.generation} serves ${receipt.weights_id.slice(0, 12)}.`;
 }
 
 function Desk({ token, leave }) {
   const start = { server: null, load: {}, histories: {}, connected: false, changes: 0 };
-  const [{ server, load, histories, connected, changes }, know] = useReducer(known, start);
-  const [, turn] = useReducer((count) => count + 1, 0);
-  const [asked, ask] = useState(null);
+  const [{ server, load, histories, connected, changes }, dispatch] = useReducer(reduce, start);
+  const [, rerender] = useReducer((count) => count + 1, 0);
+  const [change, setChange] = useState(null);
   const [done, setDone] = useState("");
   useEffect(() => {
     const ended = new AbortController();
-    listen(token, (kind, data) => know([kind, data]), ended.signal).catch((error) => leave(error.message));
-    addEventListener("hashchange", turn);
+    listen(token, (kind, data) => dispatch([kind, data]), ended.signal).catch((error) => leave(error.message));
+    addEventListener("hashchange", rerender);
     return () => {
       ended.abort();
-      removeEventListener("hashchange", turn);
+      removeEventListener("hashchange", rerender);
     };
   }, []);
   const model = server && selected(server.models);
@@ -143,25 +143,26 @@ function Desk({ token, leave }) {
     if (!name || !connected) return;
     const path = `admin/models/${encodeURIComponent(name)}/history`;
     call(token, path).then(
-      (history) => know(["history", { model: name, history }]),
+      (history) => dispatch(["history", { model: name, history }]),
       () => {},
     );
   }, [name, connected, changes, model?.served?.generation, model?.following?.revision]);
   useEffect(() => {
     if (model) document.title = `${name}: generation ${model.served?.generation ?? "none"} · weightswap`;
   });
-  const send = async (change, body) => {
-    const changed = await call(token, `admin/models/${encodeURIComponent(asked.model)}/${change}`, body);
-    know(["changed", changed]);
-    setDone(said(changed, change));
+  const send = async (body) => {
+    const changed = await call(token, `admin/models/${encodeURIComponent(change.model)}/${change.call}`, body);
+    dispatch(["changed", changed]);
+    setDone(doneText(changed, change.call));
   };
-  const open = (change) => {
+  const openDialog = (requested) => {
     setDone("");
-    ask({ ...change, model: name, at: performance.now() });
+    setChange({ ...requested, model: name, at: performance.now() });
   };
   if (!model) return html`<main><p class="hint">${connected ? "No models." : "Connecting…"}</p></main>`;
-  const close = () => ask((now) => (now === asked ? null : now)); // a dialog says so late
-  const about = asked && server.models.find((each) => each.name === asked.model);
+  // a dialog's close event may come after the next dialog was opened
+  const close = () => setChange((current) => (current === change ? null : current));
+  const changedModel = change && server.models.find(({ name }) => name === change.model);
   return html`<${Top} server=${server} connected=${connected} model=${model} leave=${() => leave("")} />
     <main class=${connected ? "" : "stale"}>
       <div role="status">${done && html`<p class="note good">${done}</p>`}</div>
@@ -172,18 +173,18 @@ function Desk({ token, leave }) {
         points=${load[name] ?? []}
         history=${histories[name] ?? null}
         now=${server.time}
-        ask=${open}
+        openDialog=${openDialog}
       />
     </main>
-    ${about && html`<${Confirm} key=${asked.at} asked=${asked} model=${about} send=${send} close=${close} />`}`;
+    ${changedModel && html`<${Confirm} key=${change.at} ...${{ change, send, close }} model=${changedModel} />`}`;
 }
 
 function Page() {
   const [token, setToken] = useState(sessionStorage.getItem(KEY));
   const [why, setWhy] = useState("");
-  const enter = (given, keep) => {
-    if (keep) sessionStorage.setItem(KEY, given);
-    setToken(given);
+  const enter = (token, keep) => {
+    if (keep) sessionStorage.setItem(KEY, token);
+    setToken(token);
   };
   const leave = (reason) => {
     sessionStorage.removeItem(KEY);
