@@ -190,7 +190,7 @@ def human_bytes(size: int) -> str:
     value, units = float(size), iter(("B", "kB", "MB", "GB"))
     unit = next(units)
     for larger in units:
-        if value < 1000:
+        if round(value, 1) < 1000:
             break
         value, unit = value / 1000, larger
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

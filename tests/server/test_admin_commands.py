@@ -87,6 +87,7 @@ def test_what_is_refused_is_said(server: Server, model: Model, weight_file: Writ
         ([bad], 1, "DigestMismatch|digest"),
         ([tmp_path / "none.safetensors"], 2, "there is no such file"),
         ([tmp_path], 2, "one weight file is uploaded"),
+        (["https://models/v2.safetensors"], 2, r"https://models/v2\.safetensors: one weight file .* --point"),
         ([weight_file(2), "--point"], 1, "admin-allow"),
         ([weight_file(2), "--model", "other"], 1, "no model is called other"),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -62,17 +61,22 @@ def canary(
     """
     if promote and abort:
         raise typer.BadParameter("--promote and --abort: give one")
+    starts = share is not None or shadow or weights is not None
+    if (promote_if or abort_if is not None) and not starts:
+        raise typer.BadParameter(
+            "--promote-if and --abort-if are of a canary that starts: give --share or --shadow, too"
+        )
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)
         path, status = f"/admin/models/{name}", None
         if promote or abort:
             client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})
-        elif share is not None or shadow or weights is not None:
+        elif starts:
             request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
-                request |= {"source": source_of(weights)} if point else upload(client, Path(weights))
+                request |= {"source": source_of(weights)} if point else upload(client, weights)
             status = client.post(f"{path}/canary", request)["status"]
         promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
         _show(client.get(path), as_json)

@@ -83,7 +83,7 @@ def push(
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        request |= {"source": source_of(weights)} if point else upload(client, Path(weights))
+        request |= {"source": source_of(weights)} if point else upload(client, weights)
         with _staging_progress(client, name):
             response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
         if as_json:
@@ -107,10 +107,10 @@ def source_of(weights: str) -> str:
     return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - the server resolves links
 
 
-def upload(client: AdminClient, path: Path) -> dict[str, Any]:
+def upload(client: AdminClient, weights: str) -> dict[str, Any]:
     """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it."""
-    where = printable(str(path))
-    if not is_url(str(path)) and not path.exists():
+    where, path = printable(weights), Path(weights)
+    if not is_url(weights) and not path.exists():
         raise Unsupported(f"{where}: there is no such file")
     if not path.is_file() or path.suffix != SUFFIX:
         raise Unsupported(f"{where}: one weight file is uploaded; --point names what the server can read")

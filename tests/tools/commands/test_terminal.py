@@ -15,7 +15,7 @@ from torch import nn
 from tests.support import warm
 from weightswap_exporter import export, pack
 from weightswap_runtime.messages import visible
-from weightswap_tools.terminal import printable_json
+from weightswap_tools.terminal import human_bytes, printable_json
 
 EVIL = "evil\nverdict     equal\r\x1b[31m\x9b2J\u202e[red]"
 MAIN = "from weightswap_tools.program import main; main()"
@@ -131,3 +131,11 @@ def test_json_has_no_raw_control_characters() -> None:
     assert raw == rb'{"a\u009b2J\u007f\u0085' + "é".encode() + rb'":["a\u009b2J\u007f\u0085' + "é".encode() + b'"]}'
     assert json.loads(raw) == {text: [text]}
     assert not any("\x7f" <= letter <= "\x9f" for letter in printable_json({"\udcff": text}).decode())
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_960, "1.0 MB"), (10**13, "10000.0 GB")],
+)
+def test_sizes(size: int, text: str) -> None:
+    assert human_bytes(size) == text
