@@ -23,7 +23,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, lists, texts and numbers alone."""
+        """Return the fields as dicts, lists, texts and numbers alone."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 

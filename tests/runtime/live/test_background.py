@@ -255,7 +255,7 @@ def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
 
     with (
         model._gate._lock,
-        model._store.turns._claiming,
+        model._store.turns._claim_lock,
         model._store.closing,
         staged._closing,
         staged._task.job._lock,

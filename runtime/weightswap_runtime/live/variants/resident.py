@@ -58,7 +58,7 @@ class VariantReceipt:
     nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, tuples, texts and numbers alone."""
+        """Return the fields as dicts, tuples, texts and numbers alone."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 

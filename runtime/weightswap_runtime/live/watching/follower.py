@@ -35,7 +35,7 @@ class FollowStatus(NamedTuple):
     error: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as plain values."""
+        """Return the fields by name, as plain values."""
         return self._asdict()
 
 
