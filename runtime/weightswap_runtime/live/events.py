@@ -102,7 +102,7 @@ class Event:
     variant: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as dicts, tuples, texts and numbers alone; of an error its class, its text and its problems."""
+        """Return the fields as dicts, tuples, texts and numbers; an error as its class, its text and its problems."""
         fields: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_error_fields)
         return fields
 

@@ -60,7 +60,7 @@ def test_commits_between_the_word_and_the_hold(
 @pytest.mark.parametrize("waits", [True, False], ids=["protocol", "no wait for the idle arena"])
 def test_a_call_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
-        monkeypatch.setattr(KeeperGate, "_await_workers", lambda *_: None)
+        monkeypatch.setattr(KeeperGate, "_wait_for_workers", lambda *_: None)
     with segment() as shared:
         keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
         keeper.swap()
@@ -184,7 +184,7 @@ def test_a_trial_ends_before_it_is_overwritten(ends: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("waits", [True, False], ids=["protocol", "no wait for the idle arena"])
 def test_a_call_of_a_trial_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
-        monkeypatch.setattr(KeeperGate, "_await_workers", lambda *_: None)
+        monkeypatch.setattr(KeeperGate, "_wait_for_workers", lambda *_: None)
     with segment() as shared:
         keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
         keeper.swap()

@@ -172,7 +172,7 @@ def test_a_swap_by_hand_in_between_is_waited_for(model: Model, directory: Direct
     with model.watch(directory.path, SOON) as watcher:
         with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))) as staged:
             directory.write(1)
-            assert eventually(model._store.turns._swapping.locked)
+            assert eventually(model._store.turns._swap_lock.locked)
             staged.commit()
         assert eventually(lambda: model.generation == 1)
         assert serves(model, 1)

@@ -38,7 +38,7 @@ def test_what_another_has_put_in_while_the_turn_was_waited_for_is_not_put_in_aga
     model: Model, directory: Directory, tmp_path: Path
 ) -> None:
     events: list[Event] = []
-    with model._store.turns._swapping:
+    with model._store.turns._swap_lock:
         watcher = model.watch(directory.path, SOON, callback=events.append)
         path = directory.write(1)
         assert eventually(lambda: looked_at(watcher, path.name))
