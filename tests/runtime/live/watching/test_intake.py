@@ -1,4 +1,4 @@
-"""Which files an intake takes, when, and in which order; with a clock that the tests turn."""
+"""The files that an intake takes, when, and in which order, with a clock that the tests control."""
 
 from __future__ import annotations
 

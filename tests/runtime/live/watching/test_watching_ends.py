@@ -1,4 +1,4 @@
-"""Whatever ends a watching, and what a stop does not wait for."""
+"""Ends of a watcher, and what its stop does not wait for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weightswap_runtime.threads.job import Job
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Stagings go on until they are cancelled; the event says that one has begun."""
+    """Let stagings run until they are cancelled; return a threading.Event that is set when one has begun."""
     begun = threading.Event()
 
     def stage(store: Store, member: object, request: object, job: Job) -> None:
