@@ -99,9 +99,8 @@ class DesiredPlace:
     ) -> DesiredState:
         """Set the desired weights by hand: a packed file, its URL, an index of shards, or a delta from those desired.
 
-        A hold does not forbid this, and stays. Withdrawn weights that are set are no longer withdrawn.
-        allow_other_graph: accept weights that were packed for another graph than the desired ones. known: as for
-        `promote`.
+        A hold does not forbid this, and stays. Withdrawn weights that are set are no longer withdrawn. known: as for
+        `promote`. allow_other_graph: accept weights that were packed for another graph than the desired ones.
 
         Raises WeightFileError for a file that cannot be opened, GraphMismatch, BaseMismatch for a delta from other
         weights, and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
@@ -260,10 +259,7 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-    """Return the entry for weights that become desired now.
-
-    Raises BaseMismatch for a delta from weights that are not desired, and Unsupported for too long a `by` or `why`.
-    """
+    """Return the entry for newly desired weights. Raises BaseMismatch, and Unsupported if `by` or `why` is too long."""
     check_said(by, why)
     return DesiredWeights(
         source=source,

@@ -3,10 +3,9 @@
 A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
 reference. In single residency it holds new calls, waits for the leases, and releases the calls after the copy.
 
-An interrupt (KeyboardInterrupt, a signal handler's exception) at any instruction leaves the old weights, the new ones,
-or a model that reports its failure; never a mixture, and never a lease that does not end. So leases, holds and stagings
-are objects that exist before they take effect, and that count only while they are referenced: the gate has weak
-references to them, and an object that an interrupted frame left behind ends with the frame.
+An interrupt at any instruction leaves the old weights, the new ones, or a model that reports its failure; never a
+mixture, and never a lease that does not end. So leases, holds and stagings are objects that exist before they take
+effect, and that count only while they are referenced: what an interrupted frame has left behind ends with the frame.
 """
 
 from __future__ import annotations

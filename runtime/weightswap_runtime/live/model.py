@@ -475,8 +475,7 @@ class Model(Caller, AbstractContextManager["Model"]):
     def pin(self) -> Pinned:
         """Pin one version for several calls, whatever is committed meanwhile: `with model.pin() as pinned:`.
 
-        In single residency a commit waits until the block ends. In double residency a commit does not, but the staging
-        after it does.
+        In single residency a commit waits until the block ends; in double residency the staging after a commit does.
         """
         self._check_open()
         return Pinned(self._methods, self._gate)
@@ -486,9 +485,8 @@ class Model(Caller, AbstractContextManager["Model"]):
 
         on_swap: what happens to the state when other weights are served than those that it was made with.
           "invalidate": calls raise StaleContext until the same weights are served again, or until `reset()`.
-          "reset": the state starts again from its initial values. "keep": the state is used with the new weights.
-          "pin": the context stays on the weights that are served now until it is closed; stagings and commits wait for
-          that as for `pin()`.
+          "reset": the state starts from its initial values again. "keep": the new weights use the state. "pin": the
+          context stays on the weights served now until it is closed; stagings and commits wait as for `pin()`.
 
         Raises OutOfMemory, and with "pin" what a call raises.
         """
@@ -504,9 +502,8 @@ class Model(Caller, AbstractContextManager["Model"]):
     ) -> Context:
         """Load a context that was saved by this model or by another of the same artifact, on any engine and device.
 
-        path: a local path, or a URL as for weights. allow_other_weights: accept a state that was made with other
-        weights than those that are served, unchanged. allow_other_graph: accept one of another graph, if its tensors
-        fit.
+        path: a local path, or a URL as for weights. allow_other_weights: accept a state that was made with weights
+        other than the served ones, unchanged. allow_other_graph: accept one of another graph, if its tensors fit.
 
         Raises ContextFileError, also if the file cannot be read, ContextMismatch and OutOfMemory; with on_swap="pin"
         also what a call raises.

@@ -84,10 +84,7 @@ def _is_texts(prompt: Any) -> bool:
 
 
 def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
-    """Open the tokenizer beside the first of these weights that has one, or in the artifact.
-
-    Raises Unsupported, and MissingExtra.
-    """
+    """Open the first tokenizer beside these weights, or that of the artifact. Raises Unsupported and MissingExtra."""
     beside = [folder for source in map(Path, sources) for folder in (source, source.parent)]
     local = (folder for folder in (*beside, artifact) if isinstance(folder, Path))
     folder = next((each for each in local if (each / TOKENIZER).is_file()), None)
@@ -129,10 +126,7 @@ class _Inputs:
 def generate_steps(
     find: Callable[[str], Run], engine: Engine, context: Context, request: GenerationRequest, generation: TextGeneration
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each row, by calls with a context, which is closed at the end.
-
-    find: returns a method by its name.
-    """
+    """Yield the next tokens of all rows, by calls with a context, then close it. find: returns a method by name."""
     inputs = _Inputs(engine)
 
     def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:

@@ -19,8 +19,7 @@ class Sampling(NamedTuple):
     """The options of sampling. temperature 0 takes the most likely token, whatever `top_k` and `top_p` are.
 
     top_k: sample among this many of the most likely tokens. top_p: sample among the fewest most likely tokens whose
-    probabilities add up to it. repetition_penalty: divides the logits of tokens that have occurred; multiplies negative
-    ones.
+    probabilities add up to it. repetition_penalty: divides positive logits of past tokens, multiplies negative ones.
     """
 
     temperature: float = 0.0

@@ -22,8 +22,7 @@ from .candidate import Candidate, Committed, Resources, StagedSet, StagingTarget
 class Double:
     """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
 
-    A staging overwrites the old weights. With `keep` they are first copied to host memory, for a rollback if no commit
-    follows.
+    A staging overwrites the old weights. With `keep` they are saved first, for a rollback if no commit follows.
     """
 
     name = "double"
@@ -38,10 +37,7 @@ class Double:
         self._displaced: Version[Session] | None = None  # the version in `_saved`
 
     def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version[Session]:
-        """Take over the weights that another process left in the arenas, by the parity of their generations.
-
-        `previous`: the weights that a rollback would serve.
-        """
+        """Take over weights that another process left in the arenas. `previous`: those that a rollback would serve."""
         for number, weights in ((generation, identity), (generation - 1, previous)):
             if weights is not None:
                 session = self.sessions[number % 2]

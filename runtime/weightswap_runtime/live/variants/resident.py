@@ -38,8 +38,7 @@ class VariantReceipt:
     kind: "added", "replaced" (calls that chose the name before keep the old variant), "removed", "evicted" (as the
     least recently used one, for another), or "dropped" (weights other than its `base` were committed). weights_id: the
     digest of its tensors as the graph takes them; previous_weights_id: that of the variant that had the name before.
-    base: the id of the weights that it belongs to; None: it works with any. source, by, labels, nonfinite: as in
-    `SwapReceipt`.
+    base: the weights id that it belongs to; None: it works with any. source, by, labels, nonfinite: see `SwapReceipt`.
     """
 
     group: str

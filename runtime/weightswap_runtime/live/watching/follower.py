@@ -22,8 +22,7 @@ class FollowStatus(NamedTuple):
     """The status of a process that follows a place. `agrees`: whether it serves exactly the desired weights.
 
     revision: that of the last read; None before the first. desired: the desired weights id; None if there is none.
-    served: the weights id that new calls use. error: why the process does not agree, or cannot read the place; empty if
-    there is no error.
+    served: the weights id that new calls use. error: why it does not agree, or cannot read the place; else empty.
     """
 
     place: str

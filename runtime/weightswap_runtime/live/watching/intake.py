@@ -65,8 +65,7 @@ class WatchTarget(Target, Protocol):
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
 
-        Return the id of its content, if that was read. Raises what `Model.swap` raises, and StageCancelled as `check`
-        does.
+        Return the id of its content, if that was read. Raises what `Model.swap` and `check` raise.
         """
         ...
 
@@ -263,9 +262,7 @@ class Intake:
         same = before is not None and now.weights_id is not None and now[:2] == before[:2]
         if not same:
             file.wait_error = None
-        if same or (
-            before is None and file.error is None
-        ):  # the old content of a file that was never opened is unknown
+        if same or (before is None and file.error is None):  # a file that was never opened cannot be compared
             file.settled = file.settled and not isinstance(file.error, _MENDABLE)
         else:
             file.settled = False

@@ -125,7 +125,7 @@ class Loop:
         callback: Listener | None,
         promotion: Promotion | None = None,
     ) -> None:
-        """Raises Unsupported for invalid options."""
+        """Check the options. Raises Unsupported."""
         check_interval(interval)
         subject.request.check()
         Job(subject.request.rate_limit)  # checks the limit

@@ -86,18 +86,18 @@ class Reconciler:
         return self._interval if self._place.is_local else delay(self._interval, self._outages)
 
     def _serve(self, state: DesiredState, target: FollowTarget) -> None:
-        wanted = state.weights
-        if wanted is None or target.serves(wanted.weights_id):
+        desired = state.weights
+        if desired is None or target.serves(desired.weights_id):
             self._refusal = self.last_error = None
         elif self._refusal is None or self._refusal.may_be_mended(self._clock()):
-            self._try(wanted, state, target)
+            self._try(desired, state, target)
 
-    def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
-        path = self._place.locate(wanted)
-        bases = [self._place.locate(base) for base in wanted.bases or ()]
+    def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
+        path = self._place.locate(desired)
+        bases = [self._place.locate(base) for base in desired.bases or ()]
         fingerprints = {each: _fingerprint(each) for each in (path, *bases)}  # before reading, to notice later changes
         try:
-            target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
+            target.put(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -107,15 +107,14 @@ class Reconciler:
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
 
-    def _still_wants(self, wanted: DesiredWeights, check: Callable[[], None]) -> bool:
+    def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
         """Return whether these weights are still desired after their staging, as far as the place can be read."""
         try:
-            weights = self._place.read(check).weights
+            return self._place.read(check).weights_id == weights.weights_id
         except StageCancelled:
             raise
         except WeightswapError:
             return True
-        return weights is not None and weights.weights_id == wanted.weights_id
 
     def _refuse(self, path: str | Path, files: _Fingerprints, error: Exception, target: FollowTarget) -> None:
         before, self.last_error = self._refusal, without_traceback(error)

@@ -54,8 +54,8 @@ class Watcher(Watching):
     def waiting(self) -> dict[str, BaseException]:
         """The reasons why files of the directory wait, by name, in order.
 
-        Deltas wait for their base weights. Truncated files may still be being copied; they are skipped after a minute
-        without a change.
+        Deltas wait for their base weights, truncated files for their writer: after a minute without a change, they are
+        skipped.
         """
         return self._intake.waiting
 
