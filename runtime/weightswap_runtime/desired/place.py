@@ -197,7 +197,7 @@ class DesiredPlace:
             may(state)
             if written := self._replace(stored, state, after):
                 return written
-        raise RevisionConflict(f"{self.where}: others write all the time; {MOST_TRIES} tries were in vain")
+        raise RevisionConflict(f"{self.where}: other writers were faster in {MOST_TRIES} tries; try again later")
 
     def check_promotable(self, source: Source, weights_id: str | None, check: Check | None = None) -> None:
         """Raise the error that `promote` would raise; with an unknown weights id (None), only Held."""

@@ -59,10 +59,10 @@ class Event:
     staging: reading has begun.
     staged: the weights are verified, and not yet served. `weights_id` and `labels` identify them; `seconds_staged`,
       `seconds_verified` and `nonfinite` are those of `SwapReceipt`; `nbytes` were read.
-    refused: for `error`, in `phase`; the served weights are as they were. phase: "waiting" for another staging (there
-      was no "staging" event then), "opening", "reading", "copying", "verifying"; or "committing": calls or pins held
-      the memory of a commit or rollback, or there was nothing to roll back to. After a refused commit the weights are
-      still staged.
+    refused: `error` says why, and `phase` when; the served weights are as they were. phase: "waiting" for another
+      staging (there was no "staging" event then), "opening", "reading", "copying", "verifying"; or "committing": calls
+      or pins held the memory of a commit or rollback, or there was nothing to roll back to. After a refused commit the
+      weights are still staged.
     cancelled: the staging was cancelled before it was complete; `phase` as above.
     discarded: the staging was discarded after it was complete.
     committed, rolled back: `receipt` says what is served now.
@@ -70,13 +70,13 @@ class Event:
 
     A watched directory has further events:
 
-    skipped: a file is skipped until it changes, for `error`.
+    skipped: a file is skipped until it changes; `error` says why.
     waiting: a delta waits until its base weights are served; `error` names them. Reported once until the delta is
       tried; a commit or "skipped" ends it.
-    unreachable: the directory cannot be listed, for `error`. Reported once until it can be listed again.
+    unreachable: the directory cannot be listed; `error` says why. Reported once until it can be listed again.
 
     Variants (`variant` is GROUP/NAME) have the events "variant added", "variant replaced", "variant removed", "variant
-    evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused", for `error`.
+    evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
 
     source: the path or URL, or "rollback". operation: the kind of the swap, as in `SwapReceipt`; None if it is not
     known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since the

@@ -119,7 +119,7 @@ def _check_share(share: object, admit: Admit | None) -> None:
         raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
     share._check_open()
     if admit is not None:
-        raise Unsupported("admit, share: what is admitted is said where the first of the models is loaded")
+        raise Unsupported("admit, share: models that share weights use the admit= of the first load(); give it there")
 
 
 def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:

@@ -45,7 +45,7 @@ class Prompts:
         if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
             raise InputMismatch("generate", ["stop: expected tokens, lists of tokens or texts"])
         if "" in stops:
-            raise InputMismatch("generate", ["stop: an empty text ends everything"])
+            raise InputMismatch("generate", ["stop: an empty text would end every row at once"])
         texts = [stop for stop in stops if isinstance(stop, str)]
         tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
         tokenizer = self._tokenizer

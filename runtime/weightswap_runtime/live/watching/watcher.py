@@ -67,7 +67,7 @@ def _check_part(subject: Subject, promotion: Promotion | None) -> None:
     if not subject.request.only:
         return
     if promotion is not None:
-        raise Unsupported("only, promote: a part of a set is nothing that a new process could start from; promote full")
+        raise Unsupported("only, promote: a new process could not start from a part of a set; promote full sets")
     if subject.store.gate.current is None:
         raise Unsupported(
             "only: a part of a set goes into weights that are served, and none are; load the model with weights first"
