@@ -1,4 +1,4 @@
-"""weightswap, the server's side: put any checkpoint of an exported architecture behind its graph, live."""
+"""The server side of weightswap: load an exported model, call it, and swap its weights while it serves."""
 
 from ._version import __version__
 from .desired.document import DesiredState, DesiredWeights, Hold

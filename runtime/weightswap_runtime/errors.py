@@ -1,58 +1,58 @@
-"""Every error that weightswap raises on purpose.
+"""All errors that weightswap raises on purpose.
 
 WeightswapError
 |-- ArtifactError              the artifact is missing, altered, or not what its manifest says
-|   `-- FormatVersionError     written by another format version
+|   `-- FormatVersionError     the artifact has a format version that this runtime does not read
 |-- SwapError                  a swap was refused; the served weights are as they were
-|   |-- WeightFileError        not a readable safetensors file
-|   |   |-- AccessDenied       a server does not give it to whoever asks
-|   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
-|   |       `-- TruncatedFile  shorter than its header says
-|   |-- WeightsMismatch        its tensors are not those of the graph
-|   |-- DigestMismatch         its bytes are not those that were packed
-|   |-- GraphMismatch          packed for another graph id
+|   |-- WeightFileError        the file is not a readable safetensors file
+|   |   |-- AccessDenied       the server denies access to the file
+|   |   `-- DamagedFile        the header or the metadata is invalid; a retry does not help
+|   |       `-- TruncatedFile  the file is shorter than its header says
+|   |-- WeightsMismatch        the tensors are not those of the graph
+|   |-- DigestMismatch         the bytes are not those that were packed
+|   |-- GraphMismatch          the file was packed for another graph id
 |   |-- BaseMismatch           a delta or a part is for other weights than those that are served
-|   |-- UnexpectedWeights      another weights id than was asked for
+|   |-- UnexpectedWeights      the weights id is not the expected one
 |   |-- GoldensError           the goldens are damaged, or were recorded for something else
-|   |-- NonFiniteWeights       it has NaN or infinities where the served weights have none
-|   |-- GoldenMismatch         the staged weights do not give the outputs that were recorded
-|   |-- OutOfMemory            no memory to stage into
-|   |-- DeviceError            the device reports an error while weights are staged
+|   |-- NonFiniteWeights       the weights have NaN or infinities where the served ones have none
+|   |-- GoldenMismatch         the staged weights do not reproduce the recorded outputs
+|   |-- OutOfMemory            there is no memory to stage into
+|   |-- DeviceError            the device reported an error while weights were staged
 |   |-- StagingBusy            another staging is open
 |   |-- VariantsBusy           calls use all variants of a group
-|   |-- StageClosed            already committed or discarded
-|   |-- StageCancelled         somebody has cancelled the staging
+|   |-- StageClosed            the staging was already committed or discarded
+|   |-- StageCancelled         the staging was cancelled
 |   |-- Superseded             later weights were taken, or these were rolled back
-|   |-- StageTimeout           a staging in the background has not ended yet
+|   |-- StageTimeout           a background staging has not ended yet
 |   |-- LeaseTimeout           calls or pins still hold the memory that must be written
 |   `-- NothingToRollBack      no previous weights are kept
 |-- CallError                  a call was refused before it ran
 |   |-- InputMismatch          the inputs do not fit the method's signature
 |   |-- UnknownMethod          the artifact has no such method
-|   |-- NoWeights              nothing has been swapped in yet
-|   |-- StaleContext           its state was made with other weights than those that are served
-|   |-- UnknownVariant         it is not resident, or of a group that the artifact does not declare
-|   |-- StaleVariant           it goes with other weights than those that are served
-|   |-- ContextBusy            another call is using it
-|   |-- ContextBroken          a call on it broke off; its state may be half of two
+|   |-- NoWeights              no weights have been swapped in yet
+|   |-- StaleContext           the context's state was made with other weights than those that are served
+|   |-- UnknownVariant         the variant is not resident, or the artifact does not declare its group
+|   |-- StaleVariant           the variant belongs to other weights than those that are served
+|   |-- ContextBusy            another call is using the context
+|   |-- ContextBroken          a call on the context was interrupted; its state may be half updated
 |   |-- ContextClosed          the context was closed
-|   |-- ContextMismatch        it is of another model, or of other weights
+|   |-- ContextMismatch        the context belongs to another model, or to other weights
 |   `-- PinReleased            the session was used after its `with` block
-|-- ContextFileError           a saved context is damaged, or no such file
+|-- ContextFileError           the file is not a saved context, or is damaged
 |-- DesiredError               a desired state cannot be read or written; it is as it was
-|   |-- DesiredDamaged         its document is torn, of another version, or none
-|   |-- RevisionConflict       somebody else has written it since it was read
-|   |-- Held                   it is on hold: nothing is promoted until it is released
+|   |-- DesiredDamaged         the document is torn, of another version, or not a desired state
+|   |-- RevisionConflict       the document was written by another writer since it was read
+|   |-- Held                   a hold is set: nothing is promoted until it is released
 |   `-- Unproven               weights that no recorded calls have proven are not promoted
-|-- ModelFailed                an in-place commit broke off; swap or roll back to revive
+|-- ModelFailed                an in-place commit failed half-way; a swap or rollback repairs the model
 |-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
-|-- Unsupported                valid, but not something this version can do
-`-- ExportError                raised on the build side
+|-- Unsupported                the request is invalid, or this version cannot serve it
+`-- ExportError                the build side refused
     |-- CaptureError           the model cannot be captured as it is
     |-- CheckpointError        the checkpoint cannot be read or packed
     |-- RecordingError         goldens cannot be recorded with the eager model
-    |-- ParityError            executions cannot be compared: nothing is said about whether they are equal
+    |-- ParityError            executions cannot be compared, so nothing is known about their equality
     |-- PublishTimeout         a weight file is still being written
     `-- RecipeError            the recipe cannot be loaded
 """
@@ -64,14 +64,14 @@ from collections.abc import Sequence
 from .messages import brief, lines_of, plural
 
 MOST_PRINTED = 50
-MOST_OF_A_PROBLEM = 1000  # letters
+MOST_OF_A_PROBLEM = 1000  # characters
 
 
 class WeightswapError(Exception):
-    """The root of the family: catch this to catch them all.
+    """The base class of all errors of weightswap.
 
-    Each argument is one line of the text: what it quotes can neither add lines nor steer a terminal, and is cut short
-    where it is very long. Copies, also those of `pickle` in other processes, have the text, the fields and the notes.
+    Each argument becomes one line of the text. Quoted text can neither add lines nor send control characters to a
+    terminal; very long lines are shortened. Copies, including pickled ones, keep the text, the fields and the notes.
     """
 
     def __init__(self, *lines: object) -> None:
@@ -82,7 +82,7 @@ class WeightswapError(Exception):
 
 
 def _copied(kind: type[WeightswapError], args: tuple[object, ...]) -> WeightswapError:
-    """An error as it was, past the arguments that its class takes."""
+    """Restore an error without calling `__init__`, whose parameters differ by class."""
     error = kind.__new__(kind)
     super(WeightswapError, error).__init__(*args)
     return error
@@ -105,15 +105,15 @@ class WeightFileError(SwapError):
 
 
 class DamagedFile(WeightFileError):
-    """What the file holds is not what a weight file holds; reading it again would not help."""
+    """The file's content is not that of a weight file; reading it again would not help."""
 
 
 class TruncatedFile(DamagedFile):
-    """The file is shorter than its header says: it was cut off, or is still being copied."""
+    """The file is shorter than its header says: it was truncated, or is still being copied."""
 
 
 def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
-    """The lines of an error that lists everything found."""
+    """Return the lines of an error that lists all problems."""
     lines = [f"  - {line}" for line in lines_of(problems, MOST_PRINTED)]
     return [f"{where}: refused, {plural(len(problems), 'problem')}", *lines, advice]
 
@@ -123,11 +123,11 @@ def _sentences(problems: Sequence[str]) -> tuple[str, ...]:
 
 
 class AccessDenied(WeightFileError):
-    """A server does not give an object to whoever asks: wrong credentials, or a signed URL that has expired."""
+    """The server denies access to an object: the credentials are wrong, or a signed URL has expired."""
 
 
 class _Problems(SwapError):
-    """A refusal that lists everything found. `problems` holds one sentence each."""
+    """A refusal that lists all problems. `problems` holds one sentence for each."""
 
     def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
         self.where = brief(where)
@@ -140,7 +140,7 @@ class WeightsMismatch(_Problems):
 
 
 class DigestMismatch(_Problems):
-    """The bytes that were read are not those whose digests the file records."""
+    """The bytes that were read do not match the digests that the file records."""
 
 
 class GraphMismatch(SwapError):
@@ -148,11 +148,11 @@ class GraphMismatch(SwapError):
 
 
 class BaseMismatch(SwapError):
-    """A delta, or a part of a set, cannot be put on the weights that are served."""
+    """A delta, or a part of a set, cannot be applied to the weights that are served."""
 
 
 class UnexpectedWeights(SwapError):
-    """The weights have another id than the caller expects."""
+    """The weights id is not the one that the caller expects."""
 
 
 class GoldensError(SwapError):
@@ -160,11 +160,11 @@ class GoldensError(SwapError):
 
 
 class GoldenMismatch(_Problems):
-    """The staged weights do not give the outputs that the eager model gave, or give values that are not finite."""
+    """The staged weights do not reproduce the eager model's outputs, or produce values that are not finite."""
 
 
 class NonFiniteWeights(_Problems):
-    """Weights have NaN or infinities where those that are served have none, and this is not allowed."""
+    """The weights have NaN or infinities where the served ones have none, and this is not allowed."""
 
 
 class OutOfMemory(SwapError):
@@ -172,7 +172,7 @@ class OutOfMemory(SwapError):
 
 
 class DeviceError(SwapError):
-    """The device has reported an error while weights were staged."""
+    """The device reported an error while weights were staged."""
 
 
 class StagingBusy(SwapError):
@@ -180,7 +180,7 @@ class StagingBusy(SwapError):
 
 
 class VariantsBusy(SwapError):
-    """Calls use all variants of a group, so that none can make room for another."""
+    """Calls use all variants of a group, so none can be evicted for another."""
 
 
 class StageClosed(SwapError):
@@ -192,11 +192,11 @@ class StageCancelled(SwapError):
 
 
 class Superseded(SwapError):
-    """Weights are not taken, or promoted, again: later ones were, or they were served and rolled back."""
+    """The weights are not taken or promoted: later ones were, or these were served and rolled back."""
 
 
 class StageTimeout(SwapError, TimeoutError):
-    """A staging in the background has not ended yet; waiting for it again is fine."""
+    """A background staging has not ended yet; the caller may wait again."""
 
 
 class LeaseTimeout(SwapError):
@@ -212,7 +212,7 @@ class CallError(WeightswapError):
 
 
 class InputMismatch(CallError, TypeError):
-    """The inputs do not fit the method's signature. `problems` holds one sentence each."""
+    """The inputs do not fit the method's signature. `problems` holds one sentence for each."""
 
     def __init__(self, method: str, problems: Sequence[str]) -> None:
         self.method = brief(method)
@@ -221,15 +221,15 @@ class InputMismatch(CallError, TypeError):
 
 
 class UnknownMethod(CallError, AttributeError):
-    """The artifact has no such method, and the object no such attribute."""
+    """The artifact has no such method, and the object has no such attribute."""
 
 
 class NoWeights(CallError):
-    """The model was loaded without weights and nothing has been swapped in yet."""
+    """The model was loaded without weights, and none have been swapped in yet."""
 
 
 class StaleContext(CallError):
-    """A context's state was made with other weights than those that would answer."""
+    """The context's state was made with other weights than those that would answer the call."""
 
     def __init__(self, made_with: str, served: str) -> None:
         self.made_with, self.served = brief(made_with), brief(served)
@@ -240,11 +240,11 @@ class StaleContext(CallError):
 
 
 class UnknownVariant(CallError, LookupError):
-    """A variant that is not resident, or of a group that the artifact does not declare."""
+    """The variant is not resident, or the artifact does not declare its group."""
 
 
 class StaleVariant(CallError):
-    """A variant goes with other weights than those that would answer."""
+    """The variant belongs to other weights than those that would answer the call."""
 
     def __init__(self, variant: str, base: str, served: str) -> None:
         self.variant, self.base, self.served = brief(variant), brief(base), brief(served)
@@ -256,7 +256,7 @@ class ContextBusy(CallError):
 
 
 class ContextBroken(CallError):
-    """A call on the context broke off, so that its state may be half of two; `reset()` makes it whole."""
+    """A call on the context was interrupted, so its state may be half updated; `reset()` repairs it."""
 
 
 class ContextClosed(CallError):
@@ -264,39 +264,39 @@ class ContextClosed(CallError):
 
 
 class ContextMismatch(CallError):
-    """The context is of another model; or a saved one of another graph, or of other weights."""
+    """The context belongs to another model; or a saved one to another graph, or to other weights."""
 
 
 class ContextFileError(WeightswapError):
-    """The file is not one that `Context.save()` wrote, or its content is not what was saved."""
+    """The file was not written by `Context.save()`, or its content has changed since."""
 
 
 class DesiredError(WeightswapError):
-    """A desired state cannot be read or written; it is as it was, and so is what is served."""
+    """The desired state cannot be read or written; it and the served weights are as they were."""
 
 
 class DesiredDamaged(DesiredError):
-    """What lies where a desired state should is none: torn, of another format version, or something else."""
+    """The document is not a valid desired state: it is torn, of another format version, or something else."""
 
 
 class RevisionConflict(DesiredError):
-    """A desired state was written by somebody else since it was read; read it again, and decide again."""
+    """Another writer has changed the desired state since it was read; read it again, and decide again."""
 
 
 class Held(DesiredError):
-    """A desired state is on hold: nothing is promoted until it is released."""
+    """The desired state is on hold: nothing is promoted until it is released."""
 
 
 class Unproven(DesiredError):
-    """Weights are not promoted, as no recorded calls have proven them, or as they are not finite."""
+    """The weights are not promoted: no recorded calls have proven them, or they are not finite."""
 
 
 class ModelFailed(WeightswapError):
-    """An in-place commit broke off half-way; the model serves again after a swap or a rollback."""
+    """An in-place commit failed half-way; the model serves again after a swap or a rollback."""
 
 
 class ModelClosed(WeightswapError):
-    """The model was closed; it serves nobody any more."""
+    """The model was closed; it answers no more calls."""
 
     def __init__(self, *lines: object) -> None:
         super().__init__(*(lines or ("the model was closed; load() it again to call it or to swap weights",)))
@@ -315,7 +315,7 @@ class MissingExtra(WeightswapError, ImportError):
 
 
 class Unsupported(WeightswapError):
-    """A valid request that this version cannot serve."""
+    """The request is invalid, or valid but not one that this version can serve."""
 
 
 class ExportError(WeightswapError):
@@ -331,7 +331,7 @@ class CheckpointError(ExportError):
 
 
 class RecordingError(ExportError):
-    """Goldens cannot be recorded with the eager model. `problems` holds one sentence each."""
+    """Goldens cannot be recorded with the eager model. `problems` holds one sentence for each."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
         self.problems = _sentences(problems)
@@ -340,7 +340,7 @@ class RecordingError(ExportError):
 
 
 class ParityError(ExportError):
-    """Executions cannot be compared, so that nothing is known of their outputs. `problems` holds one sentence each."""
+    """Executions cannot be compared, so nothing is known about equality. `problems` holds one sentence for each."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
         self.problems = _sentences(problems)
@@ -348,7 +348,7 @@ class ParityError(ExportError):
 
 
 class PublishTimeout(ExportError, TimeoutError):
-    """A weight file is still being written; waiting for it again is fine."""
+    """A weight file is still being written; the caller may wait again."""
 
 
 class RecipeError(ExportError):
@@ -356,31 +356,31 @@ class RecipeError(ExportError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, with nothing in it that a log or a terminal would obey."""
+    """Return the text of an error, with control characters escaped for logs and terminals."""
     return str(error) if isinstance(error, WeightswapError) else brief(str(error))
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had; torch has no class of its own for it on the CPU."""
+    """Return whether an error reports lack of memory; on the CPU torch has no class of its own for that."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or any(said in str(error) for said in ("allocate memory", "STATUS_ALLOC_FAILED"))  # also that of cuBLAS
+        or any(text in str(error) for text in ("allocate memory", "STATUS_ALLOC_FAILED"))  # the second is cuBLAS's
     )
 
 
-_OF_LIBRARIES = ("CUDA error", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error")
+_LIBRARY_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error")
 RESTART = "Most errors of a device last as long as the process: if calls fail, too, restart it."
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether torch raised an error for a device, or for one of its libraries. It says nothing of the weights."""
-    by_library = isinstance(error, RuntimeError) and str(error).startswith(_OF_LIBRARIES)
+    """Return whether torch raised an error for a device or one of its libraries, rather than for the weights."""
+    by_library = isinstance(error, RuntimeError) and str(error).startswith(_LIBRARY_ERRORS)
     return by_library or any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)
 
 
 __all__ = [
     name
-    for name, found in globals().items()
-    if isinstance(found, type) and issubclass(found, WeightswapError) and not name.startswith("_")
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, WeightswapError) and not name.startswith("_")
 ]

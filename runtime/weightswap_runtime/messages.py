@@ -1,4 +1,4 @@
-"""Words of messages: lists, numbers of things, text from elsewhere as logs and terminals may show it, and JSON."""
+"""Formatting for messages: plurals, shortened lists, escaped text for logs and terminals, and JSON."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ MOST_SHOWN = 2000  # characters of a line in a message
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
+    """Return a count with its noun, such as `1 tensor` or `2 tensors`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def listed(texts: Collection[str], most: int = MOST_LISTED, between: str = ", ") -> str:
-    """The first texts, and how many more there are."""
-    left = len(texts) - most
-    more = f"{between.strip() if between != ', ' else ''} and {left} more" if left > 0 else ""
+    """Return the first texts, and how many more there are."""
+    hidden = len(texts) - most
+    more = f"{between.strip() if between != ', ' else ''} and {hidden} more" if hidden > 0 else ""
     return between.join(islice(texts, most)) + more
 
 
 def lines_of(texts: Sequence[str], most: int) -> list[str]:
-    """The first texts, each a line, and one that says how many more there are."""
-    left = len(texts) - most
-    return [*texts[:most], *([f"and {left} more"] if left > 0 else [])]
+    """Return the first texts as lines, and a line that says how many more there are."""
+    hidden = len(texts) - most
+    return [*texts[:most], *([f"and {hidden} more"] if hidden > 0 else [])]
 
 
 def visible(text: str) -> str:
-    """On one line, with everything spelled out that a reader could not see, or that a terminal or a page would obey."""
+    """Return a text on one line, with every unprintable character escaped as in `repr`."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """As `visible`, for a text that we have written over several lines ourselves."""
+    """Return a text as `visible` does, but keep the line breaks, which are our own."""
     return "\n".join(map(visible, text.split("\n")))
 
 
 def brief(text: str, most: int = MOST_SHOWN) -> str:
-    """As `visible`; of a text that is too long for a message, the beginning and the end."""
+    """Return a text as `visible` does; of a text that is too long for a message, only the beginning and the end."""
     return _ends(visible(_ends(text, most)), most)
 
 
@@ -55,17 +55,17 @@ def _ends(text: str, most: int) -> str:
 
 
 def encode_json(document: Any) -> bytes:
-    """One line. What UTF-8 cannot hold, as in paths of other bytes, is spelled out; what JSON has not is text."""
+    """Return a document as one line of JSON. Lone surrogates, as in paths, are escaped; unknown types become text."""
     try:
         return msgspec.json.encode(document, enc_hook=str)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=str)))
+        return msgspec.json.encode(_escape_surrogates(msgspec.to_builtins(document, enc_hook=str)))
 
 
-def _spelled_out(found: Any) -> Any:
-    r"""Plain Python values; what UTF-8 cannot hold is written like \udcff."""
-    if isinstance(found, str):
-        return found.encode(errors="backslashreplace").decode()
-    if isinstance(found, dict):
-        return {_spelled_out(name): _spelled_out(value) for name, value in found.items()}
-    return [_spelled_out(value) for value in found] if isinstance(found, list | tuple) else found
+def _escape_surrogates(value: Any) -> Any:
+    r"""Return plain Python values, in which a lone surrogate is written like \udcff."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()}
+    return [_escape_surrogates(item) for item in value] if isinstance(value, list | tuple) else value

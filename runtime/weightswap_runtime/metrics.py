@@ -1,10 +1,10 @@
-"""Metrics of models, for Prometheus: `ModelCollector(model, name="digits")`.
+"""Prometheus metrics of models: `ModelCollector(model, name="digits")`.
 
-All have the label `model`. Counters begin at 0 when the collector is made.
+Every metric has the label `model`. Counters begin at 0 when the collector is made.
 
 weightswap_generation                   gauge
 weightswap_committed_timestamp_seconds  gauge: when the weights that are served were committed
-weightswap_failed                       gauge: 1 while calls are refused after an in-place commit broke off, else 0
+weightswap_failed                       gauge: 1 while calls are refused after an in-place commit failed, else 0
 weightswap_model_info                   graph_id, weights_id, and labels of the weights that are served as label_<name>
 weightswap_leases                       gauge: calls and pins that hold weights now
 weightswap_calls_total                  method; outcome: ok, refused (a CallError), failed (any other error)
@@ -12,14 +12,14 @@ weightswap_call_seconds                 histogram: method; calls with the outcom
 weightswap_swaps_total                  kind: full, partial, delta, rollback, unknown (refused before that was known);
                                         outcome: committed, refused, cancelled, discarded, failed (rollbacks).
                                         Each staging and each rollback counts once, when it ends
-weightswap_failures_total               reason: the class of the error of what was refused, failed or unreachable
-weightswap_skipped_total                files of watched directories that were passed over
-weightswap_staged_bytes_total           bytes read by stagings, whatever became of them
+weightswap_failures_total               reason: the error class of each refusal, failure or unreachable directory
+weightswap_skipped_total                files of watched directories that were skipped
+weightswap_staged_bytes_total           bytes read by all stagings, committed or not
 weightswap_phase_seconds                summary: phase: staging (reading and hashing), verifying
 weightswap_pause_seconds                histogram: how long each commit could keep calls waiting
 weightswap_staging                      gauge: 1 while a staging is under way, else 0
-weightswap_staging_done_bytes           gauge: how far the phase of that staging is
-weightswap_staging_expected_bytes       gauge: the bytes of that phase in all
+weightswap_staging_done_bytes           gauge: bytes done in the current phase of that staging
+weightswap_staging_expected_bytes       gauge: total bytes of that phase
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class ModelCollector(AbstractContextManager["ModelCollector"]):
-    """Counts what a model does from now on, and shows it in a registry, until `close()`.
+    """A collector that counts what a model does from now on, and exposes it in a registry until `close()`.
 
-    name: the label `model`, one for each model of a registry. Of models that share weights, each counts the swaps
-    through any. The registry keeps the collector; a model that is dropped goes, and its metrics with it. At most 20
-    labels of the weights are shown, with at most 200 letters.
+    name: the label `model`, unique within a registry. Each of several models that share weights counts the swaps made
+    through any of them. The registry keeps the collector alive but not the model: the metrics of a dropped model
+    disappear. At most 20 labels of the weights are shown, each with at most 200 characters.
 
-    Raises Unsupported if the registry has another model of that name. Importing this raises MissingExtra without
-    prometheus_client.
+    Raises Unsupported if the registry has another model of that name. Importing this module raises MissingExtra
+    without prometheus_client.
     """
 
     def __init__(self, model: Model, name: str = "default", registry: CollectorRegistry = REGISTRY) -> None:
@@ -79,11 +79,11 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
 
     @property
     def model(self) -> Model | None:
-        """None once it was dropped."""
+        """The model; None once it was dropped."""
         return self._model()
 
     def close(self) -> None:
-        """Stop counting, and leave the registry. A second time does nothing."""
+        """Stop counting, and leave the registry. A second call does nothing."""
         for stop in self._stops:
             stop()
         self._group.leave(self)
@@ -92,7 +92,7 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
         self.close()
 
     def add_to(self, families: Families, model: Model) -> None:
-        """Add a sample of everything."""
+        """Add the model's samples to all metrics."""
         families.add_served(self.name, model)
         families.add_staging(self.name, model.progress)
         with self._tallies.lock:
@@ -101,11 +101,11 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
 
 
 class Families:
-    """The metrics of all models of a registry; each appears once, with a sample for each model."""
+    """The metrics of a registry; each appears once, with samples of every model."""
 
     def __init__(self) -> None:
-        def new(kind: type[F], name: str, says: str, *labels: str) -> F:
-            return kind(f"weightswap_{name}", says, labels=("model", *labels))
+        def new(kind: type[F], name: str, documentation: str, *labels: str) -> F:
+            return kind(f"weightswap_{name}", documentation, labels=("model", *labels))
 
         gauge, counter, histogram = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
         self.generation = new(gauge, "generation", "The generation of the weights that are served.")
@@ -165,14 +165,14 @@ def _info_labels(labels: Mapping[str, str]) -> dict[str, str]:
     shown: dict[str, str] = {}
     for name, text in sorted(labels.items())[:MOST_LABELS]:
         label = f"label_{_NOT_IN_NAMES.sub('_', name)}"[:LONGEST_LABEL]
-        while label in shown:  # of another name, which differs in what Prometheus has no letters for
+        while label in shown:  # two names may differ only in characters that Prometheus does not allow
             label += "_"
         shown[label] = text[:LONGEST_LABEL]
     return shown
 
 
 class _Group(Collector):
-    """The collectors of one registry, as one: a registry takes each metric from one collector alone."""
+    """All model collectors of one registry, as one: a registry accepts each metric from one collector only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = weakref.ref(registry)
@@ -230,7 +230,7 @@ _lock = RLock()
 
 
 def _after_fork() -> None:
-    """Another thread may have held the lock, and is not there to release it."""
+    """Replace the lock: a thread that held it in the parent does not exist in the child."""
     global _lock  # noqa: PLW0603
     _lock = RLock()
 

@@ -1,4 +1,4 @@
-"""Every error of the family: its copies, also in other processes, and what its text may hold."""
+"""Every error of the family: its copies, also in other processes, and the escaping of its text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COPIES: tuple[Callable[[Any], Any], ...] = (
 
 
 def family(kind: type[WeightswapError] = WeightswapError) -> Iterator[type[WeightswapError]]:
-    """All classes, whoever defines them."""
+    """Yield all classes of the family, in every package."""
     yield kind
     for each in kind.__subclasses__():
         yield from family(each)
@@ -41,7 +41,7 @@ FAMILY = sorted(set(family()), key=lambda kind: kind.__qualname__)
 
 
 def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapError:
-    """An error of a class, made as its own code makes it: with a text, or problems, for each argument."""
+    """Make an error of a class by its constructor, with a text, or problems, for each argument."""
     kinds = get_type_hints(kind.__init__)
     parameters = list(inspect.signature(kind).parameters.values())
     if parameters[0].kind is parameters[0].VAR_POSITIONAL:
@@ -55,7 +55,7 @@ def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapErro
 
 
 def raised(kind: type[WeightswapError]) -> WeightswapError:
-    """As it is caught: with a cause, a traceback, a field of its own and notes."""
+    """Raise and catch an error, so that it has a cause, a traceback, a field of its own and notes."""
     try:
         try:
             raise OSError(5, "the cause")
@@ -68,7 +68,7 @@ def raised(kind: type[WeightswapError]) -> WeightswapError:
 
 
 def same(one: BaseException, other: BaseException) -> bool:
-    """As far as texts tell: errors that a field holds are equal to no copies."""
+    """Compare two errors by their texts: an error in a field is not equal to its copy."""
     return (type(one), str(one), one.args, repr(vars(one))) == (type(other), str(other), other.args, repr(vars(other)))
 
 

@@ -1,4 +1,4 @@
-"""The public pages, and how little importing them brings in."""
+"""The public modules, and the few modules that importing them loads."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from weightswap_runtime.errors import StageClosed
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.live.gate import Version
-from weightswap_runtime.live.residency.candidate import Means, StagedSet
+from weightswap_runtime.live.residency.candidate import Resources, StagedSet
 from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
@@ -67,7 +67,7 @@ class BareKeeper:
         self.gate = KeeperGate(self.control)
         layout = ArenaLayout(WEIGHTS)
         self.residency = Double(
-            Means(session, KeptMemory(segment, self.control), layout, self.gate, WorkerThreads(), keep=False)
+            Resources(session, KeptMemory(segment, self.control), layout, self.gate, WorkerThreads(), keep=False)
         )
         generation = self.control.generation
         if generation is not None:

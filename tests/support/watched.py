@@ -47,5 +47,5 @@ def environment() -> dict[str, str]:
 
 
 def mark(watcher: Watcher) -> str | None:
-    taken = watcher._intake._mark
+    taken = watcher._intake._last_taken
     return taken.entry.name if taken else None

@@ -1,1 +1,1 @@
-"""Which weights every process of a service should serve: a small document in a directory or behind a URL."""
+"""Desired states: small documents, local or behind a URL, that say which weights the processes of a service serve."""

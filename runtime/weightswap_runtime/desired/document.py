@@ -1,4 +1,4 @@
-"""The document `desired.json`: what it says, and what may come after it. Nothing here reads, writes or waits."""
+"""The document `desired.json`: its fields, its encoding, and its transitions, without any input or output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
 MOST_WITHDRAWN = 200
 MOST_BASES = 20  # files that a new process reads before a delta
-SHOWN = 12  # letters of a weights id that messages show
+SHOWN = 12  # characters of a weights id that messages show
 _Id = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST.pattern}$")]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -23,24 +23,24 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, lists, texts and numbers alone."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        """Return the fields as dicts, lists, texts and numbers alone."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 class DesiredBase(_Part, frozen=True, kw_only=True):
-    """Weights over which a delta is laid. source: as of `DesiredWeights`."""
+    """A file that leads to the base weights of a delta. source: as in `DesiredWeights`."""
 
     source: _Text
     weights_id: _Id
 
 
 class DesiredWeights(_Part, frozen=True, kw_only=True):
-    """One set of weights that is, was or may again be desired; `since` in seconds since the epoch, `by` whom, `why`.
+    """One set of weights that is, was or may again be desired: `since` (seconds since the epoch), `by` whom, and `why`.
 
-    source: a path or URL of a full set, or of a delta; a relative one lies below the place of the document. graph_id:
-    the graph that it was packed for; empty where that is not known. bases: of a delta, a full set and then the deltas
-    that lead to where it starts; of others there are none, and earlier runtimes read them.
+    source: a path or URL of a full set, or of a delta; a relative one is below the place of the document. graph_id: the
+    graph that it was packed for; empty if unknown. bases: for a delta, a full set and then the deltas that lead to its
+    base weights. Others have none, so that earlier runtimes, which do not know the field, can read them.
     """
 
     source: _Text
@@ -54,7 +54,7 @@ class DesiredWeights(_Part, frozen=True, kw_only=True):
 
 
 class Hold(_Part, frozen=True, kw_only=True):
-    """While there is one, nothing is promoted. `since` in seconds since the epoch."""
+    """A hold, during which nothing is promoted. `since` in seconds since the epoch."""
 
     since: float
     by: str = ""
@@ -62,10 +62,10 @@ class Hold(_Part, frozen=True, kw_only=True):
 
 
 class DesiredState(_Part, frozen=True, kw_only=True):
-    """What a place says. `revision` grows by one with each write; 0: nothing was written yet.
+    """The content of a place. `revision` grows by one with each write; 0: nothing was written yet.
 
-    history: what was desired before, oldest first, and may be rolled back to. withdrawn: what was rolled back, in the
-    order in which that was done: no promotion brings it back.
+    history: the weights that were desired before, oldest first; a rollback can lead to them. withdrawn: the weights
+    that were rolled back, in that order; no promotion brings them back.
     """
 
     desired_version: int = FORMAT_VERSION
@@ -77,22 +77,22 @@ class DesiredState(_Part, frozen=True, kw_only=True):
 
     @property
     def weights_id(self) -> str | None:
-        """That of what is desired; None: nothing yet."""
+        """The id of the desired weights; None if there are none yet."""
         return self.weights.weights_id if self.weights else None
 
     @property
     def known(self) -> tuple[DesiredWeights, ...]:
-        """Everything that it names."""
+        """All weights that the document names."""
         return (*self.withdrawn, *self.history, *((self.weights,) if self.weights else ()))
 
 
 def encode(state: DesiredState) -> bytes:
-    """For people, too: one field on a line."""
+    """Encode a document with one field per line, for human readers."""
     return msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n"
 
 
 def decode(raw: bytes | None, where: str) -> DesiredState:
-    """What a document says; None: there is none. Raises DesiredDamaged."""
+    """Decode a document; None, for an absent one, gives revision 0. Raises DesiredDamaged."""
     if raw is None:
         return DesiredState()
     try:
@@ -114,7 +114,7 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
 
 
 def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
-    """Raise Held, and Superseded for weights that were desired before; nothing for those that are desired."""
+    """Raise Held, or Superseded for weights that were desired before. The weights that are desired now always pass."""
     if state.weights_id == weights_id:
         return
     for withdrawn in state.withdrawn:
@@ -137,21 +137,20 @@ def _by(who: str) -> str:
 def bases_of(
     state: DesiredState, base: str, weights_id: str, source: object
 ) -> tuple[DesiredBase, ...] | msgspec.UnsetType:
-    """What a new process needs before a delta from the weights `base`, which are desired; of a full set nothing.
+    """Return the files that a new process must read before a delta from the desired weights `base`.
 
-    weights_id: those that it leads to, which may be desired already by a delta from the same base.
-
+    base: empty for a full set, which needs none. weights_id: the result of the delta, which may be desired already.
     Raises BaseMismatch, and Unsupported for too long a chain.
     """
     if not base:
         return msgspec.UNSET
     desired = state.weights
     if desired and desired.weights_id == weights_id and desired.bases and desired.bases[-1].weights_id == base:
-        return desired.bases  # it is asked for again
+        return desired.bases  # the same delta again
     if desired is None or desired.weights_id != base:
-        found = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
+        actual = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
         raise BaseMismatch(
-            f"{source}: a delta from the weights {base[:SHOWN]}, and {found}. Name the deltas of a chain in order, "
+            f"{source}: a delta from the weights {base[:SHOWN]}, and {actual}. Name the deltas of a chain in order, "
             "each while the weights that it starts from are desired, or a full weight file."
         )
     before = desired.bases or ()
@@ -162,21 +161,21 @@ def bases_of(
     return (*before, DesiredBase(source=desired.source, weights_id=base))
 
 
-def changed(state: DesiredState, weights: DesiredWeights) -> DesiredState:
-    """After weights were set by hand: what was desired becomes the end of the history."""
+def with_weights(state: DesiredState, weights: DesiredWeights) -> DesiredState:
+    """Return the state with new desired weights; the ones before are appended to the history."""
 
-    def others(all_of_them: tuple[DesiredWeights, ...]) -> tuple[DesiredWeights, ...]:
-        return tuple(each for each in all_of_them if each.weights_id != weights.weights_id)
+    def without(entries: tuple[DesiredWeights, ...]) -> tuple[DesiredWeights, ...]:
+        return tuple(entry for entry in entries if entry.weights_id != weights.weights_id)
 
     before = (state.weights,) if state.weights else ()
-    history = others((*state.history, *before))[-MOST_KEPT:]
-    return replace(state, weights=weights, history=history, withdrawn=others(state.withdrawn))
+    history = without((*state.history, *before))[-MOST_KEPT:]
+    return replace(state, weights=weights, history=history, withdrawn=without(state.withdrawn))
 
 
 def find_good(state: DesiredState, weights_id: str | None, where: str) -> DesiredWeights:
-    """What a rollback leads to: the last of the history, or what the beginning of an id means, withdrawn or not.
+    """Return the target of a rollback: the last entry of the history, or the one whose id begins with `weights_id`.
 
-    Raises NothingToRollBack.
+    That one may also be withdrawn. Raises NothingToRollBack.
     """
     candidates = (*state.withdrawn, *state.history) if weights_id else state.history[-1:]
     matches = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
@@ -189,15 +188,15 @@ def find_good(state: DesiredState, weights_id: str | None, where: str) -> Desire
 
 
 def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) -> DesiredState:
-    """After a rollback to weights that it names: what came after them is withdrawn.
+    """Return the state after a rollback to weights that it names; the weights after them are withdrawn.
 
     hold: a new one, or None to leave the hold as it is.
     """
     hold = hold or state.hold
     index = next((index for index, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
-    if index is None:  # forward, to what was withdrawn
-        return replace(changed(state, target), hold=hold)
+    if index is None:  # forward, to withdrawn weights
+        return replace(with_weights(state, target), hold=hold)
     later = (*state.history[index + 1 :], *((state.weights,) if state.weights else ()))
-    again = {each.weights_id for each in later}
-    withdrawn = (*(each for each in state.withdrawn if each.weights_id not in again), *later)[-MOST_WITHDRAWN:]
+    ids = {each.weights_id for each in later}
+    withdrawn = (*(each for each in state.withdrawn if each.weights_id not in ids), *later)[-MOST_WITHDRAWN:]
     return replace(state, weights=target, history=state.history[:index], withdrawn=withdrawn, hold=hold)

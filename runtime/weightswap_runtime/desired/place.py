@@ -1,4 +1,4 @@
-"""A place where processes read which weights they should serve, and where operators and trainers write it."""
+"""Places: processes read there which weights they should serve, and operators and trainers write it there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .document import (
     DesiredWeights,
     Hold,
     bases_of,
-    changed,
     check_promotable,
     decode,
     encode,
     find_good,
     rolled_back,
+    with_weights,
 )
 from .storage import MOST_BYTES, NAME, Stored, open_storage
 
@@ -39,7 +39,7 @@ Source = str | os.PathLike[str]
 
 
 class Known(NamedTuple):
-    """What whoever has staged a set of weights knows of it. base: of a delta, the weights that it starts from."""
+    """The facts known about a set of weights, from its header or its staging. base: the base weights id of a delta."""
 
     weights_id: str
     graph_id: str = ""
@@ -50,12 +50,12 @@ class Known(NamedTuple):
 class DesiredPlace:
     """A local directory, or a folder behind a URL, with the document `desired.json`: docs/desired.md.
 
-    Every operator's write names the revision that it follows on, so that nobody overwrites what he has not seen. Each
-    returns what is desired then. They raise RevisionConflict, and DesiredError where the place cannot be read or
-    written; then nothing has changed. `by` and `why` have 4,096 characters at most.
+    Every write of an operator names the revision that it is based on, so that nobody overwrites an unseen change. It
+    returns the new desired state. It raises RevisionConflict, and DesiredError if the place cannot be read or written;
+    then nothing has changed. `by` and `why` have at most 4,096 characters.
 
-    place: the path or URL. A local directory has to be there. URLs are written to where the store replaces an object
-    only if it is still the one that was read: s3://. Others are read alone (Unsupported).
+    place: the path or URL. A local directory must exist. Writing to a URL needs a store with conditional writes:
+    s3://. Other URLs can only be read (writing raises Unsupported).
     """
 
     def __init__(self, place: Source) -> None:
@@ -67,23 +67,22 @@ class DesiredPlace:
         return f"DesiredPlace({self.where!r})"
 
     def read(self, check: Check | None = None) -> DesiredState:
-        """What is desired; revision 0 where nothing was written yet.
+        """Return the desired state; revision 0 if nothing was written yet.
 
-        check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait. Raises
-        DesiredError where it cannot be read, DesiredDamaged where it is none.
+        check: called every few milliseconds during the wait for a remote response; it may raise to end the wait. Raises
+        DesiredError if the document cannot be read, and DesiredDamaged if it is invalid.
         """
         return self._read(check)[1]
 
     def locate(self, weights: DesiredWeights | DesiredBase) -> Path | str:
-        """The path or URL of a set that the document names, as a swap takes it."""
-        folder = self._storage.folder
+        """Return the path or URL of weights that the document names, for a swap."""
         if "://" in weights.source or weights.source.startswith("/"):
             return weights.source
-        found = folder / weights.source
-        return found.raw if isinstance(found, Url) else found
+        location = self._storage.folder / weights.source
+        return location.raw if isinstance(location, Url) else location
 
     def located(self, weights: DesiredWeights) -> DesiredWeights:
-        """The same, with its bases as they are found from anywhere."""
+        """Return the weights with absolute sources of their bases."""
         if not weights.bases:
             return weights
         return replace(weights, bases=tuple(replace(each, source=str(self.locate(each))) for each in weights.bases))
@@ -98,26 +97,26 @@ class DesiredPlace:
         allow_other_graph: bool = False,
         known: Known | None = None,
     ) -> DesiredState:
-        """Desire weights by hand: a packed file, its URL, an index of shards, or a delta from what is desired.
+        """Set the desired weights by hand: a packed file, its URL, an index of shards, or a delta from those desired.
 
-        A hold stays, and forbids nothing here. What was withdrawn is no more, if it is set. allow_other_graph: take one
-        that was packed for another graph than what is desired now. known: as for `promote`.
+        A hold does not forbid this, and stays. Withdrawn weights that are set are no longer withdrawn. known: as for
+        `promote`. allow_other_graph: accept weights that were packed for another graph than the desired ones.
 
-        Raises WeightFileError for what cannot be opened, GraphMismatch, BaseMismatch for a delta from other weights,
-        and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
+        Raises WeightFileError for a file that cannot be opened, GraphMismatch, BaseMismatch for a delta from other
+        weights, and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
         """
-        found = known or known_weights(source)
+        facts = known or known_weights(source)
 
-        def work(state: DesiredState) -> DesiredState:
+        def change(state: DesiredState) -> DesiredState:
             before = state.weights.graph_id if state.weights else ""
-            if before and found.graph_id and before != found.graph_id and not allow_other_graph:
+            if before and facts.graph_id and before != facts.graph_id and not allow_other_graph:
                 raise GraphMismatch(
-                    f"{printable(source)}: was packed for the graph {found.graph_id[:SHOWN]}, and what is desired for "
+                    f"{printable(source)}: was packed for the graph {facts.graph_id[:SHOWN]}, and what is desired for "
                     f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
                 )
-            return self._changed(state, source, found, by, why)
+            return self._with_weights(state, source, facts, by, why)
 
-        return self._write(revision, work)
+        return self._write(revision, change)
 
     def rollback(
         self,
@@ -129,44 +128,46 @@ class DesiredPlace:
         hold: bool = True,
         known_there: bool = False,
     ) -> DesiredState:
-        """Desire earlier weights again, and withdraw what came after them.
+        """Make earlier weights the desired ones again, and withdraw those after them.
 
-        to: the beginning of a weights id of the history, or of what was withdrawn; None: what was desired before. hold:
-        take nothing new until `release`. known_there: do not look for the file, as whoever is to serve them has them in
-        memory.
+        to: the beginning of a weights id in the history or among the withdrawn ones; None: the weights before. hold:
+        promote nothing until `release`. known_there: do not check that the file exists, as the followers have the
+        weights in memory.
 
-        Raises NothingToRollBack, and WeightFileError or UnexpectedWeights where its file is not there any more.
+        Raises NothingToRollBack, and WeightFileError or UnexpectedWeights if the file has been removed or replaced.
         """
         check_said(by, why)
 
-        def work(state: DesiredState) -> DesiredState:
-            wanted = find_good(state, to, self.where)
+        def change(state: DesiredState) -> DesiredState:
+            target = find_good(state, to, self.where)
             if not known_there:
-                self._check_there(wanted)
+                self._check_files(target)
             now = time.time()
-            held = Hold(since=now, by=by, why=why or f"rolled back to {wanted.weights_id[:SHOWN]}") if hold else None
-            return rolled_back(state, replace(wanted, since=now, by=by, why=why), held)
+            new_hold = (
+                Hold(since=now, by=by, why=why or f"rolled back to {target.weights_id[:SHOWN]}") if hold else None
+            )
+            return rolled_back(state, replace(target, since=now, by=by, why=why), new_hold)
 
-        return self._write(revision, work)
+        return self._write(revision, change)
 
-    def _check_there(self, weights: DesiredWeights) -> None:
-        needed: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
-        for each in needed:
-            where = self.locate(each)
-            found = _stamp(where)
-            if found is not None and found.weights_id != each.weights_id:
+    def _check_files(self, weights: DesiredWeights) -> None:
+        files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
+        for file in files:
+            where = self.locate(file)
+            stamp = _stamp(where)
+            if stamp is not None and stamp.weights_id != file.weights_id:
                 raise UnexpectedWeights(
-                    f"{printable(where)}: has the weights {found.weights_id[:SHOWN]} by now, not "
-                    f"{each.weights_id[:SHOWN]}"
+                    f"{printable(where)}: has the weights {stamp.weights_id[:SHOWN]} by now, not "
+                    f"{file.weights_id[:SHOWN]}"
                 )
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
-        """Let nothing be promoted until `release`; a hold that there is gives way."""
+        """Forbid promotions until `release`. This replaces an earlier hold."""
         check_said(by, why)
         return self._write(revision, lambda state: replace(state, hold=Hold(since=time.time(), by=by, why=why)))
 
     def release(self, *, revision: int) -> DesiredState:
-        """Let promotions through again. What was withdrawn stays away."""
+        """Allow promotions again. Withdrawn weights stay withdrawn."""
         return self._write(revision, lambda state: replace(state, hold=None))
 
     def promote(
@@ -178,36 +179,35 @@ class DesiredPlace:
         why: str = "",
         may: Callable[[DesiredState], None] = lambda _: None,
     ) -> DesiredState:
-        """Desire new weights, unless that would undo what an operator has done: for trainers and watchers.
+        """Make new weights the desired ones, unless that would undo an operator's change: for trainers and watchers.
 
-        known: what is known of the file by whoever has staged it; None: what its header says. may: raises what forbids
-        it, with what is desired then. It names no revision: what other writers do meanwhile is looked at again. Weights
-        that are desired already are left as they are.
+        known: the facts about the file, if the caller has staged it; None: read its header. may: called with the
+        present state; raises to forbid the promotion. A promotion names no revision: after a concurrent write it is
+        tried again on the new state. If the weights are desired already, nothing is written.
 
         Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
         """
-        weights = known or known_weights(source)
+        facts = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            if state.weights_id == weights.weights_id:
+            if state.weights_id == facts.weights_id:
                 return state
-            check_promotable(state, weights.weights_id, printable(source))
-            after = self._changed(state, source, weights, by, why)
+            check_promotable(state, facts.weights_id, printable(source))
+            after = self._with_weights(state, source, facts, by, why)
             may(state)
             if written := self._replace(stored, state, after):
                 return written
-        raise RevisionConflict(f"{self.where}: others write all the time; {MOST_TRIES} tries were in vain")
+        raise RevisionConflict(f"{self.where}: other writers were faster in {MOST_TRIES} tries; try again later")
 
     def check_promotable(self, source: Source, weights_id: str | None, check: Check | None = None) -> None:
-        """Raise now what `promote` would raise; of weights that are not known yet, whether anything is promoted."""
-        state = self.read(check)
-        check_promotable(state, weights_id or "", printable(source))
+        """Raise the error that `promote` would raise; with an unknown weights id (None), only Held."""
+        check_promotable(self.read(check), weights_id or "", printable(source))
 
-    def _changed(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
-        return changed(state, described(self._as_stored(as_location(source)), known, by, why, state))
+    def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
+        return with_weights(state, described(self._as_stored(as_location(source)), known, by, why, state))
 
     def _as_stored(self, location: Location) -> str:
-        """Relative to the place where it lies below it, so that both may be mounted elsewhere."""
+        """Return a path relative to the place, if it is below it, so that both may be mounted elsewhere."""
         folder = self._storage.folder
         if isinstance(location, Url) or isinstance(folder, Url):
             text = fixed_text(location)
@@ -221,11 +221,11 @@ class DesiredPlace:
         stored = self._storage.read(check)
         return stored, decode(stored.content, f"{self.where}: {NAME}")
 
-    def _write(self, revision: int, work: Callable[[DesiredState], DesiredState]) -> DesiredState:
+    def _write(self, revision: int, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
         if type(revision) is not int:
             raise Unsupported(f"revision={revision!r}: expected the number that read() gives")
         stored, state = self._read(None)
-        if state.revision == revision and (written := self._replace(stored, state, work(state))):
+        if state.revision == revision and (written := self._replace(stored, state, change(state))):
             return written
         now = self.read()
         whose = f", by {now.weights.by}" if now.weights and now.weights.by else ""
@@ -235,11 +235,11 @@ class DesiredPlace:
         )
 
     def _replace(self, stored: Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
-        """Write the next revision; None where somebody else has."""
+        """Write the next revision, and return it; None if another writer was faster."""
         written = replace(after, revision=before.revision + 1)
         try:
             content = encode(written)
-            decode(content, self.where)  # what nobody could read again
+            decode(content, self.where)  # a document that no reader would accept must not be written
         except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
             raise Unsupported(
                 f"{self.where}: by, why, a path or a label is no text that JSON holds ({error})"
@@ -253,14 +253,13 @@ class DesiredPlace:
 
 
 def _stamp(source: Source) -> Stamp | DeltaStamp | None:
-    """What a file says of itself; None where weightswap has not written it."""
+    """Read the stamp of a file; None if weightswap has not written it."""
     with open_weights(source) as weights:
         return delta_stamp(weights) or weights.stamp
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired, and Unsupported
-    where too much is said of them."""
+    """Return the entry for newly desired weights. Raises BaseMismatch, and Unsupported if `by` or `why` is too long."""
     check_said(by, why)
     return DesiredWeights(
         source=source,
@@ -275,7 +274,7 @@ def described(source: str, known: Known, by: str, why: str, state: DesiredState)
 
 
 def known_weights(source: Source) -> Known:
-    """What a packed file or a delta says of itself. Raises WeightFileError, and Unsupported for any other file."""
+    """Read the facts in the header of a packed file or a delta. Raises WeightFileError, and Unsupported for others."""
     if (stamp := _stamp(source)) is None:
         raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
     base = stamp.base if isinstance(stamp, DeltaStamp) else ""

@@ -1,4 +1,4 @@
-"""Where a document lies: a local directory, or a folder behind a URL. Read whole, and replaced in one step."""
+"""Storage of a document in a local directory or behind a URL. It is read whole, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MOST_BYTES = 4 << 20
 
 
 class Stored(NamedTuple):
-    """The bytes of a document, None where there is none, and what shows that it is another one (remote alone)."""
+    """The bytes of a document, None if it is absent, and the tag of its version (remote storage only)."""
 
     content: bytes | None
     tag: str | None = None
 
 
 def open_storage(place: str | os.PathLike[str]) -> LocalStorage | RemoteStorage:
-    """The storage of a directory's path, or of a folder's URL; or of the document's own.
+    """Open the storage at a directory's path or a folder's URL, or at that of the document itself.
 
-    `replace` is False where what was read before is not there any more. Both methods raise DesiredError, and what
-    `check` raises.
+    Its `replace` returns False if the document is no longer the one that was read. `read` and `replace` raise
+    DesiredError, and what `check` raises.
     """
     if not isinstance(place, str | os.PathLike):
         raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
@@ -47,7 +47,7 @@ def open_storage(place: str | os.PathLike[str]) -> LocalStorage | RemoteStorage:
 
 
 class LocalStorage:
-    """A file that is replaced under a lock, which the system lets go with the process that holds it."""
+    """A file that is replaced under a lock, which the system releases if its process dies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ class LocalStorage:
             os.close(fd)
 
     def _lock(self, fd: int) -> None:
-        """Wait for other writers, who have it for milliseconds; not for ever for one that was stopped."""
+        """Lock the file. Other writers hold the lock for milliseconds; give up on one that was suspended."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -98,13 +98,13 @@ class LocalStorage:
     def _open_lock(self) -> int:
         path, flags = self.folder / LOCK, os.O_CREAT | os.O_CLOEXEC
         try:
-            return os.open(path, flags | os.O_RDWR, 0o666)  # which NFS asks for
-        except PermissionError:  # another user has made it
+            return os.open(path, flags | os.O_RDWR, 0o666)  # NFS needs a writable descriptor for an exclusive lock
+        except PermissionError:  # the file belongs to another user
             return os.open(path, flags | os.O_RDONLY)
 
 
 class RemoteStorage:
-    """An object that is replaced only where it is still the one that was read."""
+    """An object that is replaced only if it is still the one that was read."""
 
     def __init__(self, folder: Url) -> None:
         self.folder = folder

@@ -1,1 +1,1 @@
-"""Who is served what: models, swaps, calls, and the gate between them."""
+"""Models: their calls, their swaps, and the gate between the two."""

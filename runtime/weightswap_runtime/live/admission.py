@@ -1,4 +1,4 @@
-"""Whether a file may be staged at all, before it is read: a question to whoever has loaded the model."""
+"""Admission: the `admit` callback of `load()`, which may refuse a file before it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightswap_runtime.staging.request import Admit, SwapRequest
 
 
 def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
-    """The request, held to the weights id that was admitted: a file whose bytes are not what it claims is refused.
+    """Return the request with the admitted weights id as its `expect`, so a file with other bytes is refused later.
 
     Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
     """

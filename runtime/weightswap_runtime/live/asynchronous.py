@@ -1,4 +1,4 @@
-"""A staging for asyncio: what takes time is done in threads, and the loop never waits for it."""
+"""Stagings for asyncio: the work runs in threads, and the event loop never blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .turns import Turns
 
 
 class StageOptions(TypedDict, total=False):
-    """The arguments of `Model.stage` by name, but for `background` and `onto`."""
+    """The keyword arguments of `Model.stage`, except `background` and `onto`."""
 
     only: str | Sequence[str] | None
     ignore: str | Sequence[str]
@@ -33,7 +33,7 @@ class StageOptions(TypedDict, total=False):
 
 
 class AsyncStaging:
-    """One staging for a task, in a thread of its own beside that of the task's loop."""
+    """One staging on behalf of an asyncio task, in a thread of its own."""
 
     def __init__(
         self, stage: Callable[..., Staged], turns: Turns, path: str | os.PathLike[str], options: StageOptions
@@ -46,7 +46,7 @@ class AsyncStaging:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Let it end soon, before it has begun, too."""
+        """Cancel the staging without waiting, also before it has begun."""
         self._cancelled = True
         if self._staged is not None:
             self._staged.cancel_soon()
@@ -56,14 +56,14 @@ class AsyncStaging:
             raise StageCancelled("the task was cancelled; nothing was changed")
 
     def stage(self) -> Staged:
-        """Wait until it is staged. Raises what `Model.stage` and `Staged.wait` raise."""
+        """Stage, and wait until that is done. Raises what `Model.stage` and `Staged.wait` raise."""
         self._check()
         self._staged = staged = self._stage(self._path, background=True, **self._options)
-        if self._cancelled:  # meanwhile
+        if self._cancelled:  # by the event loop meanwhile
             staged.cancel_soon()
         return staged.wait()
 
     def swap(self) -> SwapReceipt:
-        """Stage and commit, in the queue of all swaps. Raises what `Model.swap` raises."""
+        """Stage and commit, in turn with other swaps. Raises what `Model.swap` raises."""
         with self._turns.wait_for_turn(self._check), self.stage() as staged:
             return staged.commit(timeout=self._options.get("timeout", LEASE_TIMEOUT))

@@ -1,4 +1,4 @@
-"""The calling surface that the model, pins and stagings share."""
+"""The call interface that models, pins and stagings share."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 
 
 class Methods:
-    """The artifact's methods: checks and flattens what goes in, rebuilds what comes out."""
+    """The methods of an artifact, with their signatures, input checks, variants and observers."""
 
     def __init__(self, manifest: Manifest, engine: Engine, member: int, variants: Variants | None = None) -> None:
         self.variants = variants
-        self.member = member  # whose engine it is, in a session
+        self.member = member  # the id of the engine in every session
         self.engine = engine
         self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)
         self.inputs = {
@@ -46,7 +46,7 @@ class Methods:
         self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
 
     def flatten(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The flat inputs of a call. Raises InputMismatch."""
+        """Check the arguments of a call and return its flat inputs. Raises InputMismatch."""
         flat = self.inputs[name].flatten(args, kwargs)
         if self._generation is not None and name in STEPS:
             check_position(name, flat, self._generation)
@@ -54,9 +54,9 @@ class Methods:
 
 
 class Caller:
-    """Something whose methods can be called: `x(...)` is `forward` (or the only method), `x.encode(...)` is another."""
+    """An object with the artifact's methods: `x(...)` calls `forward` (or the only method), `x.encode(...)` another."""
 
-    _serves = True  # whether calls are those that observers are told of
+    _serves = True  # whether observers are told of the calls
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
@@ -64,18 +64,18 @@ class Caller:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`, or the only method, with the arguments that it was exported with.
 
-        `context=`, a Context, is the state that the call reads and changes; without one, a call begins with the initial
-        state and leaves no trace. `variants=`, a dict from groups to names, chooses resident variants; without one, or
-        with None for a name, the base answers alone. Outputs share no memory with weights or state.
+        `context=`: a Context, whose state the call reads and changes; without one, the call starts from the initial
+        state and discards its changes. `variants=`: a dict from groups to names of resident variants; without one, or
+        with None for a name, the base weights answer alone. Outputs share no memory with weights or state.
 
-        Raises InputMismatch before anything runs; for a context StaleContext, ContextBusy, ContextBroken, ContextClosed
-        and ContextMismatch; for variants UnknownVariant and StaleVariant.
+        Raises InputMismatch before anything runs; with a context StaleContext, ContextBusy, ContextBroken,
+        ContextClosed and ContextMismatch; with variants UnknownVariant and StaleVariant.
         """
         return self._call(self._methods.default, args, kwargs)
 
     @property
     def signatures(self) -> Mapping[str, Signature]:
-        """What each method takes and returns."""
+        """The inputs and outputs of each method."""
         return self._methods.signatures
 
     @property
@@ -84,7 +84,7 @@ class Caller:
         return self._methods.default
 
     def method(self, name: str) -> Callable[..., Any]:
-        """The method called `name`, also where an attribute of this class hides it. Raises UnknownMethod."""
+        """Return the method called `name`, also if an attribute of this class hides it. Raises UnknownMethod."""
         if name not in self._methods.inputs:
             known = list(self._methods.inputs)
             near = get_close_matches(name, [*known, *dir(type(self))], n=1)
@@ -103,7 +103,7 @@ class Caller:
         return self._call(name, args, kwargs)
 
     def call_flat(self, name: str, flat: list[Any], variants: VariantNames | Choice | None = None) -> list[Any]:
-        """A call of a method with flat inputs, which have been checked, to flat outputs. variants: as in calls."""
+        """Call a method with flat inputs, which the caller has checked; return flat outputs. variants: as in calls."""
         choice = self._methods.variants.choose(variants) if self._methods.variants is not None else None
         return self._observed(name, lambda: self._run(name, flat, None, choice))
 
@@ -120,8 +120,8 @@ class Caller:
             kwargs = kwargs.copy()
             choice = self._methods.variants.choose(kwargs.pop("variants"))
         context = kwargs.get("context")
-        if isinstance(context, Context):  # else a method's own input of that name
-            values = self._run_with(context, name, args, kwargs, choice)
+        if isinstance(context, Context):  # otherwise the method has an input of that name
+            values = self._run_in_context(context, name, args, kwargs, choice)
         else:
             values = self._run(name, self._methods.flatten(name, args, kwargs), None, choice)
         if name in self._methods.single:
@@ -140,13 +140,13 @@ class Caller:
         self._methods.observers.tell(name, time.perf_counter() - start, None)
         return result
 
-    def _run_with(
+    def _run_in_context(
         self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice | None
     ) -> list[Any]:
         context.check_engine(self._methods.engine)
-        others = kwargs.copy()
-        del others["context"]
-        flat = self._methods.flatten(name, args, others)
+        inputs = kwargs.copy()
+        del inputs["context"]
+        flat = self._methods.flatten(name, args, inputs)
         claim = Claim()
         try:
             context.use(claim)
@@ -161,7 +161,7 @@ class Caller:
 def run_chosen(
     bound: Bound, weights_id: str, name: str, flat: list[Any], context: Context | None, choice: Choice | None
 ) -> list[Any]:
-    """Call a method of the weights `weights_id`, with a caller's context and choice. Raises StaleVariant."""
+    """Call a method of the weights `weights_id`, with an optional context and choice. Raises StaleVariant."""
     if choice is not None:
         choice.check_base(weights_id)
     if context is not None:

@@ -1,4 +1,4 @@
-"""Contexts: callers' own copies of what a model remembers from call to call."""
+"""Contexts: callers' own copies of the state that a model keeps from call to call."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .gate import Gate, Pin, Version
 from .session import Session
 
 OnSwap = Literal["invalidate", "reset", "keep", "pin"]
-_BECOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
+_OUTCOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
 
 
 def check_policy(on_swap: str) -> None:
-    """Raise Unsupported for a policy that there is not."""
-    if not isinstance(on_swap, str) or on_swap not in _BECOMES:
-        raise Unsupported(f"on_swap={on_swap!r}: expected {', '.join(map(repr, _BECOMES))}")
+    """Raise Unsupported for an unknown policy."""
+    if not isinstance(on_swap, str) or on_swap not in _OUTCOMES:
+        raise Unsupported(f"on_swap={on_swap!r}: expected {', '.join(map(repr, _OUTCOMES))}")
 
 
 class ContextPin(Pin):
@@ -49,8 +49,8 @@ class ContextPin(Pin):
 class Context(AbstractContextManager["Context"]):
     """One caller's copy of a model's state: `model(x, context=context)` reads and changes it.
 
-    Made by `model.new_context()` and `model.load_context()`. Calls with different contexts run side by side; two at
-    once with the same one are refused. Leaving its `with` block closes it.
+    Made by `model.new_context()` and `model.load_context()`. Calls with different contexts run in parallel; of two
+    concurrent calls with the same context, the second is refused. Leaving its `with` block closes it.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Context(AbstractContextManager["Context"]):
         weights_id: str | None = None,
         variants: Mapping[str, str] | None = None,
     ) -> None:
-        """engine: what the state is for. weights_id: of the weights that it was made with, if with any. variants: the
-        ids of those that it was made with, by group; None where any will do.
+        """engine: the engine of the state. weights_id: the weights that the state was made with, if any. variants: the
+        ids of the variants that it was made with, by group; None if any will do.
         """
         self.on_swap: OnSwap = on_swap
         self._artifact = artifact
@@ -73,7 +73,7 @@ class Context(AbstractContextManager["Context"]):
         self._state: State | None = state
         self._made_with = weights_id
         self._variants = variants
-        self._whole = True
+        self._consistent = True  # False during a call, and after one that was interrupted
         self._user: ClaimReference | None = None
         self._gate = gate
         self._pin = ContextPin()
@@ -82,17 +82,17 @@ class Context(AbstractContextManager["Context"]):
         self._pinned = gate.acquire(self._pin) if on_swap == "pin" else None
 
     def _renew(self) -> None:
-        self._taking = RLock()  # for signal handlers
+        self._lock = RLock()  # reentrant, for signal handlers
 
     @property
     def weights_id(self) -> str | None:
-        """The id of the weights that the state was made with, or is pinned to; None where it goes with any."""
+        """The id of the weights that the state was made with, or is pinned to; None if it fits any weights."""
         pinned = self._pinned
         return pinned.weights_id if pinned is not None else self._made_with
 
     @property
     def generation(self) -> int | None:
-        """The generation of the weights that it is pinned to; None where it is pinned to none."""
+        """The generation of the weights that the context is pinned to; None if it is not pinned."""
         pinned = self._pinned
         return pinned.generation if pinned is not None else None
 
@@ -101,24 +101,24 @@ class Context(AbstractContextManager["Context"]):
         return self._state is None
 
     def reset(self) -> None:
-        """Put the initial state back. Raises ContextBusy and ContextClosed."""
+        """Restore the initial state. Raises ContextBusy and ContextClosed."""
         with self.used():
             self._reset()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, without weights: a safetensors file that appears whole or not at all.
+        """Write the state, without weights, to a safetensors file, which appears complete or not at all.
 
-        `model.load_context()` reads it, with any engine, on any device. Raises ContextBusy, ContextClosed,
-        ContextBroken, and Unsupported for a URL and for a state that a call has resized.
+        `model.load_context()` reads it, on any engine and device. Raises ContextBusy, ContextClosed, ContextBroken, and
+        Unsupported for a URL and for a state that a call has resized.
         """
         with self.used() as state:
-            self._check_whole()
+            self._check_consistent()
             manifest = self._artifact.manifest
             made_with = MadeWith(self._made_with, dict(self._variants or {}))
             write_context(path, manifest.state, state.content, manifest.graph_id, made_with)
 
     def close(self) -> None:
-        """Let the state go, and the weights that it is pinned to. A second time it does nothing. Raises ContextBusy."""
+        """Free the state, and unpin the weights. A second call does nothing. Raises ContextBusy."""
         if self._state is not None:
             with self.used():
                 self._state = None
@@ -132,7 +132,7 @@ class Context(AbstractContextManager["Context"]):
 
     @contextmanager
     def used(self) -> Iterator[State]:
-        """A block in which nobody else uses the context. Raises ContextBusy and ContextClosed."""
+        """Use the context exclusively within the block. Raises ContextBusy and ContextClosed."""
         claim = Claim()
         try:
             yield self.use(claim)
@@ -140,8 +140,8 @@ class Context(AbstractContextManager["Context"]):
             claim.end()
 
     def use(self, claim: Claim) -> State:
-        """Use the context until the claim ends. Raises ContextBusy and ContextClosed."""
-        with self._taking:
+        """Use the context exclusively until the claim ends. Raises ContextBusy and ContextClosed."""
+        with self._lock:
             other = self._user() if self._user is not None else None
             if other is not None and other.holds:
                 raise ContextBusy("another call is using this context; give each caller one of its own")
@@ -151,7 +151,7 @@ class Context(AbstractContextManager["Context"]):
         return self._state
 
     def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
-        """Lease the weights that answer a call: those that are served, or those that it is pinned to."""
+        """Lease the weights for a call: the served ones, or those that the context is pinned to."""
         if self._pinned is None:
             return gate.acquire(lease)
         if not self._pin.holds:
@@ -162,35 +162,35 @@ class Context(AbstractContextManager["Context"]):
     def run(
         self, bound: Bound, weights_id: str, method: str, inputs: list[Any], choice: Choice | None = None
     ) -> list[Any]:
-        """Call a method of the weights `weights_id` and a choice of variants with this state, which the caller uses."""
+        """Call a method of the weights `weights_id` with this state, which the caller has claimed by `use`."""
         chosen, ids = (choice.chosen, choice.ids) if choice is not None else (None, {})
         if method not in self._methods:
             return bound.run(method, inputs, None, chosen)
-        self._check_whole()
+        self._check_consistent()
         if self._pinned is not None and self._pinned.weights_id != weights_id:
             raise StaleContext(self._pinned.weights_id, weights_id)
         if self._made_with is not None and (self._made_with != weights_id or self._variants not in (None, ids)):
-            self._follow(weights_id, ids)
-        self._whole = False
+            self._apply_policy(weights_id, ids)
+        self._consistent = False
         try:
             outputs = bound.run(method, inputs, self._state, chosen)
         except (InputMismatch, Unsupported):
-            self._whole = True  # nothing ran; other refusals are those of a signal handler's own calls
+            self._consistent = True  # nothing ran; any other CallError is that of a signal handler's own call
             raise
-        self._made_with, self._variants, self._whole = weights_id, ids, True
+        self._made_with, self._variants, self._consistent = weights_id, ids, True
         return outputs
 
     def check_engine(self, engine: Engine) -> None:
-        """Raise ContextMismatch unless it is of the model that has this engine."""
+        """Raise ContextMismatch unless the context belongs to the model that has this engine."""
         if engine is not self._engine:
             raise ContextMismatch("the context is of another model; each model makes its own with new_context()")
 
-    def _check_whole(self) -> None:
-        if not self._whole:
+    def _check_consistent(self) -> None:
+        if not self._consistent:
             raise ContextBroken("a call on this context broke off, so that its state may be half of two; reset() it")
 
-    def _follow(self, weights_id: str, variants: Mapping[str, str]) -> None:
-        """What the policy says where other weights or variants answer than those that the state was made with."""
+    def _apply_policy(self, weights_id: str, variants: Mapping[str, str]) -> None:
+        """Reset, keep or refuse a state that was made with other weights or variants than those of this call."""
         if self.on_swap == "reset":
             self._reset()
         elif self.on_swap != "keep":
@@ -199,16 +199,16 @@ class Context(AbstractContextManager["Context"]):
 
     def _reset(self) -> None:
         assert self._state is not None
-        self._whole = False
+        self._consistent = False
         self._state.reset()
-        self._made_with, self._variants, self._whole = None, None, True
+        self._made_with, self._variants, self._consistent = None, None, True
 
 
 class Contexts:
-    """The contexts of all models that share weights, as long as anybody refers to them."""
+    """The contexts of all models that share weights, by weak references."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._renew()
         renew_in_children(self)
 
@@ -217,12 +217,12 @@ class Contexts:
 
     def add(self, context: Context) -> Context:
         with self._lock:
-            self._known.add(context)
+            self._contexts.add(context)
         return context
 
     def outdated_by(self, weights_id: str) -> dict[str, int]:
-        """How many are of other weights, by what becomes of them."""
+        """Count the contexts of other weights than these, by the outcome of their policy."""
         with self._lock:
-            known = [context for context in self._known if not context.closed]
-        found = Counter(_BECOMES[each.on_swap] for each in known if each.weights_id not in (None, weights_id))
-        return dict(sorted(found.items()))
+            live = [context for context in self._contexts if not context.closed]
+        outcomes = Counter(_OUTCOMES[each.on_swap] for each in live if each.weights_id not in (None, weights_id))
+        return dict(sorted(outcomes.items()))

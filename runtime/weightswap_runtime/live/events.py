@@ -1,4 +1,4 @@
-"""Events of a model's weights, told to whoever listens."""
+"""Events of a model's weights, for listeners and the log."""
 
 from __future__ import annotations
 
@@ -50,36 +50,37 @@ _LEVELS: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. `time` in seconds since the epoch; `by` is who asked, as they said.
+    """One event. `time` in seconds since the epoch; `by` is the requester, as given.
 
-    Every staging begins with "staging" and ends with exactly one of committed, refused, cancelled and discarded (one
-    that is dropped without a word, with none). A listener must not swap; keep what an event says rather than the event,
-    as its `error` keeps alive what it came through:
+    Every staging begins with "staging" and ends with exactly one of "committed", "refused", "cancelled" and "discarded"
+    (a staging whose last reference is dropped may end with none). A listener must not swap. It should store the fields
+    that it needs rather than the event: the traceback of `error` keeps the objects of its frames alive. The kinds:
 
     staging: reading has begun.
-    staged: verified, and not yet served. `weights_id` and `labels` say what; `seconds_staged`, `seconds_verified` and
-      `nonfinite` are those of `SwapReceipt`; `nbytes` were read.
-    refused: `error` says why, `phase` how far it was; what is served is as it was. phase: "waiting" for another staging
-      (there was no "staging" then), "opening", "reading", "copying", "verifying"; or "committing": calls or pins kept a
-      commit or a rollback from its memory, or nothing was kept to roll back to, and a staging is still staged.
-    cancelled: given up before it was staged; `phase` as above.
-    discarded: given up after it was staged.
+    staged: the weights are verified, and not yet served. `weights_id` and `labels` identify them; `seconds_staged`,
+      `seconds_verified` and `nonfinite` are those of `SwapReceipt`; `nbytes` were read.
+    refused: `error` says why, and `phase` when; the served weights are as they were. phase: "waiting" for another
+      staging (there was no "staging" event then), "opening", "reading", "copying", "verifying"; or "committing": calls
+      or pins held the memory of a commit or rollback, or there was nothing to roll back to. After a refused commit the
+      weights are still staged.
+    cancelled: the staging was cancelled before it was complete; `phase` as above.
+    discarded: the staging was discarded after it was complete.
     committed, rolled back: `receipt` says what is served now.
-    failed: an in-place commit broke off with `error`; calls are refused.
+    failed: an in-place commit failed half-way with `error`; calls are refused.
 
-    From a directory that is watched come also:
+    A watched directory has further events:
 
-    skipped: a file was passed over, until it changes; `error` says why.
-    waiting: a delta is for other weights than those that are served, and waits for them; `error` says for which. Told
-      once, until it was tried; a commit, or "skipped", ends it.
-    unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
+    skipped: a file is skipped until it changes; `error` says why.
+    waiting: a delta waits until its base weights are served; `error` names them. Reported once until the delta is
+      tried; a commit or "skipped" ends it.
+    unreachable: the directory cannot be listed; `error` says why. Reported once until it can be listed again.
 
-    Of variants (`variant` is GROUP/NAME) come "variant added", "variant replaced", "variant removed", "variant evicted"
-    and "variant dropped", as in `VariantReceipt`, and "variant refused", for `error`.
+    Variants (`variant` is GROUP/NAME) have the events "variant added", "variant replaced", "variant removed", "variant
+    evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
 
-    source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is
-    not known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since
-    the staging, or the commit that was refused, was asked for.
+    source: the path or URL, or "rollback". operation: the kind of the swap, as in `SwapReceipt`; None if it is not
+    known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since the
+    request of the staging, or of the commit that was refused.
     """
 
     kind: EventKind
@@ -101,9 +102,9 @@ class Event:
     variant: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, tuples, texts and numbers alone; of an error its class, its text and its problems."""
-        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_described)
-        return found
+        """Return the fields as dicts, tuples, texts and numbers; an error as its class, its text and its problems."""
+        fields: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_error_fields)
+        return fields
 
     def __str__(self) -> str:
         who = f" for {visible(self.by)}" if self.by else ""
@@ -112,14 +113,14 @@ class Event:
         odd = f", not finite: {visible(', '.join(self.nonfinite))}" if self.nonfinite else ""
         where = f" while {self.phase}" if self.phase else ""
         text = text_of(self.error) if self.error else ""
-        if self.kind == "skipped":  # "refused" has told all of it
+        if self.kind == "skipped":  # "refused" has logged the whole text
             text = text.partition("\n")[0]
         why = f": {type(self.error).__name__}: {text}" if self.error else ""
         name = f" {visible(self.variant)}" if self.variant else ""
         return f"{self.kind}{name}{who}{where}: {visible(self.source)}{what}{generation}{odd}{why}"
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _error_fields(error: BaseException) -> dict[str, Any]:
     problems = getattr(error, "problems", ())
     return {"error": type(error).__name__, "message": str(error), "problems": problems}
 
@@ -128,7 +129,7 @@ Listener = Callable[[Event], object]
 
 
 class Events:
-    """Passes events on to listeners and to the log. What a listener raises is logged and goes no further."""
+    """The listeners of a store's events. Every event is also logged, and so are errors of the listeners."""
 
     def __init__(self) -> None:
         self._listeners: Listeners[[Event]] = Listeners(_log)
@@ -139,6 +140,6 @@ class Events:
     def emit(self, event: Event) -> None:
         level = logging.WARNING if event.nonfinite else _LEVELS.get(event.kind, logging.INFO)
         if _log.isEnabledFor(level):
-            # as text: a record that is kept must not keep the error, and through its frames the staging
+            # as text: a stored log record must not keep the error, whose frames refer to the staging
             _log.log(level, "%s", str(event))
         self._listeners.tell(event)

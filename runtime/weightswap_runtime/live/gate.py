@@ -1,11 +1,11 @@
-"""The gate between calls and commits: a call leases the current version, a commit changes what is current.
+"""The gate between calls and commits: a call leases the current version, a commit replaces it.
 
 A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
-reference. In single residency it holds new calls, waits for the leases, and lets the calls go after the copy.
+reference. In single residency it holds new calls, waits for the leases, and releases the calls after the copy.
 
-An interrupt, at whatever instruction, leaves the old weights, the new ones, or a model that says it failed; never a
-mixture, and never a lease that does not end. So a lease, a hold and a staging are objects that are known before they
-take effect, and that count only as long as somebody refers to them: what a frame has left behind ends with the frame.
+An interrupt at any instruction leaves the old weights, the new ones, or a model that reports its failure; never a
+mixture, and never a lease that does not end. So leases, holds and stagings are objects that exist before they take
+effect, and that count only while they are referenced: what an interrupted frame has left behind ends with the frame.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from weightswap_runtime.messages import plural
 from weightswap_runtime.threads.claims import POLL_SECONDS, Claim, ClaimReference, this_thread
 from weightswap_runtime.threads.forks import renew_in_children
 
-PATIENCE = 1.0  # seconds for which calls are held for the sake of a pin
+PATIENCE = 1.0  # seconds for which new calls are held while a commit waits for a pin
 
 
 class Pin(Claim):
-    """A lease for several calls. Nobody knows how long: an old one is waited for without holding new calls.
+    """A lease for several calls, of unknown length: a commit waits for an old one without holding new calls.
 
-    `what` it is called where it is waited for in vain.
+    `what`: its name in messages of timeouts.
     """
 
     __slots__ = ("_since",)
@@ -47,7 +47,7 @@ class Pin(Claim):
 
 
 class Hold(Claim):
-    """What keeps new calls waiting, since `since` (time.perf_counter())."""
+    """A claim that keeps new calls waiting, since `since` (time.perf_counter())."""
 
     __slots__ = ("since",)
 
@@ -57,7 +57,7 @@ class Hold(Claim):
 
 
 class Leasable(Protocol):
-    """What a version lives in. `leases` belongs to the gate."""
+    """Something that versions are stored in and leased from. `leases` belongs to the gate."""
 
     leases: dict[int, ClaimReference]
 
@@ -67,7 +67,7 @@ S = TypeVar("S", bound=Leasable)
 
 @dataclass(frozen=True, eq=False)
 class Version(Generic[S]):
-    """One generation of the model. `session` is where it is (or, once overwritten, was)."""
+    """One generation of the model. `session` holds its weights, until they are overwritten."""
 
     session: S
     generation: int
@@ -83,19 +83,19 @@ class Version(Generic[S]):
 
 
 class Gate(Generic[S]):
-    """Hands out leases on the current version. One lock, held for a few hundred nanoseconds at a time."""
+    """A gate that grants leases on the current version. It holds its lock for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
         self._renew()
         renew_in_children(self)
         self._current: Version[S] | None = None
-        self._holder: ClaimReference | None = None
+        self._hold: ClaimReference | None = None
         self._failure: str | None = None
         self._closed = False
 
     def _renew(self) -> None:
-        """Make the lock, which another thread may have held when this process was forked."""
-        self._lock = RLock()  # a signal may come in the middle, and its handler may call the model
+        """Make a new lock: in a forked child, the thread that held the old one may not exist."""
+        self._lock = RLock()  # reentrant: a signal handler may call the model while this thread holds it
         self._changed = Condition(self._lock)
 
     @property
@@ -104,23 +104,23 @@ class Gate(Generic[S]):
 
     @property
     def failure(self) -> str | None:
-        """Why calls are refused; None also while a commit is under way."""
-        return None if self._held() else self._failure
+        """The reason why calls are refused; None if they are not, or a commit is under way."""
+        return None if self._holder() else self._failure
 
     @property
     def broken(self) -> str | None:
-        """Why what lies in the arena is not a set of weights, whoever holds the calls; for those who have a claim."""
+        """The reason why the arena does not hold one set of weights, also during a commit; for holders of a claim."""
         return self._failure
 
     def acquire(self, lease: Claim) -> Version[S]:
-        """Lease the current version; give the lease back with `release`.
+        """Lease the current version; return the lease with `release`.
 
-        While a commit holds the calls, a thread that already has a lease is let through, or the two would wait for
-        each other. Raises NoWeights and ModelFailed.
+        While a commit holds the calls, a thread that already has a lease may pass, to avoid a deadlock with the commit.
+        Raises NoWeights, ModelFailed and ModelClosed.
         """
         with self._lock:
-            while (holder := self._held()) and not self._leased_by(lease.thread):
-                if holder.thread is lease.thread:
+            while (hold := self._holder()) and not self._leased_by(lease.thread):
+                if hold.thread is lease.thread:
                     raise ModelFailed("a signal handler cannot call the model while its thread commits in place")
                 self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
@@ -139,35 +139,35 @@ class Gate(Generic[S]):
             session.leases[id(lease)] = weakref.ref(lease)
 
     def acquire_within(self, pin: Claim, session: S, lease: Claim) -> bool:
-        """As `acquire_session`, of a session that a pin holds; False where that has ended."""
+        """Take one more lease on a session that a pin holds. Return False if the pin has ended."""
         with self._lock:
             if pin.holds:
                 session.leases[id(lease)] = weakref.ref(lease)
             return pin.holds
 
     def release(self, session: S, lease: Claim) -> None:
-        """Give a lease back; any thread may do that, and a second time does nothing."""
+        """Return a lease, from any thread. A second call does nothing."""
         lease.end()
         with self._lock:
             if session.leases.pop(id(lease), None) and not session.leases:
                 self._changed.notify_all()
 
     def leases(self, session: S) -> int:
-        """How many calls and pins hold `session` now."""
+        """Return how many calls and pins hold `session` now."""
         with self._lock:
             return len(_held_leases(session))
 
     def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until nothing holds a lease on `session`. Raises LeaseTimeout, and what `check` raises meanwhile."""
+        """Wait until `session` is not leased. Raises LeaseTimeout, and what `check` raises meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while _leases_in_the_way(session, deadline):
+            while _is_leased(session, deadline):
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
 
     def exchange(self, version: Version[S]) -> float:
-        """Make `version` current at once; returns the seconds that a call could have been kept waiting.
+        """Make `version` current at once; return the seconds for which this could have blocked a call.
 
         Raises ModelClosed, as do `hold` and `wait_idle`.
         """
@@ -180,16 +180,16 @@ class Gate(Generic[S]):
 
     @contextmanager
     def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[Hold]:
-        """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout.
+        """Hold new calls and wait for the leases on `session`; calls go on when the block ends.
 
-        Raises also what `check` raises meanwhile. While a pin is old, calls are not held: one that is never given back
-        must not stop the service.
+        While a pin is old, calls are not held: a pin that is never released must not stop the service. Raises
+        LeaseTimeout, and what `check` raises meanwhile.
         """
         hold = Hold()
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._lock:
-                while self._held() or not self._hold_idle(session, deadline, hold, check):
+                while self._holder() or not self._hold_idle(session, deadline, hold, check):
                     self._changed.wait(POLL_SECONDS)
                     check()
                     self._check_open()
@@ -201,11 +201,11 @@ class Gate(Generic[S]):
                 self._changed.notify_all()
 
     def _hold_idle(self, session: S, deadline: float | None, hold: Hold, check: Callable[[], None]) -> bool:
-        """Hold new calls until `session` is idle. False, with nothing held, where a pin is old or becomes so."""
-        self._holder, hold.since = weakref.ref(hold), time.perf_counter()
-        while _leases_in_the_way(session, deadline):
+        """Hold new calls until `session` is idle. Return False, without a hold, if a pin is or becomes old."""
+        self._hold, hold.since = weakref.ref(hold), time.perf_counter()
+        while _is_leased(session, deadline):
             if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
-                self._holder = None
+                self._hold = None
                 self._changed.notify_all()
                 return False
             self._changed.wait(POLL_SECONDS)
@@ -214,7 +214,7 @@ class Gate(Generic[S]):
         return True
 
     def close(self) -> None:
-        """Refuse every call from now on, and forget what is served; who has a lease still has it."""
+        """Refuse every call from now on, and drop the current version. Leases that were granted stay valid."""
         with self._lock:
             self._closed = True
             self._current = self._failure = None
@@ -229,10 +229,10 @@ class Gate(Generic[S]):
         with self._lock:
             self._failure = reason
 
-    def _held(self) -> Claim | None:
-        """Who holds the calls."""
-        holder = self._holder() if self._holder else None
-        return holder if holder is not None and holder.holds else None
+    def _holder(self) -> Claim | None:
+        """Return the claim that holds new calls, if any."""
+        hold = self._hold() if self._hold else None
+        return hold if hold is not None and hold.holds else None
 
     def _leased_by(self, thread: object) -> bool:
         return self._current is not None and any(
@@ -240,8 +240,8 @@ class Gate(Generic[S]):
         )
 
 
-def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
-    """Whether anything holds a lease. Raises LeaseTimeout if waiting for it cannot help, or `deadline` is over."""
+def _is_leased(session: Leasable, deadline: float | None) -> bool:
+    """Return whether a session is leased. Raises LeaseTimeout if this thread has a lease, or `deadline` has passed."""
     leases = _held_leases(session)
     if any(lease.thread is this_thread() for lease in leases):
         raise LeaseTimeout(
@@ -259,12 +259,12 @@ def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
 
 
 def _held_leases(session: Leasable) -> list[Claim]:
-    """The leases that count. What was left behind is dropped."""
-    held = []
+    """Return the leases that are held, and remove those that ended or were dropped without a release."""
+    leases = []
     for key, reference in list(session.leases.items()):
         lease = reference()
         if lease is not None and lease.holds:
-            held.append(lease)
+            leases.append(lease)
         elif session.leases.get(key) is reference:
             del session.leases[key]
-    return held
+    return leases

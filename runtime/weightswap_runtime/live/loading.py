@@ -1,4 +1,4 @@
-"""Opening an artifact for a server: its engine, the memory for its weights, and the first of them."""
+"""Loading of an artifact for serving: its engine, the memory for its weights, and the first weights."""
 
 from __future__ import annotations
 
@@ -48,37 +48,38 @@ def load(
     max_variants: int = MOST,
     admit: Admit | None = None,
 ) -> Model:
-    """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
+    """Open an artifact and, if `weights` names a file or a checkpoint, serve it as generation 0.
 
-    artifact: its folder, the URL of one (docs/remote.md), or an opened one.
-    residency="double" holds two sets of weights: commits and rollbacks take constant time, and a staging takes the
-    place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
-    second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
-    rollback is then possible in single residency, and in double residency also after a staging that was refused.
+    artifact: a folder, the URL of one (docs/remote.md), or an opened `Artifact`.
+    residency: "double" holds two sets of weights: commits and rollbacks take constant time, and a staging overwrites
+    the previous weights. "single" holds one: a commit copies in place while calls are held, staging allocates a second
+    set temporarily, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a rollback is then
+    possible in single residency, and in double residency also after a staging that was refused.
     `weights`, `ignore`, `keys`, `expect`, `verify` and `allow_nonfinite` are those of `Model.stage`.
 
-    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", as a text or a `torch.device`; inputs
-    must be there, and outputs are, as torch's tensors. staging: where on an accelerator single residency stages:
-    "device", "host", or "auto", on the device if there is room. cuda_graphs: sizes of calls that are captured once and
-    replayed over all swaps, such as [{"batch": 1}], or "auto" for whatever comes. docs/cuda.md says more of all three.
+    device: "cpu", or a torch accelerator such as "cuda" or "cuda:1", as a text or a `torch.device`. On an accelerator,
+    inputs and outputs are torch tensors on that device. staging: where single residency stages on an accelerator:
+    "device", "host", or "auto", which is the device if there is room. cuda_graphs: sizes of calls that are captured
+    once and replayed across swaps, such as [{"batch": 1}], or "auto" for any size. docs/cuda.md describes all three.
 
-    share: a model whose weights this one serves from, too. The artifact must have the same table of weights: names,
-    types, shapes, ties, order in memory; such as the same module exported with other inputs. Engines may differ where
-    that stays so. One swap through either changes both in one commit. `residency`, `keep_previous` and the device are
-    those of the other, and `weights` are put behind both. on_event: called for everything that
-    happens to the weights, in the thread that does it; see `Event`.
+    share: a model whose weights this one serves from, too. The artifact must have the same table of weights (names,
+    types, shapes, ties, order in memory), as when one module is exported twice with different inputs. The engines may
+    differ as long as the tables agree. A swap through either model changes both in one commit. `residency`,
+    `keep_previous` and the device are those of the other model, and `weights` are swapped into both.
+    on_event: a listener of events, called in the thread that causes them; see `Event`.
 
-    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
-    this process; "onnx", for an artifact that was compiled for it, which on the CPU takes and gives numpy arrays and
-    needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which; a
-    RuntimeWarning why it is not the machine code that the artifact has for this machine). Methods that the artifact has
-    no file of the engine for run on `torch` beside it, over the same weights and contexts: `Model.engines`, by method.
-    threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
-    engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
-    max_variants: how many variants of one group may be resident; see `Model.add_variant`.
-    admit: called with the path or URL of each file before it is staged, whoever asks for it, and with the weights id
-    that the file claims; what it raises, a SwapError, refuses it. What is served has just that id. Of a variant, which
-    claims none, it is asked when that is read, about the id that it has; of files that lead to a delta's base, never.
+    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this one (its machine code runs
+    in this process); "onnx", for an artifact that was compiled for it (on the CPU it takes and returns numpy arrays and
+    needs no torch); or "auto", the fastest that this machine and the artifact offer. `Model.engine` then names it, and
+    a RuntimeWarning says why machine code that the artifact has for this machine is not used. Methods for which the
+    artifact has no file of the engine run on `torch`, on the same weights and contexts; see `Model.engines`.
+    threads: the threads that one call of the engine `onnx` uses on the CPU; by default one for each core.
+    prologue: let the engine `torch` compute results that depend on weights and constants alone once per staging,
+    instead of in every call. max_variants: how many variants of one group may be resident; see `Model.add_variant`.
+    admit: a callback that is called with the path or URL of each file before it is staged, whoever requests it, and the
+    weights id that the file claims; it raises a SwapError to refuse the file. The served weights have exactly that id.
+    For a variant, whose file claims no id, it is called after reading, with the actual id. It is not called for the
+    files that lead to a delta's base.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
@@ -104,8 +105,8 @@ def load(
         store = share._store
     store.admit = admit or store.admit
     options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
-    runs = _open_chosen(engine, chosen, opened, model_device, options)
-    model = Model(opened, store, device=model_device, engine=runs, max_variants=max_variants)
+    opened_engine = _open_chosen(engine, chosen, opened, model_device, options)
+    model = Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
@@ -118,15 +119,15 @@ def _check_share(share: object, admit: Admit | None) -> None:
         raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
     share._check_open()
     if admit is not None:
-        raise Unsupported("admit, share: what is admitted is said where the first of the models is loaded")
+        raise Unsupported("admit, share: models that share weights use the admit= of the first load(); give it there")
 
 
-def _open_chosen(asked: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
-    """The engine, or where "auto" has chosen one that cannot be opened here, the engine `torch`, with a warning."""
+def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    """Open the engine; if "auto" chose one that cannot be opened here, open `torch` instead, with a warning."""
     try:
         return open_engine(chosen, artifact, device, options)
     except Unsupported as error:
-        if asked != AUTO or chosen == "torch":
+        if requested != AUTO or chosen == "torch":
             raise
         warnings.warn(f"engine=\"auto\": the engine 'torch' serves, as {error}", RuntimeWarning, stacklevel=3)
         return open_engine("torch", artifact, device, options)

@@ -1,4 +1,4 @@
-"""What shares the weights of a store: artifacts whose graphs run on them."""
+"""Members of a store: the artifacts whose graphs run on its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Member:
-    """An artifact whose graphs run on the weights; `id` is that of its engine in every session."""
+    """An artifact whose graphs run on the weights. `id` identifies its engine in every session."""
 
     artifact: Artifact
     engine: Engine
@@ -24,7 +24,7 @@ class Member:
     _transforms: Transforms | None = None
 
     def open_transforms(self) -> Transforms:
-        """The adapter's graph, opened on first use. Raises ArtifactError, and MissingExtra without torch."""
+        """Return the adapter's graph, opened on first use. Raises ArtifactError, and MissingExtra without torch."""
         if self._transforms is None:
             from weightswap_runtime.staging.transforms import Transforms  # needs torch
 

@@ -1,4 +1,4 @@
-"""The server's side: call a model, and put new weights behind it."""
+"""Models: graphs whose methods are called, and whose weights are replaced."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .events import Event, Listener
 from .gate import Gate, Version
 from .pinned import Pinned
 from .receipt import SwapReceipt
-from .session import Session, naming_lack_of_memory
+from .session import Session, memory_errors
 from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store, open_variants
-from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generated
+from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generate_steps
 from .watching.follower import Follower
 from .watching.intake import Start
 from .watching.loop import Subject, Watching
@@ -56,12 +56,12 @@ PathLike = str | os.PathLike[str]
 
 
 class Model(Caller, AbstractContextManager["Model"]):
-    """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`.
+    """A graph with replaceable weights, made by `load()`. Every method may be called from any thread.
 
     Leaving its `with` block closes it.
     """
 
-    takes_weights = True  # or another process changes them
+    takes_weights = True  # False where another process changes the weights
 
     def __init__(
         self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
@@ -77,15 +77,15 @@ class Model(Caller, AbstractContextManager["Model"]):
         super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants))
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
         self._watchers: list[Watching] = []
-        # pins and stagings have the methods, too
+        # pins and stagings refer to the methods, too, and may outlive the model
         weakref.finalize(self._methods, store.leave, self._member.id).atexit = False
 
     def close(self) -> None:
-        """End watching, cancel stagings that are open, and refuse calls, swaps and pins from now on: ModelClosed.
+        """Stop watchers, cancel open stagings, and refuse calls, swaps and pins from now on with ModelClosed.
 
-        Calls and pins that have begun go on; the memory of both arenas is let go with the last of them, or with the
-        last model that shares it. A second time it does nothing. From a callback of its own watcher, or a listener of
-        its own staging, it does not wait for them to end.
+        Calls and pins that have begun go on; the memory of the arenas is freed with the last of them, or with the last
+        model that shares it. A second call does nothing. In a callback of its own watcher, or a listener of its own
+        staging, it does not wait for these to end.
         """
         if self._closed:
             return
@@ -98,7 +98,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         if self._variants is not None:
             self._variants.clear()
         self._store.close(self._member)
-        self._methods = copy(self._methods)  # pins have the original, with which the graphs go
+        self._methods = copy(self._methods)  # pins keep the original, and its finalizer frees the graphs
 
     @property
     def _closed(self) -> bool:
@@ -117,22 +117,22 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     @property
     def weights_id(self) -> str | None:
-        """The id of the weights that new calls get; None before the first swap."""
+        """The id of the weights that new calls use; None before the first swap."""
         return self._gate.current.weights_id if self._gate.current else None
 
     @property
     def previous_weights_id(self) -> str | None:
-        """The id of the weights that `rollback()` would serve; None where there are none."""
+        """The id of the weights that `rollback()` would serve; None if there are none."""
         return self._store.previous_id
 
     @property
     def generation(self) -> int | None:
-        """0 for the first weights, one more for each commit; None before the first swap."""
+        """The number of commits after the first: 0 for the first weights; None before the first swap."""
         return self._gate.current.generation if self._gate.current else None
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of the weights that new calls get."""
+        """The labels of the weights that new calls use."""
         return self._gate.current.labels if self._gate.current else {}
 
     @property
@@ -141,37 +141,37 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     @property
     def failed(self) -> bool:
-        """Whether an in-place commit broke off, so that calls are refused until a swap or rollback succeeds."""
+        """True after an in-place commit failed: calls are refused until a swap or rollback succeeds."""
         return self._gate.failure is not None
 
     @property
     def history(self) -> tuple[SwapReceipt, ...]:
-        """The receipts of the last 100 commits, oldest first; also those through models that share the weights."""
+        """The receipts of the last 100 commits, oldest first, including those of models that share the weights."""
         return tuple(self._store.history)
 
     @property
     def progress(self) -> Progress | None:
-        """How far the staging is that is under way, whoever asked for it; None where none is."""
+        """The progress of the staging that is under way, whoever requested it; None if there is none."""
         job = self._store.job
         return job.progress if job is not None else None
 
     @property
     def watching(self) -> tuple[Watching, ...]:
-        """What `watch` and `follow` have begun, and has not ended."""
-        return tuple(each for each in self._watchers if each.alive)
+        """The watchers and followers that are still running."""
+        return tuple(watcher for watcher in self._watchers if watcher.alive)
 
     def listen(self, listener: Listener) -> Stop:
-        """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
+        """Call `listener(event)` for each event of the weights, in the thread that causes it; see `Event`.
 
-        What it raises is logged. It must not swap or roll back itself. Returns a function that ends it.
+        Errors of the listener are logged. It must not swap or roll back. Returns a function that removes it.
         """
         return self._store.events.listen(listener)
 
     def observe(self, observer: CallObserver) -> Stop:
         """Call `observer(method, seconds, error)` after each call of this model and of its pins, in the same thread.
 
-        `error` is what the call raised, or None. Trial calls of a staging are not told. What the observer raises is
-        logged. Returns a function that ends it.
+        `error` is the exception that the call raised, or None. Trial calls of a staging are not reported. Errors of
+        the observer are logged. Returns a function that removes it.
         """
         return self._methods.observers.add(observer)
 
@@ -193,40 +193,40 @@ class Model(Caller, AbstractContextManager["Model"]):
         timeout: float | None = LEASE_TIMEOUT,
         onto: Sequence[tuple[PathLike, str]] = (),
     ) -> Staged:
-        """Read and verify weights beside those that serve. Nothing that serves is touched.
+        """Read and verify weights beside the served ones, which are not touched.
 
         path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
-          file, which needs the weights that it starts from to be served; a local path, or an fsspec URL of the same
-          (s3://, gs://, https://, ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that
-          the adapter computes need torch.
-        only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
-          whatever else it holds, and the rest are those that are served.
-        ignore: patterns of names in the file, such as "*.position_ids", for keys that an older model had: these tensors
-          are as if they were not there, and `SwapReceipt.ignored` lists them. A weight that the graph wants is then
-          missing. A pattern that matches nothing is a warning; a delta, which has no such names, asks for none.
-        keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
-          ways, with different results.
-        expect: the weights id of the result; anything else is refused.
-        allow_other_graph: take a file that was packed for another graph, if its tensors fit.
-        verify: "goldens": where outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
-          the staged weights must reproduce them; outputs on recorded inputs must be finite. "finite": the latter
-          alone. "off": nothing is tried.
-        allow_nonfinite: False refuses weights that have NaN or infinities where those that are served have none (where
-          nothing is served: NaN anywhere, infinities in weights that require a gradient); patterns of FQNs refuse them
-          but in these weights. None and True let them in; `SwapReceipt.nonfinite` and `Staged.nonfinite` say which.
-        by: who asks, for receipts and events.
+          file, whose base weights must be served; a local path, or an fsspec URL of the same (s3://, gs://, https://,
+          ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that the adapter computes need
+          torch.
+        only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): the matching weights are read from the
+          file, whatever else it holds, and all others stay as they are served.
+        ignore: patterns of names in the file, such as "*.position_ids", for keys of an older model: these tensors are
+          ignored, and `SwapReceipt.ignored` lists them. A weight that the graph needs is then missing. A pattern that
+          matches nothing causes a warning; for a delta, which has no such names, it causes none.
+        keys: "checkpoint" or "fqn" says how to read the names of a file that weightswap has not written, if they would
+          fit both ways with different results.
+        expect: the weights id of the result; any other is refused.
+        allow_other_graph: accept a file that was packed for another graph, if its tensors fit.
+        verify: "goldens": if outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
+          the staged weights must reproduce them, and outputs on recorded inputs must be finite. "finite": only the
+          latter. "off": the weights are not tried.
+        allow_nonfinite: False refuses weights that have NaN or infinities where the served ones have none (if nothing
+          is served: NaN anywhere, infinities in weights that require a gradient); patterns of FQNs allow them in these
+          weights only. None and True allow them all; `SwapReceipt.nonfinite` and `Staged.nonfinite` list them.
+        by: who requests this, for receipts and events.
         background: return at once; see `Staged` for `progress`, `wait()` and `cancel()`.
-        rate_limit: read and copy at most so many bytes per second, so that calls are not starved.
-        busy: where another staging of the model is open, "refuse", or "wait" for it.
-        timeout: seconds to wait for that, and for calls and pins that still use memory that is needed: in double
-          residency the previous weights give way.
-        onto: for a delta, files that lead to the weights that it starts from, with their weights ids: a full set, and
-          then deltas. They are read where those weights are not served.
+        rate_limit: the maximum number of bytes to read and copy per second, so that calls are not starved.
+        busy: if another staging of the model is open, "refuse", or "wait" for it.
+        timeout: seconds to wait for that staging, and for calls and pins that still use memory that is needed: in
+          double residency that of the previous weights.
+        onto: for a delta, the files that lead to its base weights, each with its weights id: a full set, then deltas.
+          They are read if the base weights are not served.
 
         Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
         NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and
-        ArtifactError or MissingExtra where the adapter's graph cannot be opened; with `background`, `Staged.wait()`
-        and `Staged.commit()` raise what comes after the start.
+        ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
+        `Staged.commit()` raise the errors that occur after the start.
         """
         request = SwapRequest(
             path,
@@ -250,7 +250,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             task.claim_at_once()
         staged = Staged(self._methods, task)
         self._stagings.add(staged)
-        if self._closed:  # meanwhile
+        if self._closed:  # by another thread meanwhile
             staged.cancel_soon()
         return staged.start() if background else staged.run()
 
@@ -270,12 +270,12 @@ class Model(Caller, AbstractContextManager["Model"]):
         busy: Busy = "refuse",
         timeout: float | None = LEASE_TIMEOUT,
     ) -> SwapReceipt:
-        """Replace weights: stage, verify, commit; the arguments are those of `stage`. Several threads' swaps queue.
+        """Replace weights: stage, verify, commit. The arguments are those of `stage`. Swaps of several threads queue.
 
-        Whatever is raised before the commit leaves weights, addresses and outputs as they were. State starts again
-        from its initial values, as in a model loaded with these weights.
+        An error before the commit leaves weights, addresses and outputs as they were. State starts again from its
+        initial values, as in a model loaded with these weights.
 
-        Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
+        Raises what `stage` raises, and ModelFailed if an in-place commit fails half-way.
         """
         with (
             self._store.turns.queue(),
@@ -297,26 +297,26 @@ class Model(Caller, AbstractContextManager["Model"]):
             return staged.commit(timeout=timeout)
 
     def turn(self, check: Callable[[], None]) -> AbstractContextManager[None]:
-        """A block in which swaps of other threads, watchers and followers wait, before they stage anything.
+        """Return a context manager during which swaps of other threads, watchers and followers wait before staging.
 
-        check: called while the swap of another is waited for; what it raises ends the wait.
+        check: called while waiting for the swap of another thread; an exception that it raises ends the wait.
         """
         return self._store.turns.wait_for_turn(check)
 
     async def aswap(self, path: PathLike, **options: Unpack[StageOptions]) -> SwapReceipt:
-        """As `swap`, for asyncio: the loop goes on meanwhile.
+        """Swap as `swap` does, without blocking the event loop.
 
-        If the task is cancelled, the swap is given up, unless it commits just then; it has ended when the task has.
+        If the task is cancelled, the swap is abandoned, unless it commits just then; it ends before the task does.
         """
         staging = AsyncStaging(self.stage, self._store.turns, path, options)
         return await in_thread(staging.swap, staging.cancel)
 
     @asynccontextmanager
     async def astage(self, path: PathLike, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
-        """`async with model.astage(path) as staged:` stages for asyncio; `await staged.acommit()` serves the weights.
+        """Stage for asyncio: `async with model.astage(path) as staged:`; `await staged.acommit()` serves the weights.
 
-        Arguments and errors are those of `stage`. The block begins when they are staged and verified; its end, and a
-        task that is cancelled, gives up what was not committed.
+        Arguments and errors are those of `stage`. The block begins when the weights are staged and verified. Leaving
+        it, or cancelling the task, discards weights that were not committed.
         """
         staging = AsyncStaging(self.stage, self._store.turns, path, options)
         staged = await in_thread(staging.stage, staging.cancel)
@@ -326,13 +326,13 @@ class Model(Caller, AbstractContextManager["Model"]):
             await in_thread(staged.discard)
 
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
+        """Serve the previous weights again; a second rollback undoes the first. A rollback is a commit of its own.
 
-        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds:
-        what is then previous is what that has left.
+        While a swap or a staging is under way, it is refused; with busy="wait" it waits for at most `timeout` seconds,
+        and then serves the weights that are the previous ones at that time.
 
-        Raises NothingToRollBack, StagingBusy, LeaseTimeout, OutOfMemory, ModelFailed, and ModelClosed, also where
-        `close()` ends the waiting.
+        Raises NothingToRollBack, StagingBusy, LeaseTimeout, OutOfMemory, ModelFailed, and ModelClosed, also if
+        `close()` ends the wait.
         """
         self._check_open()
         check_busy(busy)
@@ -358,42 +358,42 @@ class Model(Caller, AbstractContextManager["Model"]):
         promote: PathLike | None = None,
         policy: Policy = "newest",
     ) -> Watcher:
-        """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
+        """Swap in each new complete weight file of a directory, local or behind a URL, in order, in its own thread.
 
         Weight files are those whose names end in .safetensors, but not in .goldens.safetensors, and do not begin with
-        a dot. They are ordered by name, numbers in names by their value; of two files that `publish()` wrote for one
-        step, the later one is later. A file that comes before one that was taken is passed over. A web server
-        (http://, https://) lists no files, and cannot be watched.
+        a dot. They are ordered by name, with numbers in names ordered by value; of two files that `publish()` wrote
+        for one step, the one modified later comes later. A file that comes before one that was taken is skipped. A web
+        server (http://, https://) lists no files, and cannot be watched.
 
         interval: seconds between two looks at the directory.
         start: "newest" begins with the last file that can be taken; "all" with the first; "new" takes only files that
-          are not there yet. All files of a local directory that is made later are new ones.
-        callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
-          "skipped", "waiting" and "unreachable". What it raises is logged.
-        only: as in `swap`; something must be served already.
-        allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are
-          served have none. Other files with such weights are skipped.
-        promote: a place (`follow`) that is to say so of each file, before it is served here; what the place says is
-          served here, too, as by `follow`, and nothing that it has on hold or has withdrawn is taken. A watching that
-          begins again goes on after the last file that the place knows.
-        policy: when that is done: "newest", for whatever can be taken; "proven", for files whose recorded outputs were
-          reproduced. Others are skipped (Unproven).
-        The other arguments are those of `swap`; another staging of the model is waited for.
+          do not exist yet. If a local directory is created later, all its files are new.
+        callback: called in the watcher's thread with the events of the watcher, which all listeners (`listen`) receive,
+          too: those of each swap, and "skipped", "waiting" and "unreachable". Errors of the callback are logged.
+        only: as in `swap`; weights must be served already.
+        allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where the served ones
+          have none. Other files with such weights are skipped.
+        promote: a place (see `follow`) in which each file is promoted before it is served here. Weights that the place
+          says are desired are served here, too, as by `follow`; files that it holds back or has withdrawn are not
+          taken. A restarted watcher goes on after the last file that the place knows.
+        policy: the condition for a promotion: "newest" promotes every file that can be taken; "proven" only files
+          whose recorded outputs were reproduced. Others are skipped (Unproven).
+        The other arguments are those of `swap`; the watcher waits for another staging of the model.
 
-        Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
-        for, for a minute after its last change; one without digests is taken when two looks found it the same. A
-        delta is taken while the weights that it starts from are served, and waits for them until a later file is taken.
+        Files that are renamed into place are taken at the next look. A file that is shorter than its header says is
+        waited for until a minute after its last change; a file without digests is taken when it was the same at two
+        looks. A delta is taken while its base weights are served, and waits for them until a later file is taken.
 
-        Weights that are served already are not put in again. Those that a rollback took away since the watching began
-        are skipped, in whichever file they come, until they were swapped in by hand; 100 commits later that is
-        forgotten. A file that has gone and comes back as it was is not taken again; 10,000 of them are remembered.
+        Weights that are served already are not swapped in again. Weights that were rolled back since the watcher began
+        are skipped, in whichever file they come, until they are swapped in by hand; 100 commits later that is
+        forgotten. A file that disappears and returns unchanged is not taken again; 10,000 such files are remembered.
 
-        What cannot be taken changes nothing: a file that is damaged or does not fit is skipped until it changes. Where
-        it cannot be read, memory or a lease is missing, or a URL's directory cannot be listed, another try is made
+        A file that cannot be taken changes nothing. A file that is damaged or does not fit is skipped until it changes.
+        If a file cannot be read, memory or a lease is missing, or a URL's directory cannot be listed, it is retried
         after `interval`, then after twice as long, up to five minutes; later files are taken meanwhile. A local
         directory is looked at every `interval`.
 
-        Raises Unsupported and MissingExtra; nothing afterwards.
+        Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
         request = SwapRequest(
@@ -412,7 +412,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)
         subject = Subject(self, self._store, self._member, request)
-        return self._watching(Watcher(subject, directory, interval, start, callback, promotion))
+        return self._register(Watcher(subject, directory, interval, start, callback, promotion))
 
     def follow(
         self,
@@ -429,23 +429,23 @@ class Model(Caller, AbstractContextManager["Model"]):
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
     ) -> Follower:
-        """Serve what a place says is desired, from now on, in a thread of its own; docs/desired.md.
+        """Serve the weights that a place says are desired, from now on, in a thread of its own; docs/desired.md.
 
-        All processes that follow one place serve the same weights one look, and one staging, after it was written;
-        what else was swapped in, or rolled back, by hand gives way at the next look. `wait()` of what is returned
-        waits for the first weights, `status` says what is desired and what is served.
+        All processes that follow one place serve the same weights one look and one staging after it was written. The
+        next look reverts swaps and rollbacks made by hand. `Follower.wait()` waits for the first weights, and
+        `Follower.status` says which weights are desired and which are served.
 
         place: a directory, or the URL of a folder, with a `desired.json` that `DesiredPlace`, `weightswap desired`,
-          `watch(promote=...)` or `publish(promote=...)` writes. It may come later.
-        by: for receipts, where the document does not say who has asked.
+          `watch(promote=...)` or `publish(promote=...)` writes. The document may appear later.
+        by: the requester for receipts, if the document does not name one.
         The other arguments are those of `watch`.
 
-        Weights that are refused change nothing: they are skipped until the place says something else, or the file
-        changes, and tried again, as by `watch`, where that may help. A model that serves nothing yet takes the last of
-        the history that it can. Where the place cannot be read ("unreachable"), damaged or older than what was read
-        before, what is served stays.
+        Weights that are refused change nothing: they are skipped until the place or the file changes, and retried, as
+        by `watch`, where that may help. A model that serves nothing yet takes the last entry of the history that it
+        can. If the place cannot be read ("unreachable"), is damaged, or is older than at the last read, the served
+        weights stay.
 
-        Raises Unsupported and MissingExtra; nothing afterwards.
+        Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
         request = SwapRequest(
@@ -462,31 +462,31 @@ class Model(Caller, AbstractContextManager["Model"]):
         )
         opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
         subject = Subject(self, self._store, self._member, request)
-        return self._watching(Follower(subject, opened, interval, callback))
+        return self._register(Follower(subject, opened, interval, callback))
 
-    def _watching(self, watching: W) -> W:
-        """Have `close` stop it."""
+    def _register(self, watching: W) -> W:
+        """Let `close` stop a watcher."""
         with self._store.closing:
-            self._watchers = [*(each for each in self._watchers if each.alive), watching]
-        if self._closed:  # meanwhile
+            self._watchers = [*self.watching, watching]
+        if self._closed:  # by another thread meanwhile
             watching.stop()
         return watching
 
     def pin(self) -> Pinned:
-        """`with model.pin() as pinned:` makes several calls on one version, whatever is committed meanwhile.
+        """Pin one version for several calls, whatever is committed meanwhile: `with model.pin() as pinned:`.
 
-        In single residency a commit waits until the block ends; in double residency the next staging does.
+        In single residency a commit waits until the block ends; in double residency the staging after a commit does.
         """
         self._check_open()
         return Pinned(self._methods, self._gate)
 
     def new_context(self, *, on_swap: OnSwap = "invalidate") -> Context:
-        """A copy of the state, with its initial values, for calls with `context=`.
+        """Return a copy of the initial state, for calls with `context=`.
 
-        on_swap: what becomes of it when other weights are served than those that its state was made with.
-          "invalidate": the next call raises StaleContext, until the same weights are served again, or `reset()`.
-          "reset": it begins with the initial state. "keep": the state is used with the new weights. "pin": it stays on
-          the weights that are served now until it is closed, for which stagings and commits wait as for `pin()`.
+        on_swap: what happens to the state when other weights are served than those that it was made with.
+          "invalidate": calls raise StaleContext until the same weights are served again, or until `reset()`.
+          "reset": the state starts from its initial values again. "keep": the new weights use the state. "pin": the
+          context stays on the weights served now until it is closed; stagings and commits wait as for `pin()`.
 
         Raises OutOfMemory, and with "pin" what a call raises.
         """
@@ -500,13 +500,13 @@ class Model(Caller, AbstractContextManager["Model"]):
         allow_other_weights: bool = False,
         allow_other_graph: bool = False,
     ) -> Context:
-        """A context that was saved, by this model or by another of the same artifact, with any engine, on any device.
+        """Load a context that was saved by this model or by another of the same artifact, on any engine and device.
 
-        path: a local path, or a URL as for weights. allow_other_weights: take one that was made with other weights than
-        those that are served, as it is. allow_other_graph: take one of another graph, if its tensors are those.
+        path: a local path, or a URL as for weights. allow_other_weights: accept a state that was made with weights
+        other than the served ones, unchanged. allow_other_graph: accept one of another graph, if its tensors fit.
 
-        Raises ContextFileError, also where nothing can be read, ContextMismatch, OutOfMemory; with on_swap="pin" what a
-        call raises.
+        Raises ContextFileError, also if the file cannot be read, ContextMismatch and OutOfMemory; with on_swap="pin"
+        also what a call raises.
         """
         saved = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
         made_with, served = saved.stamp.weights_id, self.weights_id
@@ -531,38 +531,38 @@ class Model(Caller, AbstractContextManager["Model"]):
         tokenizer: PathLike | None = None,
         stream: bool = False,
     ) -> Any:
-        """The continuation of a prompt, or of several side by side, by an artifact that `export_decoder` wrote.
+        """Continue a prompt, or several side by side, with an artifact that `export_decoder` wrote.
 
-        prompt: tokens, as a list, an array or a tensor of integers, or several of them, of any lengths; or a text, or a
-          list of texts. What is returned is alike: new tokens, or text.
-        variants: those that answer, as in a call; chosen once, for all tokens.
-        max_new_tokens: None: until the cache is full. A row also ends with a token that the artifact names as an end.
+        prompt: tokens, as a list, an array or a tensor of integers; several of these, of any lengths; a text; or a
+          list of texts. Returns the new tokens, or the new text, of each prompt in the same form.
+        variants: the variants to use, as in a call; chosen once, for all tokens.
+        max_new_tokens: None: until the cache is full. A row also ends at one of the artifact's end tokens.
         temperature: 0 takes the most likely token. top_k, top_p, repetition_penalty: as in transformers.
-        stop: tokens, sequences of tokens, or texts where the prompt is one, after which a row ends, too.
-        seed: of the sampling; the same gives the same tokens again.
-        on_swap: what a swap meanwhile does, as for `new_context`: with "pin" all tokens come from the weights with
-          which it began; with "keep" the next token comes from the new ones over the old cache; with "reset" the new
-          ones read the prompt and the tokens so far again; with "invalidate" StaleContext is raised.
-        tokenizer: the path of a tokenizer.json; None: that beside the weights, or in the artifact (extra `text`).
-        stream: return a TokenStream, an iterator and an asynchronous one, instead of waiting for the end.
+        stop: tokens, sequences of tokens, or (for text prompts) texts after which a row ends, too.
+        seed: the seed of the sampling; the same seed gives the same tokens.
+        on_swap: the effect of a swap meanwhile, as for `new_context`: with "pin" all tokens come from the weights of
+          the beginning; with "keep" the next token comes from the new weights and the old cache; with "reset" the new
+          weights first read the prompt and all tokens so far again; with "invalidate" StaleContext is raised.
+        tokenizer: the path of a tokenizer.json; None: the one beside the weights, or in the artifact (extra `text`).
+        stream: return a TokenStream, both an iterator and an asynchronous one, instead of waiting for the end.
 
-        Raises Unsupported for an artifact that does not generate and for numbers that cannot be meant, InputMismatch
-        for prompts that do not fit into the cache, MissingExtra, and what a call raises.
+        Raises Unsupported for an artifact that does not generate and for invalid numbers, InputMismatch for prompts
+        that do not fit into the cache, MissingExtra, and what a call raises.
         """
         generation = self.artifact.manifest.generation
         if generation is None:
             raise Unsupported(f"{self.artifact.path}: does not generate; export it with export_decoder()")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
-        wanted = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
-        check(wanted, generation)
-        choice = self._opened_variants().choose(variants) if variants else None
+        request = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stop_check(stop), seed)
+        check(request, generation)
+        choice = self._require_variants().choose(variants) if variants else None
         context = self.new_context(on_swap=on_swap)
-        find = partial(self._chosen_method, choice) if choice is not None else self.method
-        steps = generated(find, self._member.engine, context, wanted, generation)
+        find = partial(self._method_with_variants, choice) if choice is not None else self.method
+        steps = generate_steps(find, self._member.engine, context, request, generation)
         return TokenStream(steps, prompts.pieces(steps), context) if stream else prompts.whole(steps)
 
-    def _chosen_method(self, choice: Choice, name: str) -> Callable[..., Any]:
+    def _method_with_variants(self, choice: Choice, name: str) -> Callable[..., Any]:
         return partial(self.method(name), variants=choice)
 
     def add_variant(
@@ -579,20 +579,20 @@ class Model(Caller, AbstractContextManager["Model"]):
     ) -> VariantReceipt:
         """Stage, verify and name a variant, which calls then choose: `model(x, variants={group: name})`.
 
-        Calls that have chosen the name before go on with what it was. Where `max_variants` of the group are resident,
-        the least recently used one that no call uses goes. The weights are not touched, and calls do not wait.
+        Calls that chose the name before keep its earlier variant. If `max_variants` of the group are resident, the
+        least recently used one that no call uses is evicted. The weights are not touched, and calls do not wait.
 
-        path: a directory of PEFT's with LoRA, of the graph's rank or a lower one, or a safetensors file with the FQNs
-          of the group; a local path, or a URL as for weights.
-        base: the weights id that it goes with, such as `model.weights_id`: a commit of other weights drops it. None: it
-          goes with any.
-        expect: the weights id of the variant; anything else is refused. allow_nonfinite: let NaN and infinities in.
+        path: a PEFT directory with LoRA, of the graph's rank or a lower one, or a safetensors file with the FQNs of
+          the group; a local path, or a URL as for weights.
+        base: the weights id that the variant belongs to, such as `model.weights_id`: a commit of other weights drops
+          it. None: it works with any weights.
+        expect: the weights id of the variant; any other is refused. allow_nonfinite: allow NaN and infinities.
 
-        Raises UnknownVariant for a group that the artifact does not declare, StaleVariant where others than `base` are
-        served, VariantsBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
-        OutOfMemory, and Unsupported for what PEFT does and the graph does not.
+        Raises UnknownVariant for a group that the artifact does not declare, StaleVariant if weights other than `base`
+        are served, VariantsBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
+        OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
         """
-        variants = self._opened_variants()
+        variants = self._require_variants()
         request = SwapRequest(path, expect=expect, allow_nonfinite=bool(allow_nonfinite), by=by, rate_limit=rate_limit)
         try:
             request.check()
@@ -605,20 +605,20 @@ class Model(Caller, AbstractContextManager["Model"]):
             raise
 
     def remove_variant(self, group: str, name: str, *, by: str = "") -> VariantReceipt:
-        """Take a variant's name away; its memory goes with the last call that uses it. Raises UnknownVariant."""
-        return self._opened_variants().remove(group, name, by)
+        """Remove a variant; its memory is freed with the last call that uses it. Raises UnknownVariant."""
+        return self._require_variants().remove(group, name, by)
 
     @property
     def variants(self) -> dict[str, dict[str, VariantReceipt]]:
-        """The variants that are resident, by group and name, the least recently used first."""
+        """The receipts of the resident variants by group and name, the least recently used first."""
         return self._variants.resident() if self._variants is not None else {}
 
     @property
     def variant_history(self) -> tuple[VariantReceipt, ...]:
-        """What happened to variants, the last 100 receipts, oldest first."""
+        """The last 100 receipts of variants, oldest first."""
         return tuple(self._variants.history) if self._variants is not None else ()
 
-    def _opened_variants(self) -> Variants:
+    def _require_variants(self) -> Variants:
         self._check_open()
         if self._variants is None:
             raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export(variants=...) does")
@@ -639,7 +639,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self._check_open()
         check_policy(on_swap)
         engine = self._member.engine
-        with naming_lack_of_memory("no memory for a context's state"):
+        with memory_errors("no memory for a context's state"):
             state = engine.new_state(saved)
         return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with, variants))
 
@@ -670,16 +670,16 @@ class Model(Caller, AbstractContextManager["Model"]):
         )
 
 
-def choice_of(model: Model, wanted: VariantNames) -> Choice:
-    """What calls with `variants=wanted` choose now, to be given instead: it says which weights it has, and keeps them.
+def choice_of(model: Model, names: VariantNames) -> Choice:
+    """Return what calls with `variants=names` choose now. Passed as `variants=`, it keeps answering with these weights.
 
     Raises UnknownVariant.
     """
-    choice = model._opened_variants().choose(wanted)
-    assert choice is not None, "something was wanted"
+    choice = model._require_variants().choose(names)
+    assert choice is not None, "names must not be empty"
     return choice
 
 
 def engine_of(model: Model) -> Engine:
-    """What executes a model's graphs: for tools that turn tensors of files into its inputs, and its outputs back."""
+    """Return a model's engine, for tools that convert tensors of files to its inputs, and its outputs back."""
     return model._member.engine

@@ -1,4 +1,4 @@
-"""A version of the model, held for several calls."""
+"""Pins: versions of a model, held for several calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def __exit__(self, *_: object) -> None:
         self._lease.end()
         version = self._pinned()
-        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # its memory may go
+        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # frees its memory
         if version.session is not None:
             self._gate.release(version.session, self._lease)
 

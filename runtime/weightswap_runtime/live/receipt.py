@@ -1,4 +1,4 @@
-"""Receipts: what one commit did."""
+"""Receipts of commits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weightswap_runtime.staging.request import Kind
 
 @dataclass(frozen=True)
 class SwapReceipt:
-    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
+    """The receipt of one commit. Sizes in bytes, times in seconds.
 
     kind: "full", "partial", "delta" or "rollback". source: the path, the URL without credentials, or "rollback".
-    only: the patterns of a partial swap, whose `labels` are those of the weights before it.
-    by: who asked, as they said. ignored: names of the source that are no weights: state, `_extra_state`, and what
-    `ignore=` has matched.
-    staged_in: the memory from which a commit in place has copied, and why it was that.
-    committed_at: seconds since the epoch. bytes_read: from the source; bytes_copied: within the pause.
-    seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens. verified: "goldens" if
-    recorded outputs were reproduced, "finite" if outputs on recorded inputs were finite, "none" if there was nothing to
-    try. nonfinite: the weights that have NaN or infinities which those that were served before had not (before the
-    first ones: all with NaN, and those with infinities that require a gradient). contexts: how many whose state was
-    made with other weights there are, by what becomes of them: "invalidated", "reset", "kept" or "pinned".
-    variants: those that are resident, as GROUP/NAME: "kept", or "dropped" as they go with other weights.
+    only: the patterns of a partial swap; its `labels` are those of the weights before it.
+    by: the requester, as given. ignored: names of the source that are not weights: state, `_extra_state`, and matches
+    of `ignore=`. staged_in: the memory from which a commit in place copied, and why that was chosen.
+    committed_at: seconds since the epoch. bytes_read: read from the source; bytes_copied: copied within the pause.
+    seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens; seconds_paused: how long
+    new calls could wait. verified: "goldens" if recorded outputs were reproduced, "finite" if outputs on recorded
+    inputs were finite, "none" if there was nothing to try. nonfinite: the weights with NaN or infinities where the
+    weights before had none (for the first weights: all with NaN, and those with infinities that require a gradient).
+    contexts: the number of contexts whose state was made with other weights, by outcome: "invalidated", "reset", "kept"
+    or "pinned". variants: the names GROUP/NAME of resident variants by outcome: "kept", or "dropped" because they
+    belong to other weights.
     """
 
     generation: int
@@ -54,6 +54,6 @@ class SwapReceipt:
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, tuples, texts and numbers alone, as `--json` prints them."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        """Return the fields as dicts, tuples, texts and numbers alone, as `--json` prints them."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields

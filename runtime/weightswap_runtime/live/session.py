@@ -1,4 +1,4 @@
-"""A session: engines bound once to one arena."""
+"""Sessions: engines bound once to one arena."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightswap_runtime.threads.claims import ClaimReference
 
 
 class Session:
-    """One arena and the engines that are bound to it, by member: one for each artifact that shares the weights.
+    """One arena, with one engine bound to it for each member: each artifact that shares the weights.
 
     `leases` belongs to the gate.
     """
@@ -22,30 +22,30 @@ class Session:
         self.arena = arena
         self.bound: dict[int, Bound] = {member: bind(engine, arena) for member, engine in engines.items()}
         self.leases: dict[int, ClaimReference] = {}
-        self.content: Mapping[str, Blocks] | None = None  # the digests of what lies whole in the arena
+        self.content: Mapping[str, Blocks] | None = None  # the digests of the complete set in the arena, if it has one
         self._prepared: set[int] = set()
 
     @property
     def has_prologue(self) -> bool:
-        """Whether anything is computed from weights before they serve."""
+        """True if an engine computes results from the weights before they are served."""
         return any(bound.has_prologue for bound in list(self.bound.values()))
 
     def add(self, member: int, bound: Bound, prepared: bool) -> None:
-        """Take in an engine that was bound to the arena. `prepared`: whether it has computed what depends on it."""
+        """Add an engine that was bound to the arena. `prepared`: whether its prologue has run on these weights."""
         if prepared:
             self._prepared.add(member)
         self.bound[member] = bound
 
     def run_prologues(self, where: str) -> None:
-        """Compute what depends on the weights alone. They came from `where`, and serve nobody yet.
+        """Compute what depends on the weights alone. They came from `where`, and are not served yet.
 
-        Raises WeightsMismatch where that cannot be computed, and OutOfMemory.
+        Raises WeightsMismatch if that fails, and OutOfMemory.
         """
         self._prepared.clear()
         self.run_added_prologues(where)
 
     def copy_prologues_from(self, other: Session, where: str) -> None:
-        """As `run_prologues`, where another session has the same weights, and has computed already."""
+        """Copy the results of another session that has the same weights; compute the rest as `run_prologues` does."""
         self._prepared.clear()
         with self.arena.writing(join=True), self.arena.stream():
             for member, bound in list(self.bound.items()):
@@ -55,9 +55,9 @@ class Session:
         self.run_added_prologues(where)
 
     def run_added_prologues(self, where: str) -> None:
-        """As `run_prologues`, where that was not done since the weights came."""
+        """Run the prologues of those engines that have not run theirs on the present weights."""
         if self.bound.keys() <= self._prepared:
-            return  # a device is asked for nothing
+            return  # without waiting for a device
         with self.arena.writing(join=True), self.arena.stream():
             for member, bound in list(self.bound.items()):
                 if member not in self._prepared:
@@ -65,24 +65,24 @@ class Session:
                     self._prepared.add(member)
 
     def keep_prologues(self) -> Callable[[], None]:
-        """Copy what was computed from weights; the function that is returned puts it back, and needs no memory.
+        """Copy the results of the prologues; return a function that restores them without allocating.
 
         Raises OutOfMemory.
         """
-        lack = "no memory to keep what was computed from the weights"
-        with naming_lack_of_memory(lack), self.arena.writing(join=True), self.arena.stream():
-            kept = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
+        what = "no memory to keep what was computed from the weights"
+        with memory_errors(what), self.arena.writing(join=True), self.arena.stream():
+            restores = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
 
-        def put_back() -> None:
+        def restore_all() -> None:
             with self.arena.writing(join=True), self.arena.stream():
-                for put in kept:
-                    put()
+                for restore in restores:
+                    restore()
             self._prepared.update(self.bound)
 
-        return put_back
+        return restore_all
 
     def synchronize(self, where: str) -> None:
-        """Wait until what came from `where` is in the arena. Raises DeviceError."""
+        """Wait until the device has written the weights from `where` to the arena. Raises DeviceError."""
         try:
             self.arena.synchronize()
         except Exception as error:
@@ -90,8 +90,8 @@ class Session:
 
 
 @contextmanager
-def naming_lack_of_memory(what: str) -> Iterator[None]:
-    """A block whose errors for want of memory are OutOfMemory."""
+def memory_errors(what: str) -> Iterator[None]:
+    """Convert errors within the block that report lack of memory to OutOfMemory."""
     try:
         yield
     except Exception as error:
@@ -101,18 +101,18 @@ def naming_lack_of_memory(what: str) -> Iterator[None]:
 
 
 def bind(engine: Engine, arena: Arena) -> Bound:
-    """Bind an engine to an arena; calls wait for what that has asked a device for. Raises OutOfMemory."""
-    with naming_lack_of_memory("no memory for an engine's state"), arena.writing(join=True), arena.stream():
+    """Bind an engine to an arena; later calls wait for the work that this starts on a device. Raises OutOfMemory."""
+    with memory_errors("no memory for an engine's state"), arena.writing(join=True), arena.stream():
         return engine.bind(arena)
 
 
 def run_prologue(bound: Bound, where: str) -> None:
-    """Let an engine compute what depends on weights from `where`.
+    """Let an engine compute what depends on the weights from `where` alone.
 
-    Raises WeightsMismatch and OutOfMemory, and what torch raises for a device.
+    Raises WeightsMismatch, OutOfMemory, and torch's errors of a device.
     """
     try:
-        with naming_lack_of_memory(f"{where}: no memory for what is computed from weights alone"):
+        with memory_errors(f"{where}: no memory for what is computed from weights alone"):
             bound.run_prologue()
     except Exception as error:
         if isinstance(error, OutOfMemory) or is_of_device(error):

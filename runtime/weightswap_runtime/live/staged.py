@@ -1,4 +1,4 @@
-"""A set of weights that serves nobody yet, from the beginning of its staging to its commit."""
+"""Staged weights: a set that is not served yet, from the start of its staging to its commit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .staging_task import StagingTask
 
 
 class Staged(Caller, AbstractContextManager["Staged"]):
-    """A set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
+    """A set of weights that is not served yet. Call it to try the weights; then `commit()` or `discard()`.
 
-    One that is staged in the background is not ready at once: `progress`, `wait()`, `cancel()`. Leaving its `with`
-    block, or dropping the last reference, discards it.
+    A background staging is not ready at once: see `progress`, `wait()` and `cancel()`. Leaving its `with` block, or
+    dropping the last reference, discards it.
     """
 
     _serves = False
@@ -39,13 +39,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._gate = task.store.gate
         self._renew()
         renew_in_children(self)
-        self._committing = self._given_up = False
+        self._committing = self._discard_requested = False
 
     def _renew(self) -> None:
-        self._closing = threading.RLock()  # a listener may discard what is being committed
+        self._closing = threading.RLock()  # reentrant: a listener may discard during a commit
 
     def start(self) -> Staged:
-        """Stage in the background, until the last reference to this is dropped."""
+        """Stage in a thread of its own, which is cancelled when the last reference to this object is dropped."""
         self._task.start()
         return self
 
@@ -61,18 +61,18 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     @property
     def progress(self) -> Progress:
-        """The phase, bytes done, and of how many."""
+        """The phase, the bytes done and the bytes in total."""
         return self._task.job.progress
 
     @property
     def done(self) -> bool:
-        """Whether the staging has ended, well or not."""
-        return self._task.over
+        """True once the staging has ended, successfully or not."""
+        return self._task.ended
 
     def wait(self, timeout: float | None = None) -> Staged:
-        """Wait, for at most `timeout` seconds, until it is staged and verified.
+        """Wait, for at most `timeout` seconds, until the weights are staged and verified.
 
-        Raises StageTimeout, StagingBusy in the staging's own thread, and whatever the staging has raised.
+        Raises StageTimeout, StagingBusy in the staging's own thread, and whatever the staging raised.
         """
         check_timeout(timeout)
         if self._task.is_mine and not self.done:
@@ -84,9 +84,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return self
 
     def cancel(self) -> None:
-        """Stop the staging and discard what is there. When it returns, no thread works on it any more.
+        """Stop the staging and discard it. When this returns, no thread works on it any more.
 
-        After a commit, or a second time, it does nothing. From a listener, in the staging's own thread, it returns at
+        After a commit, or on a second call, it does nothing. In a listener, in the staging's own thread, it returns at
         once, and the staging ends when the listener has returned.
         """
         self._task.job.cancel()
@@ -94,33 +94,32 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             self._task.job.abandoned = True
             return
         self._task.join()
-        with self._closing:  # a commit that waits for pins ends first
+        with self._closing:  # waits for a commit in another thread
             self._discard()
 
     def cancel_soon(self) -> None:
-        """As `cancel`, without waiting: before it has begun, it then ends at once."""
+        """Cancel without waiting. A staging that has not begun then ends as soon as it begins."""
         self._task.job.cancel()
 
     def discard(self) -> None:
-        """Give the weights up. A second time, or after a commit, it does nothing.
+        """Discard the weights. On a second call, or after a commit, it does nothing.
 
-        While they are committed, by another thread or by the one that tells a listener, it returns at once, and is done
-        if the commit fails.
+        During a commit, in another thread or in a listener, it returns at once, and discards only if the commit fails.
         """
         if not self.done:
             self.cancel()
             return
-        self._given_up = True
+        self._discard_requested = True
         if not self._committing:
             with self._closing:
                 self._discard()
 
     def _discard(self) -> None:
         if self._committing:
-            self._given_up = True
+            self._discard_requested = True
         elif self._task.candidate is not None:
             self._close("discarded")
-            self._task.tell_discarded(self._contents)
+            self._task.emit_discarded(self._contents)
 
     @property
     def identity(self) -> Identity:
@@ -136,22 +135,22 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     @property
     def kind(self) -> Kind:
-        """What the file was: "full", "delta", or "partial" for a part of it, as in `SwapReceipt`."""
+        """The kind of the swap: "full", "delta", or "partial" for a part of a file, as in `SwapReceipt`."""
         return self._contents.kind
 
     @property
     def base(self) -> str:
-        """Of a delta, the id of the weights that it starts from; else empty."""
+        """The weights id of a delta's base; empty for other files."""
         return self._contents.base
 
     @property
     def verified(self) -> str:
-        """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
+        """The verification that was done: "goldens", "finite" or "none", as in `SwapReceipt`."""
         return self._contents.verified
 
     @property
     def nonfinite(self) -> dict[str, Nonfinite]:
-        """The weights that have NaN or infinities which those that are served have not, as in `SwapReceipt`."""
+        """The weights with NaN or infinities where the served ones have none, as in `SwapReceipt`."""
         return dict(self._contents.nonfinite)
 
     @property
@@ -161,10 +160,10 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return self._task.contents
 
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """Serve these weights, as soon as they are staged; `timeout` seconds are then waited for calls and pins.
+        """Serve these weights. It waits until they are staged, then for at most `timeout` seconds for calls and pins.
 
-        Raises what the staging has raised; StageClosed; LeaseTimeout (nothing changed, still staged); OutOfMemory;
-        ModelFailed; StageCancelled or ModelClosed, where `cancel()` or `Model.close()` ends the waiting.
+        Raises what the staging raised; StageClosed; LeaseTimeout (nothing changed, still staged); OutOfMemory;
+        ModelFailed; StageCancelled or ModelClosed, if `cancel()` or `Model.close()` ends the wait.
         """
         check_timeout(timeout)
         self.wait()
@@ -175,18 +174,18 @@ class Staged(Caller, AbstractContextManager["Staged"]):
                 receipt = self._task.commit(candidate, timeout)
             except BaseException:
                 self._committing = False
-                if self._is_served(candidate):  # something was raised after that
+                if self._is_served(candidate):  # the exception came after the commit
                     self._close("committed")
-                elif self._given_up:
+                elif self._discard_requested:
                     self.discard()
                 raise
             self._close("committed")
         return receipt
 
     async def acommit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """As `commit`, for asyncio: the loop goes on meanwhile.
+        """Commit as `commit` does, without blocking the event loop.
 
-        If the task is cancelled while calls and pins are waited for, the weights are given up.
+        If the task is cancelled during the wait for calls and pins, the weights are discarded.
         """
         return await in_thread(lambda: self.commit(timeout=timeout), self.cancel_soon)
 
@@ -204,12 +203,12 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     def _opened(self) -> Candidate:
         self._check_done()
-        if self._task.candidate is None or not self._task.ticket.holds:  # or staged by a thread that a fork has lost
+        if self._task.candidate is None or not self._task.ticket.holds:  # no ticket: a fork has lost its thread
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._task.candidate
 
     def _close(self, phase: str) -> None:
-        """Free the candidate's memory, and let others stage."""
+        """Free the candidate's memory, and release the claim on staging."""
         self._task.candidate = None
         self._committing = False
         self._task.job.end(phase)

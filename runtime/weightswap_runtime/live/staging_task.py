@@ -1,4 +1,4 @@
-"""One staging, from its claim to its commit: the work, in whichever thread, and what listeners are told of it."""
+"""One staging, from its claim to its commit: the work, in the caller's or a background thread, and its events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .store import Store
 
 
 class StagingTask:
-    """The work, its outcome, and the claim that keeps others out until it is over."""
+    """One staging: its work, its outcome, and the claim that keeps other stagings out until it is over."""
 
     def __init__(self, store: Store, member: Member, request: SwapRequest, job: Job) -> None:
         self.store = store
@@ -35,49 +35,48 @@ class StagingTask:
         self.candidate: Candidate | None = None
         self.contents: Contents | None = None
         self.error: BaseException | None = None
-        self.over = False
+        self.ended = False
         self._dropped = False
         self._member = member
         self._request = request
-        self._bell: SimpleQueue[None] = SimpleQueue()  # an Event may stay locked where an interrupt leaves it
+        self._end_signal: SimpleQueue[None] = SimpleQueue()  # an interrupt could leave a threading.Event locked
         self._process = os.getpid()
         self._thread: int | None = None
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread does the work."""
+        """True if the calling thread does the work."""
         return self._thread == threading.get_ident()
 
     def is_alive(self) -> bool:
-        return not self.over
+        return not self.ended
 
     def stop(self) -> None:
-        """Let it end soon."""
         self.job.cancel()
 
     def claim(self) -> None:
-        """Keep others from staging; where the request says so, wait for them first. Raises StagingBusy."""
+        """Keep others from staging; if the request says so, wait for them first. Raises StagingBusy."""
         self.store.turns.claim(self.ticket, self._request.patience, self.job)
 
     def claim_at_once(self) -> None:
-        """Keep others from staging, before there is work to do. Raises StagingBusy, and tells of it."""
+        """Keep others from staging before the work begins. Raises StagingBusy, with an event."""
         try:
             self.claim()
         except StagingBusy as error:
-            self._tell("refused", error=error, phase=self.job.progress.phase)
+            self._emit_requested("refused", error=error, phase=self.job.progress.phase)
             raise
 
     def run(self) -> None:
-        """Do the work in this thread. Raises what it raises."""
+        """Stage in this thread. Raises what the staging raises."""
         stop_at_end(self)
         self._thread = threading.get_ident()
         try:
-            self._do()
+            self._stage()
         finally:
             self._end()
 
     def start(self) -> None:
-        """Do the work in a thread of its own, which the end of the interpreter cancels."""
+        """Stage in a thread of its own, which is cancelled when the interpreter ends."""
         thread = Background(self._run_in_background, "weightswap-staging", self.stop)
         try:
             thread.start()
@@ -92,47 +91,47 @@ class StagingTask:
         try:
             self.ticket.adopt()
             self._thread = threading.get_ident()
-            self._do()
-        except BaseException as error:  # wait() raises it
+            self._stage()
+        except BaseException as error:  # Staged.wait() raises it
             forget_frames(error)
             self.error = error
         finally:
             self._end()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended. A forked child does not have the thread that works on it."""
+        """Wait until the staging has ended; return whether it has. A forked child does not have its thread."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.over:
+        while not self.ended:
             if self._process != os.getpid():
                 self.error = StageCancelled("the process was forked while another thread staged; stage again")
                 self._end()
-            elif (left := deadline - time.monotonic()) <= 0:
+            elif (remaining := deadline - time.monotonic()) <= 0:
                 return False
             else:
-                self._listen(min(left, POLL_SECONDS))
+                self._wait_for_end(min(remaining, POLL_SECONDS))
         return True
 
-    def _listen(self, seconds: float) -> None:
+    def _wait_for_end(self, seconds: float) -> None:
         with suppress(Empty):
-            self._bell.get(timeout=seconds)
-            self._bell.put(None)  # for others who wait
+            self._end_signal.get(timeout=seconds)
+            self._end_signal.put(None)  # for other waiting threads
 
     def drop(self) -> None:
-        """Nobody can commit it any more. What the thread still refers to keeps nobody from staging."""
+        """Cancel a staging that nobody can commit any more, and end its claim even if a thread still refers to it."""
         self.job.cancel()
         self._dropped = True
-        if self.over:
+        if self.ended:
             self.ticket.end()
 
     def _end(self) -> None:
-        self.over = True
+        self.ended = True
         if self._dropped:
             self.ticket.end()
-        self._bell.put(None)
+        self._end_signal.put(None)
 
-    def _do(self) -> None:
+    def _stage(self) -> None:
         try:
-            candidate = self._staged()
+            candidate = self._stage_with_events()
             self.contents = candidate.contents
             self.candidate = candidate
             self.job.end("staged")
@@ -141,46 +140,45 @@ class StagingTask:
             self.ticket.end()
             raise
 
-    def _staged(self) -> Candidate:
-        """The work, told of."""
+    def _stage_with_events(self) -> Candidate:
         start = time.perf_counter()
         try:
             self.claim()
-            self._tell("staging")
+            self._emit_requested("staging")
             self.job.begin("opening")
             candidate = self.store.stage(self._member, self._request, self.job)
         except BaseException as error:
-            refused = isinstance(error, Exception) and not isinstance(error, StageCancelled)
+            is_refusal = isinstance(error, Exception) and not isinstance(error, StageCancelled)
+            kind: EventKind = "refused" if is_refusal else "cancelled"
             phase, nbytes, _ = self.job.progress
             seconds = time.perf_counter() - start
-            self._tell("refused" if refused else "cancelled", error=error, phase=phase, nbytes=nbytes, seconds=seconds)
+            self._emit_requested(kind, error=error, phase=phase, nbytes=nbytes, seconds=seconds)
             raise
         contents = candidate.contents
         seconds = time.perf_counter() - start
-        self._tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=seconds)
+        self._emit_requested("staged", **_event_fields(contents), nbytes=contents.bytes_read, seconds=seconds)
         if self.job.abandoned:
-            self.tell_discarded(contents)
+            self.emit_discarded(contents)
             self.job.check()
         return candidate
 
     def commit(self, candidate: Candidate, timeout: float | None) -> SwapReceipt:
-        """Serve what was staged."""
         return self.store.commit(self._member, candidate, self._request.by, timeout, self.job.check)
 
-    def tell_discarded(self, contents: Contents) -> None:
-        """Tell that nobody wants what was staged."""
-        self._emit("discarded", contents.source, **_described(contents))
+    def emit_discarded(self, contents: Contents) -> None:
+        self._emit("discarded", contents.source, **_event_fields(contents))
 
-    def _tell(self, kind: EventKind, **more: Any) -> None:
+    def _emit_requested(self, kind: EventKind, **fields: Any) -> None:
+        """Emit an event about the request, which knows less than `Contents` does."""
         operation = "partial" if self._request.only else None
-        self._emit(kind, printable(self._request.path), **({"operation": operation} | more))
+        self._emit(kind, printable(self._request.path), **({"operation": operation} | fields))
 
-    def _emit(self, kind: EventKind, source: str, **more: Any) -> None:
-        self.store.events.emit(Event(kind, source, self._request.by, self._member.artifact.graph_id, **more))
+    def _emit(self, kind: EventKind, source: str, **fields: Any) -> None:
+        self.store.events.emit(Event(kind, source, self._request.by, self._member.artifact.graph_id, **fields))
 
 
-def _described(contents: Contents) -> dict[str, Any]:
-    """What an event says of weights that are staged."""
+def _event_fields(contents: Contents) -> dict[str, Any]:
+    """Return the fields of an event about weights that are staged."""
     return {
         "weights_id": contents.identity.weights_id,
         "labels": dict(contents.identity.labels),

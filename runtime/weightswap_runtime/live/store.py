@@ -1,4 +1,4 @@
-"""The weights that one or several models serve from: who may change them, and what was done to them."""
+"""The weights that one or several models serve from: staging, commits and rollbacks, with receipts and events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from .events import Event, EventKind, Events
 from .gate import Gate
 from .member import Member
 from .receipt import SwapReceipt
-from .residency.candidate import Candidate, Committed, Means, StagedSet
+from .residency.candidate import Candidate, Committed, Resources, StagedSet
 from .residency.residency import Ended, Residency, open_residency
 from .session import Session, bind, run_prologue
 from .turns import Turns
@@ -62,12 +62,12 @@ HISTORY = 100
 
 
 def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
-    """Raise Unsupported unless an artifact has exactly these weights, laid out in the same way."""
+    """Raise Unsupported unless an artifact has exactly these weights, in the same layout."""
     ours = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in weights}
     theirs = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in artifact.manifest.weights}
     odd = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     if odd:
-        differences = [f"expected {name}: {_said(ours.get(name))}, found {_said(theirs.get(name))}" for name in odd]
+        differences = [f"expected {name}: {_text(ours.get(name))}, found {_text(theirs.get(name))}" for name in odd]
         raise Unsupported(
             f"{artifact.path}: cannot share weights with a model of another table of weights; they differ in "
             f"{listed(odd)}",
@@ -77,15 +77,15 @@ def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> 
         )
 
 
-def _said(weight: NamedTensor | None) -> str:
+def _text(weight: NamedTensor | None) -> str:
     if weight is None:
         return "none"
     ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
     return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
 
 
-def _ready(candidate: StagedSet) -> StagedSet:
-    """Have what depends on the weights alone; of a patch that is computed in the commit, or when it is tried."""
+def _run_prologues(candidate: StagedSet) -> StagedSet:
+    """Compute what depends on the weights alone; a patch does this in its commit, or when it is tried."""
     candidate.session.run_prologues(candidate.contents.source)
     candidate.session.synchronize(candidate.contents.source)
     return candidate
@@ -93,7 +93,7 @@ def _ready(candidate: StagedSet) -> StagedSet:
 
 @contextmanager
 def _memory_errors(where: str) -> Iterator[None]:
-    """A block whose MemoryErrors have a name."""
+    """Convert a MemoryError within the block to OutOfMemory."""
     try:
         yield
     except MemoryError as error:
@@ -101,7 +101,7 @@ def _memory_errors(where: str) -> Iterator[None]:
 
 
 class Store:
-    """Arenas, their sessions, and the gate before them. Several models may share one."""
+    """The arenas, their sessions and their gate. Several models may share one store."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Store:
         memory: Memory,
         gate: Gate[Session] | None = None,
     ) -> None:
-        """gate: None: calls and commits of this process meet nobody else's."""
+        """gate: the gate of a shared segment; None: this process alone serves the weights."""
         self.gate: Gate[Session] = gate or Gate()
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
@@ -119,7 +119,7 @@ class Store:
         self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
-        self.inherited = False  # whether the history began in a process that this one has replaced
+        self.inherited = False  # True if the history began in a process that this one has replaced
         self._renew()
         renew_in_children(self)
         self._weights = weights
@@ -129,16 +129,16 @@ class Store:
         self._numbers = count()
         self.stages_on_host = memory.stages_on_host and residency == "single"
         layout = ArenaLayout(weights)
-        self._open: set[int] = set()  # the members whose models were not closed
+        self._open: set[int] = set()  # ids of the members whose models are not closed
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
-        means = Means(self._new_session, memory, layout, self.gate, self.workers, keep_previous == "host")
-        self._residency: Residency = open_residency(residency, means)
+        resources = Resources(self._new_session, memory, layout, self.gate, self.workers, keep_previous == "host")
+        self._residency: Residency = open_residency(residency, resources)
 
     def _renew(self) -> None:
-        """What other threads were doing to the weights, a forked child does not do."""
-        self.closing = RLock()  # for signal handlers
-        self.job: Job | None = None  # of the staging that is under way
+        """Make new locks: a forked child does not have the threads that held the old ones."""
+        self.closing = RLock()  # reentrant, for signal handlers
+        self.job: Job | None = None  # the job of the staging that is under way
 
     def _new_session(self, arena: Arena) -> Session:
         return Session(arena, {number: member.engine for number, member in list(self._members.items())})
@@ -149,44 +149,44 @@ class Store:
 
     @property
     def leases(self) -> int:
-        """How many calls and pins are held, on any version."""
+        """The number of calls and pins that hold a lease, on any version."""
         return sum(map(self.gate.leases, self._residency.sessions))
 
     def join(self, artifact: Artifact, engine: Engine) -> Member:
-        """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
+        """Bind an artifact's graphs to the weights. Raises Unsupported if the artifact has other weights."""
         check_same_weights(self._weights, artifact)
         with self.turns.claimed(wait=None):
             member = Member(artifact, engine, next(self._numbers), artifact_goldens(artifact))
             sessions = self._residency.sessions
-            bound = [bind(engine, each.arena) for each in sessions]
+            engines = [bind(engine, session.arena) for session in sessions]
             live = self.gate.current.session if self.gate.current else None
-            for session, each in zip(sessions, bound, strict=True):
+            for session, bound in zip(sessions, engines, strict=True):
                 if session is live:
                     with session.arena.writing(join=True), session.arena.stream():
-                        run_prologue(each, "the weights that are served")
-            for session, each in zip(sessions, bound, strict=True):
-                session.add(member.id, each, prepared=session is live)
+                        run_prologue(bound, "the weights that are served")
+            for session, bound in zip(sessions, engines, strict=True):
+                session.add(member.id, bound, prepared=session is live)
             self._members[member.id] = member
             self._open.add(member.id)
         return member
 
     def close(self, member: Member) -> None:
-        """A model has closed. With the last one all memory is let go, as soon as no lease holds it."""
+        """Note that a model was closed. With the last one, all memory is freed as soon as no lease holds it."""
         with self.closing:
             self._open.discard(member.id)
             if not self._open:
                 self.gate.close()
                 self._residency = Ended(self._residency.name)
 
-    def leave(self, number: int) -> None:
-        """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
-        self._open.discard(number)
-        self._members.pop(number, None)
+    def leave(self, member_id: int) -> None:
+        """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""
+        self._open.discard(member_id)
+        self._members.pop(member_id, None)
         for session in self._residency.sessions:
-            session.bound.pop(number, None)
+            session.bound.pop(member_id, None)
 
     def stage(self, member: Member, request: SwapRequest, job: Job) -> Candidate:
-        """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
+        """Read and verify the requested weights, beside the served ones. The caller has a claim."""
         self.job = job
         try:
             with _memory_errors(printable(request.path)), open_weights(request.path, job.check) as weights:
@@ -211,14 +211,14 @@ class Store:
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
 
-    def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
-        """The artifact that a file was packed for, if it is one of those that share the weights."""
+    def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
+        """Return the member that a file was packed for; the requester, if there is none or it is one of several."""
         members = list(self._members.values())
         packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
-        return asked if asked in packed_for or not packed_for else packed_for[0]
+        return requester if requester in packed_for or not packed_for else packed_for[0]
 
     def _candidate(self, weights: WeightSet, delta: DeltaStamp | None, staging: Staging) -> Candidate:
-        """What the file leads to: a set of its own, or a patch of the weights that are served."""
+        """Stage a file as a set of its own, or as a patch of the weights that are served."""
         if delta and staging.request.onto and not self._serves(delta.base):
             return self._staged_set(lambda arena: stage_chain(weights, delta, arena, staging), staging)
         if delta:
@@ -232,18 +232,18 @@ class Store:
         return self._current_id == weights_id and self.gate.broken is None
 
     def _staged_set(self, stage: Callable[[Arena], Contents], staging: Staging) -> StagedSet:
-        """What `stage` puts into memory that serves nobody."""
+        """Let `stage` write a full set into memory that is not served."""
         with self._residency.target(staging.request.timeout, staging.job) as (session, staged_in):
             contents = stage(session.arena)
         session.content = contents.identity.digests
-        return _ready(StagedSet(contents._replace(staged_in=staged_in), session))
+        return _run_prologues(StagedSet(contents._replace(staged_in=staged_in), session))
 
     def _staged_patch(self, change: StagedChange, staging: Staging) -> Candidate:
         candidate = self._residency.stage_patch(change, staging.request.timeout, staging.job)
-        return _ready(candidate) if isinstance(candidate, StagedSet) else candidate
+        return _run_prologues(candidate) if isinstance(candidate, StagedSet) else candidate
 
     def _base(self, where: str) -> Base:
-        """The weights that are served, for a staging that builds on them. Raises BaseMismatch."""
+        """Return the served weights, for a staging that builds on them. Raises BaseMismatch if there are none."""
         if self.gate.current is None or self.gate.broken is not None:
             why = "no weights are served yet" if self.gate.current is None else "the model has failed"
             raise BaseMismatch(
@@ -252,31 +252,31 @@ class Store:
         return Base(self.gate.current.session.arena, self.gate.current.identity)
 
     def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None, check: Check) -> SwapReceipt:
-        """Serve what was staged. `check` is called while calls and pins are waited for."""
+        """Serve a candidate. `check` is called during the wait for calls and pins."""
         contents = candidate.contents
-        with self._refusals(member, by, contents.kind, contents.source):
+        with self._refusal_events(member, by, contents.kind, contents.source):
             before = self._current_id
             committed = self._residency.commit(candidate, timeout, check)
         return self._receipt(member, committed, before, contents, by)
 
     @property
     def previous_id(self) -> str | None:
-        """The id of the weights that a rollback leads to."""
+        """The id of the weights that a rollback would serve."""
         previous = self._residency.previous
         return previous.weights_id if previous else None
 
     def rollback(
         self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
     ) -> SwapReceipt:
-        """Serve the previous weights. Raises NothingToRollBack, also where these are not those with the id `expect`."""
-        with self._refusals(member, by, "rollback", "rollback"), self.turns.claimed(wait):
+        """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
+        with self._refusal_events(member, by, "rollback", "rollback"), self.turns.claimed(wait):
             if expect is not None and self.previous_id != expect:
                 raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
             before, old = self._current_id, self.gate.current
             committed = self._residency.rollback(timeout)
-            identity, left = committed.version.identity, old.identity.nonfinite if old else None
-            found = newly_nonfinite(self._weights, identity.nonfinite, left)
-            contents = Contents(identity, "rollback", "rollback", nonfinite=found)
+            identity, before_nonfinite = committed.version.identity, old.identity.nonfinite if old else None
+            nonfinite = newly_nonfinite(self._weights, identity.nonfinite, before_nonfinite)
+            contents = Contents(identity, "rollback", "rollback", nonfinite=nonfinite)
             return self._receipt(member, committed, before, contents, by)
 
     @property
@@ -284,8 +284,8 @@ class Store:
         return self.gate.current.weights_id if self.gate.current else None
 
     @contextmanager
-    def _refusals(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
-        """Tell of what ends a commit or a rollback."""
+    def _refusal_events(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
+        """Emit an event for an error that ends a commit or a rollback."""
         start = time.perf_counter()
         try:
             with _memory_errors(source):
@@ -296,7 +296,7 @@ class Store:
                 raise
             kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
             graph_id, seconds = member.artifact.graph_id, time.perf_counter() - start
-            # no variable refers to the error, or it and this frame would keep each other, and the staging, alive
+            # no local refers to the error: the cycle with its traceback would keep this frame and the staging alive
             self.events.emit(
                 Event(kind, source, by, graph_id, error=error, operation=operation, phase="committing", seconds=seconds)
             )
@@ -346,19 +346,19 @@ class Store:
         return receipt
 
     def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
-        """Which variants stay with these weights; the others are dropped."""
-        found: dict[str, tuple[str, ...]] = {}
+        """Drop the variants that do not belong to these weights; return the names of those kept and dropped."""
+        names: dict[str, tuple[str, ...]] = {}
         for variants in list(self.variants):
-            found |= {what: found.get(what, ()) + names for what, names in variants.keep_for(weights_id, by).items()}
-        return found
+            names |= {what: names.get(what, ()) + more for what, more in variants.keep_for(weights_id, by).items()}
+        return names
 
 
 def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -> Variants | None:
-    """The variants of a model, of which none is resident yet; None for an artifact that declares none."""
+    """Return a model's variants, none of them resident yet; None for an artifact that declares none."""
     if not manifest.variants:
         return None
 
-    def tell(receipt: VariantReceipt) -> None:
+    def emit(receipt: VariantReceipt) -> None:
         event = Event(
             f"variant {receipt.kind}",  # type: ignore[arg-type]
             receipt.source,
@@ -371,6 +371,6 @@ def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -
         )
         store.events.emit(event)
 
-    found = Variants(manifest, engine, store.memory, store.workers, most, tell)
-    store.variants.add(found)
-    return found
+    variants = Variants(manifest, engine, store.memory, store.workers, most, emit)
+    store.variants.add(variants)
+    return variants

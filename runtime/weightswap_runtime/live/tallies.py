@@ -1,4 +1,4 @@
-"""Counts of what a model did: its calls, and what happened to its weights. Kept whole under any number of threads."""
+"""Thread-safe counts of a model's calls and of the events of its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENDINGS = {"committed": "committed", "rolled back": "committed", "cancelled": "
 
 
 class Distribution:
-    """Seconds, counted by buckets; `bounds` are their upper ends, both included in what is below or equal."""
+    """A histogram of seconds. `bounds` are the inclusive upper ends of its buckets."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -31,19 +31,19 @@ class Distribution:
         self.sum += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper end as a text, how many were at most that), the last for +Inf."""
+        """Return pairs (upper end as a text, count of values up to it); the last is for +Inf."""
         ends = [*(f"{bound:.10g}" for bound in self.bounds), "+Inf"]
         return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
 
 
 class Tallies:
-    """`on_call` and `on_event` count. Readers hold `lock`, which a call may have to wait for."""
+    """Counters that `on_call` and `on_event` update. Readers hold `lock`, and may delay a call by that."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()  # (method, outcome)
         self.latencies: dict[str, Distribution] = {}  # by method
         self.swaps: Counter[tuple[str, str]] = Counter()  # (operation, outcome)
-        self.failures: Counter[str] = Counter()  # by the error's class
+        self.failures: Counter[str] = Counter()  # by error class
         self.skipped = 0
         self.staged_bytes = 0
         self.stagings = 0
@@ -54,7 +54,7 @@ class Tallies:
         renew_in_children(self)
 
     def _renew(self) -> None:
-        self.lock = RLock()  # a signal may come in the middle, and its handler may call the model
+        self.lock = RLock()  # reentrant: a signal handler may call the model while this thread holds it
 
     def on_call(self, method: str, seconds: float, error: BaseException | None) -> None:
         outcome = "ok" if error is None else "refused" if isinstance(error, CallError) else "failed"
@@ -87,8 +87,8 @@ class Tallies:
 
 
 def _outcome(event: Event) -> str | None:
-    """How a staging or a rollback ended with this event. A commit that is refused does not end its staging."""
+    """Return the outcome of the staging or rollback that this event ends. A refused commit does not end its staging."""
     if event.kind in ("refused", "failed"):
-        ends = event.phase != "committing" or event.operation == "rollback"
-        return event.kind if ends else None
+        is_end = event.phase != "committing" or event.operation == "rollback"
+        return event.kind if is_end else None
     return _ENDINGS.get(event.kind)

@@ -1,4 +1,4 @@
-"""Streams of what a model generates, token by token."""
+"""Token streams: the prompts of a generation, its steps, and its output piece by piece."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Run = Callable[..., Any]
 
 
 class Prompts:
-    """What is to be continued: `rows` of tokens, and what their continuations are given back as."""
+    """Prompts as `rows` of tokens, with the conversion of their continuations to the form of the prompts."""
 
     def __init__(self, prompt: Any, tokenizer: Callable[[], Tokenizer]) -> None:
-        """prompt: tokens of one row or of several, or texts. tokenizer: opens that of texts. Raises InputMismatch."""
+        """prompt: one or several rows of tokens, or texts. tokenizer: opens one for texts. Raises InputMismatch."""
         texts = [prompt] if isinstance(prompt, str) else list(prompt) if _is_texts(prompt) else None
         self._tokenizer = tokenizer() if texts is not None else None
         if texts is not None and self._tokenizer is not None:
@@ -39,13 +39,13 @@ class Prompts:
         else:
             self.rows, self.single = rows_of(prompt)
 
-    def stopped(self, wanted: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
-        """Whether new tokens end with one of the stops, or their text has one in it. Raises InputMismatch."""
-        stops: Sequence[Any] = [wanted] if isinstance(wanted, str | int) else wanted
+    def stop_check(self, stop: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
+        """Return a predicate: do new tokens end with a stop, or does their text contain one? Raises InputMismatch."""
+        stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
         if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
             raise InputMismatch("generate", ["stop: expected tokens, lists of tokens or texts"])
         if "" in stops:
-            raise InputMismatch("generate", ["stop: an empty text ends everything"])
+            raise InputMismatch("generate", ["stop: an empty text would end every row at once"])
         texts = [stop for stop in stops if isinstance(stop, str)]
         tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
         tokenizer = self._tokenizer
@@ -60,7 +60,7 @@ class Prompts:
         return ended
 
     def pieces(self, steps: Iterator[list[int | None]]) -> Iterator[Any]:
-        """A step's tokens as they are given back. Raises Unsupported for several texts."""
+        """Return an iterator over the output of each step, for streaming. Raises Unsupported for several texts."""
         if not self.single:
             if self._tokenizer is not None:
                 raise Unsupported("stream=True with several texts: stream one at a time, or give tokens")
@@ -69,22 +69,22 @@ class Prompts:
         return tokens if self._tokenizer is None else self._tokenizer.pieces(tokens)
 
     def whole(self, steps: Iterator[list[int | None]]) -> Any:
-        """All new tokens of each prompt, or their texts."""
-        found = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
-        given = found if self._tokenizer is None else [self._tokenizer.decode(row) for row in found]
-        return given[0] if self.single else given
+        """Run all steps, and return the new tokens of each prompt, or their texts."""
+        rows = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+        outputs = rows if self._tokenizer is None else [self._tokenizer.decode(row) for row in rows]
+        return outputs[0] if self.single else outputs
 
 
 def _is_stop(stop: Any) -> bool:
-    return isinstance(stop, str | int) or (isinstance(stop, Sequence) and all(isinstance(each, int) for each in stop))
+    return isinstance(stop, str | int) or (isinstance(stop, Sequence) and all(isinstance(item, int) for item in stop))
 
 
 def _is_texts(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, str) for each in prompt)
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, str) for item in prompt)
 
 
 def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
-    """That beside the first of these weights that has one, or in the artifact. Raises Unsupported, and MissingExtra."""
+    """Open the first tokenizer beside these weights, or that of the artifact. Raises Unsupported and MissingExtra."""
     beside = [folder for source in map(Path, sources) for folder in (source, source.parent)]
     local = (folder for folder in (*beside, artifact) if isinstance(folder, Path))
     folder = next((each for each in local if (each / TOKENIZER).is_file()), None)
@@ -97,76 +97,76 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
 
 
 class _Inputs:
-    """Arrays of int64 as an engine's tensors. Those of `decode` are made once and written to, where that is possible.
+    """Conversion of int64 arrays to an engine's tensors. Those of `decode` are made once and reused on the CPU.
 
-    No call keeps its inputs, and what a state keeps of them are copies.
+    That is safe: no call keeps its inputs, and a state holds only copies of them.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._kept: list[Any] = []
-        self._memory: list[Tokens] = []  # that of those kept
+        self._decode_tensors: list[Any] = []
+        self._decode_memory: list[Tokens] = []  # arrays that alias the tensors
 
-    def of(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
+    def tensors(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
         if method != "decode":
-            return self._made(arrays)
-        if self._memory:
-            for memory, array in zip(self._memory, arrays, strict=True):
+            return self._new_tensors(arrays)
+        if self._decode_memory:
+            for memory, array in zip(self._decode_memory, arrays, strict=True):
                 np.copyto(memory, array)
-            return self._kept
-        self._kept = self._made(arrays)
-        if all(getattr(tensor, "is_cpu", True) for tensor in self._kept):
-            self._memory = [as_array(self._engine.content(tensor)) for tensor in self._kept]
-        return self._kept
+            return self._decode_tensors
+        self._decode_tensors = self._new_tensors(arrays)
+        if all(getattr(tensor, "is_cpu", True) for tensor in self._decode_tensors):
+            self._decode_memory = [as_array(self._engine.content(tensor)) for tensor in self._decode_tensors]
+        return self._decode_tensors
 
-    def _made(self, arrays: Sequence[Tokens]) -> list[Any]:
+    def _new_tensors(self, arrays: Sequence[Tokens]) -> list[Any]:
         return [self._engine.tensor(array_content(array)) for array in arrays]
 
 
-def generated(
-    find: Callable[[str], Run], engine: Engine, context: Context, wanted: GenerationRequest, generation: TextGeneration
+def generate_steps(
+    find: Callable[[str], Run], engine: Engine, context: Context, request: GenerationRequest, generation: TextGeneration
 ) -> Iterator[list[int | None]]:
-    """The next tokens of each row, by calls with a context, which is closed at the end. find: a method by its name."""
+    """Yield the next tokens of all rows, by calls with a context, then close it. find: returns a method by name."""
     inputs = _Inputs(engine)
 
     def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
-        given = inputs.of(method, (ids, mask, positions, position))
-        logits = as_array(engine.content(methods[method](*given, context=context)))
+        tensors = inputs.tensors(method, (ids, mask, positions, position))
+        logits = as_array(engine.content(methods[method](*tensors, context=context)))
         return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
 
-    def cache_of() -> str | None:
+    def cache_id() -> str | None:
         return context.weights_id if context.on_swap == "reset" else None
 
     with context:
         methods = {name: find(name) for name in STEPS}
-        yield from generate(call, wanted, generation, cache_of)
+        yield from generate(call, request, generation, cache_id)
 
 
 class TokenStream(Iterator[Any], AsyncIterator[Any], AbstractContextManager["TokenStream"]):
-    """What is generated, piece by piece: for `for`, and for `async for`, where a thread waits for each piece.
+    """An iterator over the generated output, for `for` and `async for` (a thread then waits for each piece).
 
-    The pieces are tokens; of several prompts lists with the next token of each, None for those that have ended; of a
-    text pieces of text. `close()` ends it early, as does dropping it, or leaving its `with` block.
+    The pieces are tokens; for several prompts, lists with the next token of each, or None if that has ended; for a
+    text, pieces of text. `close()` ends the stream early, as does dropping it or leaving its `with` block.
     """
 
     def __init__(self, steps: Iterator[list[int | None]], pieces: Iterator[Any], context: Context) -> None:
         self._steps = steps
         self._pieces = pieces
         self._context = context
-        self._turn = RLock()  # a thread that an awaiting task has given up may still be within a step
+        self._lock = RLock()  # the thread of a cancelled task may still be within a step
 
     @property
     def weights_id(self) -> str | None:
-        """The id of the weights that it is pinned to, or that have answered last."""
+        """The id of the weights that the stream is pinned to, or that answered last."""
         return self._context.weights_id
 
     @property
     def generation(self) -> int | None:
-        """The generation that it is pinned to; None where it is not, or has ended."""
+        """The generation that the stream is pinned to; None if it is not pinned, or has ended."""
         return self._context.generation
 
     def __next__(self) -> Any:
-        with self._turn:
+        with self._lock:
             return next(self._pieces)
 
     def __aiter__(self) -> TokenStream:
@@ -182,8 +182,8 @@ class TokenStream(Iterator[Any], AsyncIterator[Any], AbstractContextManager["Tok
         self.close()
 
     def close(self) -> None:
-        """End it, and let its context go, once a step that another thread is in has ended."""
-        with self._turn:
+        """End the stream and close its context, after waiting for a step in another thread."""
+        with self._lock:
             self._pieces = iter(())
             self._steps.close()  # type: ignore[attr-defined]
             self._context.close()

@@ -1,4 +1,4 @@
-"""Whose turn it is to change the weights: one staging at a time, and threads' swaps in a queue."""
+"""The order of changes to the weights: one staging at a time, and a queue for the swaps of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime.threads.job import Job
 
 
 class Turns:
-    """A claim keeps others from staging, until it ends. The queue is that of whole swaps."""
+    """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
 
     def __init__(self) -> None:
         self._renew()
@@ -24,20 +24,20 @@ class Turns:
         self._staging: ClaimReference | None = None
 
     def _renew(self) -> None:
-        """What other threads were doing to the weights, a forked child does not do."""
-        self._swapping = Lock()
-        self._claiming = RLock()  # for signal handlers
+        """Make new locks: a forked child does not have the threads that held the old ones."""
+        self._swap_lock = Lock()
+        self._claim_lock = RLock()  # reentrant, for signal handlers
         self._swapper: int | None = None
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Wait for the swaps of other threads. Raises StagingBusy within a swap of this thread."""
+        """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
         if self._swapper == get_ident():
             raise StagingBusy(
                 "a listener is told of a swap that has not ended, and cannot swap itself: let another thread do it "
                 "when the listener has returned"
             )
-        with self._swapping:
+        with self._swap_lock:
             try:
                 self._swapper = get_ident()
                 yield
@@ -46,19 +46,19 @@ class Turns:
 
     @contextmanager
     def wait_for_turn(self, check: Check) -> Iterator[None]:
-        """As `queue`, for a thread in which no signal handler runs. `check` is called meanwhile."""
-        while not self._swapping.acquire(timeout=POLL_SECONDS):
+        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
+        while not self._swap_lock.acquire(timeout=POLL_SECONDS):
             check()
         try:
             self._swapper = get_ident()
             yield
         finally:
             self._swapper = None
-            self._swapping.release()
+            self._swap_lock.release()
 
     @contextmanager
     def claimed(self, wait: float | None) -> Iterator[Claim]:
-        """Keep others from staging and committing for the length of a block."""
+        """Keep others from staging and committing within the block."""
         ticket = Claim()
         try:
             self.claim(ticket, wait, None)
@@ -67,12 +67,12 @@ class Turns:
             ticket.end()
 
     def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
-        """Keep others from staging until `ticket` ends. `wait`: for at most so many seconds; None: not at all.
+        """Keep others from staging until `ticket` ends.
 
-        Raises StagingBusy, and StageCancelled.
+        wait: seconds to wait for an open staging; None: do not wait. Raises StagingBusy, and StageCancelled.
         """
         deadline = time.monotonic() + (wait or 0.0)
-        while not self._take(ticket):
+        while not self._try_claim(ticket):
             if job is not None:
                 job.check()
             if time.monotonic() >= deadline:
@@ -82,8 +82,8 @@ class Turns:
                 )
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
-    def _take(self, ticket: Claim) -> bool:
-        with self._claiming:
+    def _try_claim(self, ticket: Claim) -> bool:
+        with self._claim_lock:
             other = self._staging() if self._staging else None
             if other is not None and other is not ticket and other.holds:
                 return False

@@ -1,4 +1,4 @@
-"""Verifying a candidate with goldens, before anybody is served by it."""
+"""Verification of a candidate with goldens, before it is served."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ Verified = Literal["goldens", "finite", "none"]
 
 
 class MemberGoldens(NamedTuple):
-    """Goldens, and the artifact whose graphs they are for."""
+    """Goldens, and the member whose graphs they are for."""
 
     member: Member
     goldens: Goldens
 
 
 def find_goldens(location: Location, owner: Member, members: Sequence[Member], staging: Staging) -> list[MemberGoldens]:
-    """The goldens beside a weight file for `owner`'s graph, and those in every artifact.
+    """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
 
     Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
     """
     request, check = staging.request, staging.job.check
     if request.verify == "off":
         return []
-    found = [MemberGoldens(member, member.goldens) for member in members if member.goldens is not None]
+    all_goldens = [MemberGoldens(member, member.goldens) for member in members if member.goldens is not None]
     beside = goldens_beside(location, staging.manifest, allow_other_graph=request.allow_other_graph, check=check)
     if beside is not None:
-        # a part of a file gives other weights than those that were recorded
-        found.append(MemberGoldens(owner, beside._replace(bundled=bool(request.only))))
-    return found
+        # a part of a file results in other weights than those that the goldens were recorded for
+        all_goldens.append(MemberGoldens(owner, beside._replace(bundled=bool(request.only))))
+    return all_goldens
 
 
 def verify_candidate(
     candidate: Candidate, all_goldens: Sequence[MemberGoldens], staging: Staging
 ) -> tuple[Verified, float]:
-    """Run all goldens on the candidate's session; returns how they were compared, and the seconds that it took.
+    """Run all goldens on the candidate's session; return the comparison that was done, and the seconds that it took.
 
     Raises GoldenMismatch, GoldensError and StageCancelled.
     """
@@ -54,7 +54,7 @@ def verify_candidate(
         staging.job.begin("verifying")
         for member, goldens in all_goldens:
             bound = session.bound.get(member.id)
-            if bound is None:  # its model was dropped meanwhile, so that nobody can call it any more
+            if bound is None:  # its model was dropped meanwhile
                 continue
             mode = verify(
                 goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),

@@ -1,1 +1,1 @@
-"""One copy of the weights for all processes of a machine that serve them: a keeper changes it, workers map it."""
+"""Weights in shared memory, one copy for all processes of a machine: a keeper changes it, workers map it."""

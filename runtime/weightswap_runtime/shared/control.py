@@ -1,22 +1,23 @@
-"""The control page: the word that says which arena is served, a slot for each worker, and what the keeper writes.
+"""The control page: the word that says which arena is served, a slot for each worker, and the keeper's descriptions.
 
-The word is the generation and one; 0 as long as nothing is served. A generation lies in the arena of its parity.
+The word is the generation plus one; 0 while nothing is served. The weights of a generation are in the arena of its
+parity: generation modulo 2.
 
-To enter, a worker reads the word, holds the parity in its slot, and reads the word again: if it has moved, it lets go
-and begins anew. The keeper writes to the arena of a parity, and what describes it, once no slot holds that parity, and
-then stores the word. A store that a processor delays would break both, so that the keeper has all of them catch up
-after each store of the word (`fences`).
+To begin a call, a worker reads the word, marks the parity as held in its slot, and reads the word again. If the word
+has changed, the worker removes the mark and starts again. The keeper waits until no slot holds a parity, writes to its
+arena and its description, and then stores the word. Stores that a processor delays would break this protocol, so the
+keeper issues a memory fence across all processes after each store of the word (`fences`).
 
-A staged set in the other arena may be on trial. A second word says so, which is never the same for two trials, and ends
-in the parity. To call it, a worker that has found it holds the parity, and reads that word again: if it has moved, the
-trial is over. The keeper sets it to 0 before it looks who holds the arena, and before it commits.
+A staged set in the other arena may be on trial. A second word says so: it is different for every trial, and its lowest
+bit is the parity. To call the staged set, a worker reads that word, marks the parity as held, and reads the word again:
+if it has changed, the trial is over. The keeper sets it to 0 before it checks who holds the arena, and before a commit.
 """
 
 from __future__ import annotations
 
 import mmap
 import zlib
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final
 
 from .fences import fence, has_fences
@@ -25,40 +26,38 @@ _PAGE: Final = 4096
 _SLOT: Final = 256  # bytes: a cache line for each of its words
 _HISTORY: Final = 1 << 20
 _LABELS: Final = 1 << 20
-_WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # where they are, in words of 8 bytes
-_PID, _HOLDS, _UNFENCED = 0, (8, 16), 24
+_WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # offsets in the page, in words of 8 bytes
+_PID, _HOLDS, _UNFENCED = 0, (8, 16), 24  # offsets in a slot, in words
 
 
-def control_size(workers: int, described: int) -> int:
-    """Bytes that a control page takes; `described` are those of one description of weights, labels aside."""
-    return _texts_begin(workers) + 2 * _rounded(described + _LABELS) + 2 * _HISTORY
+def control_size(workers: int, description_size: int) -> int:
+    """Return the bytes of a control page. description_size: of one description of weights, without its labels."""
+    return _cells_begin(workers) + 2 * _whole_pages(description_size + _LABELS) + 2 * _HISTORY
 
 
-def _texts_begin(workers: int) -> int:
-    return _rounded(_PAGE + workers * _SLOT)
+def _cells_begin(workers: int) -> int:
+    return _whole_pages(_PAGE + workers * _SLOT)
 
 
-def _rounded(nbytes: int) -> int:
+def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
 class Control:
-    """A process's view of a control page. Words of 8 bytes are read and written whole."""
+    """A process's view of a control page. Its words of 8 bytes are read and written atomically."""
 
     def __init__(self, descriptor: int, workers: int | None = None) -> None:
-        """workers: how many slots there are, said by the one who has made the page."""
+        """workers: the number of slots, for the process that creates the page; None: read it from the page."""
         memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(memory).cast("Q")
         if workers is not None:
             self._words[_WORKERS] = workers
         self.workers = self._words[_WORKERS]
-        begin = _texts_begin(self.workers)
-        described = (len(memory) - begin - 2 * _HISTORY) // 2
-        texts, ends = memoryview(memory), [begin]
-        for size in (described, described, _HISTORY, _HISTORY):
-            ends.append(ends[-1] + size)
-        parts = [_Text(texts[start:end]) for start, end in pairwise(ends)]
-        self.descriptions, self.histories = (parts[0], parts[1]), (parts[2], parts[3])
+        begin = _cells_begin(self.workers)
+        description_size = (len(memory) - begin - 2 * _HISTORY) // 2
+        sizes = (description_size, description_size, _HISTORY, _HISTORY)
+        cells = [_Cell(memoryview(memory)[a:b]) for a, b in pairwise(accumulate(sizes, initial=begin))]
+        self.descriptions, self.histories = (cells[0], cells[1]), (cells[2], cells[3])
 
     @property
     def word(self) -> int:
@@ -66,12 +65,12 @@ class Control:
 
     @property
     def generation(self) -> int | None:
-        """What is served; None before the first weights."""
+        """The generation that is served; None before the first weights."""
         return self.word - 1 if self.word else None
 
     @property
     def unloaded(self) -> bool:
-        """Whether an operator wants nobody to be answered."""
+        """True if an operator has unloaded the model, so that requests are refused."""
         return bool(self._words[_UNLOADED])
 
     @unloaded.setter
@@ -79,59 +78,59 @@ class Control:
         self._words[_UNLOADED] = value
 
     def commit(self, generation: int) -> None:
-        """Serve a generation: who enters from now on gets it."""
+        """Serve a generation: calls that begin from now on use it."""
         self._words[_WORD] = generation + 1
         self.fence()
 
     @property
     def trial(self) -> int:
-        """The word of what is on trial; 0: nothing is."""
+        """The word of the trial; 0 if there is none."""
         return int(self._words[_TRIAL])
 
     def begin_trial(self, parity: int) -> None:
-        """Let workers call what lies in the arena of a parity, and is described."""
+        """Let workers call the described weights in the arena of a parity."""
         self._words[_TRIALS] += 1
-        self.fence()  # what lies there is seen before the word
+        self.fence()  # the weights must be visible before the word
         self._words[_TRIAL] = 2 * self._words[_TRIALS] + parity
         self.fence()
 
     def end_trial(self) -> None:
-        """Nobody begins to call that from now on."""
+        """End the trial: no worker begins a call of it from now on."""
         if self._words[_TRIAL]:
             self._words[_TRIAL] = 0
             self.fence()
 
     def fence(self) -> None:
-        """Let what all processes have stored be seen by all."""
+        """Make the earlier stores of all processes visible to all."""
         fence(any(self._slot_word(slot, _UNFENCED) for slot in range(self.workers)))
 
     def take_slot(self, slot: int, pid: int) -> None:
-        """A worker begins."""
+        """Take a slot for a worker."""
         self.empty_slot(slot)
         self._words[self._at(slot, _UNFENCED)] = not has_fences()
         self._words[self._at(slot, _PID)] = pid
 
     def empty_slot(self, slot: int) -> None:
-        """A worker has ended, or is dead: it holds nothing any more."""
+        """Empty the slot of a worker that has ended or died, so that it holds no arena any more."""
         for word in (_PID, *_HOLDS, _UNFENCED):
             self._words[self._at(slot, word)] = 0
 
     def hold(self, slot: int, parity: int) -> None:
-        """A worker has leases in the arena of a parity."""
+        """Mark the arena of a parity as held by a worker, who has leases in it."""
         self._words[self._at(slot, _HOLDS[parity])] = 1
 
     def let_go(self, slot: int, parity: int) -> None:
-        """It has none there any more."""
+        """Remove the mark of `hold`."""
         self._words[self._at(slot, _HOLDS[parity])] = 0
 
     def holders(self, parity: int) -> list[int]:
-        """The processes that have leases in the arena of a parity."""
+        """Return the ids of the processes that hold the arena of a parity."""
         slots = [slot for slot in range(self.workers) if self._slot_word(slot, _HOLDS[parity])]
         return [self._slot_word(slot, _PID) for slot in slots]
 
     @property
     def processes(self) -> list[int]:
-        """The process of each slot; 0 where it is free."""
+        """The process id of each slot; 0 for a free one."""
         return [self._slot_word(slot, _PID) for slot in range(self.workers)]
 
     def _slot_word(self, slot: int, word: int) -> int:
@@ -142,26 +141,26 @@ class Control:
         return (_PAGE + slot * _SLOT) // 8 + word
 
 
-class _Text:
-    """Bytes that one process writes and others read; what is torn, or gone, reads as None."""
+class _Cell:
+    """A record that one process writes and others read; one that is absent or half written reads as None."""
 
     def __init__(self, memory: memoryview) -> None:
         self._head, self._body = memory[:16].cast("Q"), memory[16:]
 
     @property
-    def most(self) -> int:
+    def capacity(self) -> int:
         return len(self._body)
 
     def clear(self) -> None:
         self._head[0] = 0
 
-    def write(self, text: bytes) -> None:
-        """Raises ValueError for what is longer than `most`."""
+    def write(self, record: bytes) -> None:
+        """Write a record. Raises ValueError if it is longer than `capacity`."""
         self.clear()
-        self._body[: len(text)] = text
-        self._head[1] = zlib.crc32(text)
-        self._head[0] = len(text)
+        self._body[: len(record)] = record
+        self._head[1] = zlib.crc32(record)
+        self._head[0] = len(record)
 
     def read(self) -> bytes | None:
-        text = bytes(self._body[: self._head[0]])
-        return text if text and zlib.crc32(text) == self._head[1] else None
+        record = bytes(self._body[: self._head[0]])
+        return record if record and zlib.crc32(record) == self._head[1] else None

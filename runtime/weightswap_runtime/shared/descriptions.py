@@ -1,4 +1,4 @@
-"""Descriptions in the control page, by the keeper: which weights lie in an arena, and the receipts of commits."""
+"""Descriptions that the keeper writes to the control page: the weights in each arena, and the receipts of commits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .control import Control
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A generation, and which weights it is: of a description what workers need. `terms`: of their trial, as whoever
-    began it has written them."""
+    """The part of a description that workers need: a generation and its weights. `terms`: the bytes of a trial."""
 
     generation: int
     weights_id: str
@@ -30,7 +29,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Description(Summary, frozen=True):
-    """All that the next keeper needs."""
+    """A full description of the weights in an arena, as the next keeper needs it."""
 
     digests: Mapping[str, tuple[bytes, ...]] = {}
     nonfinite: Mapping[str, Counts] = {}
@@ -51,52 +50,52 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def describe(control: Control, generation: int, identity: Identity, terms: bytes = b"") -> None:
-    """Say what lies in the arena of a generation. Raises WeightFileError where that takes too much room."""
-    text = _encoder.encode(
+    """Describe the weights in the arena of a generation. Raises WeightFileError if the description is too large."""
+    record = _encoder.encode(
         Description(generation, identity.weights_id, identity.labels, terms, identity.digests, identity.nonfinite)
     )
     cell = control.descriptions[generation % 2]
-    if len(text) > cell.most:
+    if len(record) > cell.capacity:
         raise WeightFileError(
-            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(text)} bytes, and workers "
-            f"share {cell.most}. Pack the file with shorter labels."
+            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(record)} bytes, and workers "
+            f"share {cell.capacity}. Pack the file with shorter labels."
         )
-    cell.write(text)
+    cell.write(record)
 
 
 def read_description(control: Control, generation: int, kind: type[D]) -> D | None:
-    """What lies in the arena of a generation, if that is this generation, whole. kind: all of it, or the summary."""
-    found = _read(control, generation, kind)
-    return found if found is not None and found.generation == generation else None
+    """Return the description of a generation; None if its arena holds another one, or is being written."""
+    description = _read(control, generation, kind)
+    return description if description is not None and description.generation == generation else None
 
 
 def read_trial(control: Control, trial: int) -> Summary | None:
-    """What the word of a trial has named; None once it is over."""
-    found = _read(control, trial, Summary) if trial else None
-    return found if control.trial == trial else None
+    """Return the summary of the weights that the word of a trial names; None once the trial is over."""
+    summary = _read(control, trial, Summary) if trial else None
+    return summary if control.trial == trial else None
 
 
 def _read(control: Control, number: int, kind: type[D]) -> D | None:
-    text = control.descriptions[number % 2].read()
-    return msgspec.msgpack.decode(text, type=kind) if text else None
+    record = control.descriptions[number % 2].read()
+    return msgspec.msgpack.decode(record, type=kind) if record else None
 
 
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
-    """Keep receipts, oldest first: as many of the last as there is room for."""
+    """Write receipts, oldest first: as many of the last ones as fit."""
     kept = list(receipts)
-    number = max((each.written for each in _histories(control)), default=0) + 1
-    cell = control.histories[number % 2]  # the other has the last ones, should this process end here
-    while len(text := _encoder.encode(_History(number, kept))) > cell.most:
+    number = max((history.written for history in _histories(control)), default=0) + 1
+    cell = control.histories[number % 2]  # the other cell keeps the last history, should this process be killed here
+    while len(record := _encoder.encode(_History(number, kept))) > cell.capacity:
         del kept[0]
-    cell.write(text)
+    cell.write(record)
 
 
 def read_history(control: Control) -> list[SwapReceipt]:
-    """The receipts that were kept."""
-    found = _histories(control)
-    return max(found, key=lambda each: each.written).receipts if found else []
+    """Return the receipts that were written last."""
+    histories = _histories(control)
+    return max(histories, key=lambda history: history.written).receipts if histories else []
 
 
 def _histories(control: Control) -> list[_History]:
-    texts = [cell.read() for cell in control.histories]
-    return [_history.decode(text) for text in texts if text]
+    records = [cell.read() for cell in control.histories]
+    return [_history.decode(record) for record in records if record]

@@ -1,7 +1,7 @@
-"""A fence over all processes: membarrier(2), by ctypes, as Python has none.
+"""Memory fences across processes: membarrier(2), called by ctypes as Python has no function for it.
 
-Where the kernel refuses it (seccomp, gVisor), the slower command that needs no registration is tried, and then a pause
-that is far longer than a processor keeps a store to itself.
+If the kernel refuses it (seccomp, gVisor), the slower command that needs no registration is tried, and then a pause
+that is far longer than the time for which a processor may delay a store.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def _membarrier(command: int) -> bool:
 
 @cache
 def has_fences() -> bool:
-    """Register this process, once; whether the quick fence reaches it."""
+    """Register this process, once; return whether the fast fence reaches it."""
     return _membarrier(_REGISTER)
 
 
 def fence(unregistered: bool) -> None:
-    """What any process has stored before is seen by all from now on. `unregistered`: the quick fence misses some."""
+    """Make the earlier stores of all processes visible to all. `unregistered`: the fast fence would miss a process."""
     if not (not unregistered and has_fences() and _membarrier(_GLOBAL_EXPEDITED)) and not _membarrier(_GLOBAL):
         time.sleep(_PAUSE)

@@ -1,4 +1,4 @@
-"""The keeper's side: a model whose arenas are shared, and whose commits are those of all workers."""
+"""The keeper side: a model whose arenas are shared, and whose commits apply to all workers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .control import Control
 from .descriptions import Description, describe, read_description, read_history, write_history
 from .segment import Segment, allocate
 
-_POLL = 0.002  # seconds between two looks at what workers hold
-OPTIONS = EngineOptions(prologue=False)  # what it computes would lie in each process, and be of other weights
+_POLL = 0.002  # seconds between two looks at the slots of workers
+OPTIONS = EngineOptions(prologue=False)  # its results would be private to each process, and become stale
 
 
 def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
-    """A model that changes what all workers of a segment serve: each commit is theirs.
+    """Return a model whose commits change the weights that all workers of a segment serve.
 
-    What the segment has already is served on, with its generation, history and weights id; so a keeper that was killed
-    is replaced. There must be one keeper at a time, and its segment is `Segment.create`'s. Engine "torch", on the CPU.
-    admit: as in `load`.
+    Weights that the segment already holds stay served, with their generation, history and id, so a keeper that was
+    killed can be replaced. There must be one keeper at a time, with the segment that `Segment.create` returned. The
+    engine is "torch", on the CPU. admit: as in `load`.
 
     Raises ArtifactError, Unsupported and MissingExtra.
     """
@@ -62,7 +62,7 @@ def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: A
 
 
 def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
-    """Serve what is served already, and know what a rollback leads to."""
+    """Continue with the served weights and the previous ones of an earlier keeper."""
     control.fence()  # an earlier keeper may have ended between its word and its fence
     store.history.extend(read_history(control))
     generation = control.generation
@@ -75,7 +75,7 @@ def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
 
 
 class KeptArena(HostArena):
-    """Shared memory. Before it is overwritten nobody holds it, and nobody takes it for a set of weights any more."""
+    """An arena in shared memory. Before it is overwritten, it is allocated, and its description is withdrawn."""
 
     def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
         super().__init__(layout, mmap.mmap(descriptor, 0))
@@ -88,8 +88,8 @@ class KeptArena(HostArena):
 
     @contextmanager
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
-        """As others', with memory that is there before it is written. Raises OutOfMemory."""
-        if not join:  # else what is bound to the arena works beside calls
+        """Prepare the arena for writing within the block. Raises OutOfMemory."""
+        if not join:  # with `join`, only engines' own memory is written, while calls run
             allocate(self._descriptor)
             self._withdraw()
         yield
@@ -107,20 +107,20 @@ class KeptMemory(HostMemory):
 
 
 class KeeperGate(Gate[Session]):
-    """The gate of the keeper's own calls, which waits for those of workers, and takes workers along."""
+    """The gate of the keeper's own calls, which also waits for those of workers, and commits in all workers."""
 
     def __init__(self, control: Control) -> None:
         super().__init__()
         self._control = control
-        control.end_trial()  # what an earlier keeper had staged is nobody's
+        control.end_trial()  # the staging of an earlier keeper has ended with it
 
     def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        """As others', for the leases of workers, too. Raises LeaseTimeout with the workers' numbers."""
+        """Wait for the leases of this process and of workers. Raises LeaseTimeout with the workers' process ids."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         super().wait_idle(session, timeout, check)
-        self._await_workers(deadline, check)
+        self._wait_for_workers(deadline, check)
 
-    def _await_workers(self, deadline: float, check: Callable[[], None]) -> None:
+    def _wait_for_workers(self, deadline: float, check: Callable[[], None]) -> None:
         self._control.end_trial()
         while holders := self._control.holders(self._idle_parity):
             if time.monotonic() >= deadline:
@@ -139,11 +139,11 @@ class KeeperGate(Gate[Session]):
         return 0 if generation is None else (generation + 1) % 2
 
     def adopt(self, version: Version[Session]) -> None:
-        """Serve here what workers serve already."""
+        """Serve in this process the version that workers serve already."""
         super().exchange(version)
 
     def exchange(self, version: Version[Session]) -> float:
-        """Serve a version, in all workers. Who begins a call after this gets it."""
+        """Serve a version in all workers. Calls that begin after this use it."""
         self._control.end_trial()
         describe(self._control, version.generation, version.identity)
         seconds = super().exchange(version)
@@ -152,18 +152,18 @@ class KeeperGate(Gate[Session]):
 
 
 def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
-    """Let workers call what the keeper has staged; the word of the trial, which they find it by.
+    """Let workers call staged weights; return the word of the trial, by which they find it.
 
-    It ends with `Control.end_trial`, with a commit, and before anything else is staged. terms: what workers are told.
-    Raises StageClosed where it was committed or discarded, and WeightFileError where its labels take too much room.
+    The trial ends with `Control.end_trial`, with a commit, and before the next staging. terms: bytes for the workers.
+    Raises StageClosed if the weights were committed or discarded, and WeightFileError if their labels are too long.
     """
-    with staged._closing:  # it is neither committed nor overwritten meanwhile
+    with staged._closing:  # excludes a commit, and a staging that would overwrite the weights
         return announce(control, staged._opened().contents.identity, terms)
 
 
 def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
-    """As `begin_trial`, of whatever lies whole in the idle arena."""
-    generation = control.word  # that of the next commit
+    """Begin a trial of the complete set of weights in the idle arena; return its word."""
+    generation = control.word  # the generation of the next commit
     control.end_trial()
     describe(control, generation, identity, terms)
     control.begin_trial(generation % 2)

@@ -1,4 +1,4 @@
-"""The shared memory of one model: two arenas and a control page, as files without names that outlive any process."""
+"""The shared memory of one model: two arenas and a control page, as memfds, which outlive any one process."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .control import Control, control_size
 
 PARTS = ("control", "0", "1")
 _ADVICE = FOR_TWO.partition(",")[0] + ": all workers of the machine hold two sets together."
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else whoever cuts it off would kill all who read it
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a process that truncates the file would kill all its readers
 
 
 class Segment(NamedTuple):
-    """Descriptors; whoever is given them, by inheritance or over a socket, shares the memory."""
+    """File descriptors of shared memory. A process that gets them, by inheritance or over a socket, shares it."""
 
     control: int
     arenas: tuple[int, int]
 
     @classmethod
     def create(cls, weights: tuple[NamedTensor, ...], workers: int, name: str = "weightswap") -> Segment:
-        """Room for two sets of weights, and for so many workers. It takes memory as it is written. Raises OutOfMemory.
+        """Create room for two sets of weights, and slots for the workers. Memory is allocated as it is written.
 
-        weights: a manifest's. name: what the system shows of the descriptors, with one of PARTS. `close` gives them
-        back.
+        weights: those of a manifest. name: the name of the descriptors in /proc, followed by one of PARTS. `close`
+        closes the descriptors. Raises OutOfMemory.
         """
         nbytes = max(ArenaLayout(weights).nbytes, 1)
-        described = sum(64 + len(weight.name) + 48 * block_count(weight.nbytes) for weight in weights)
+        description_size = sum(64 + len(weight.name) + 48 * block_count(weight.nbytes) for weight in weights)
         control, first, second = (f"{name}.{part}" for part in PARTS)
-        made = cls(memfd(control_size(workers, described), control), (memfd(nbytes, first), memfd(nbytes, second)))
-        Control(made.control, workers)
-        return made
+        page = memfd(control_size(workers, description_size), control)
+        Control(page, workers)
+        return cls(page, (memfd(nbytes, first), memfd(nbytes, second)))
 
     def read_only(self) -> Segment:
-        """The same memory, by descriptors of arenas that cannot be written. Those of the control page can."""
+        """Return the same memory with read-only descriptors of the arenas. The control page stays writable."""
         return Segment(os.dup(self.control), (_reopened(self.arenas[0]), _reopened(self.arenas[1])))
 
     @property
@@ -53,13 +53,13 @@ class Segment(NamedTuple):
         return (self.control, *self.arenas)
 
     def close(self) -> None:
-        """Give the descriptors back; the memory goes with the last process that maps it."""
+        """Close the descriptors; the memory is freed with the last process that maps it."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def memfd(nbytes: int, name: str) -> int:
-    """A descriptor of shared memory, of whole pages, which keeps its size. Raises OutOfMemory."""
+    """Create shared memory of whole pages, whose size is sealed; return its descriptor. Raises OutOfMemory."""
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -72,20 +72,20 @@ def memfd(nbytes: int, name: str) -> int:
 
 
 def allocate(descriptor: int) -> None:
-    """Take all memory of a memfd that it has not yet: else the system kills somebody, where there is not enough.
+    """Allocate all memory of a memfd now: a later lack of memory would make the system kill a process.
 
     Raises OutOfMemory.
     """
     status = os.fstat(descriptor)
-    wanted = status.st_size - status.st_blocks * 512
-    if wanted <= 0:
+    needed = status.st_size - status.st_blocks * 512
+    if needed <= 0:
         return
-    if (there := available()) is not None and wanted > there:
-        raise OutOfMemory(f"{wanted} bytes of shared memory for a set of weights, and {there} are free. {_ADVICE}")
+    if (free := available()) is not None and needed > free:
+        raise OutOfMemory(f"{needed} bytes of shared memory for a set of weights, and {free} are free. {_ADVICE}")
     try:
         os.posix_fallocate(descriptor, 0, status.st_size)
     except OSError as error:
-        raise OutOfMemory(f"{wanted} bytes of shared memory cannot be had ({error}). {_ADVICE}") from error
+        raise OutOfMemory(f"{needed} bytes of shared memory cannot be had ({error}). {_ADVICE}") from error
 
 
 def _reopened(descriptor: int) -> int:
@@ -93,9 +93,9 @@ def _reopened(descriptor: int) -> int:
 
 
 def map_read_only(descriptor: int) -> ctypes.Array[ctypes.c_char]:
-    """The memory behind a descriptor, which calls itself writable, as torch asks for that; a write ends the process."""
+    """Map a descriptor read-only, as a buffer that claims to be writable for torch; a write kills the process."""
     mapping = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     address = np.frombuffer(mapping, np.uint8).ctypes.data
     memory = (ctypes.c_char * len(mapping)).from_address(address)
-    memory.mapping = mapping  # type: ignore[attr-defined]  # which lives as long as anything views it
+    memory.mapping = mapping  # type: ignore[attr-defined]  # keeps the mapping alive as long as a view of it
     return memory

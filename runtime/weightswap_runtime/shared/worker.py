@@ -1,4 +1,4 @@
-"""A worker's side: a model that answers from shared arenas, and whose weights are the keeper's business."""
+"""The worker side: a model that answers from shared arenas, whose weights the keeper changes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .descriptions import Summary, read_description, read_history, read_trial
 from .keeper import OPTIONS
 from .segment import Segment, map_read_only
 
-_RECEIPT = 1.0  # seconds for which a commit's receipt is waited for: a keeper may be killed before it writes it
+_RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: a keeper may be killed before it writes it
 
 
 def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: int) -> WorkerModel:
-    """A model that serves what the keeper of a segment commits: a call that begins after a commit gets its weights.
+    """Return a model that serves what the keeper of a segment commits: calls that begin after a commit use its weights.
 
-    slot: this worker's, one for each living worker. Whoever has started it empties the slot when it is dead
-    (`Control.empty_slot`), or a commit would wait for its calls for ever.
+    slot: the slot of this worker, different for each living one. The process that started the worker must empty the
+    slot when the worker has died (`Control.empty_slot`), or a commit would wait for its calls for ever.
 
     Raises ArtifactError, Unsupported and MissingExtra.
     """
@@ -57,33 +57,33 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
 
 
 class MappedMemory(HostMemory):
-    """The arenas of a segment, in their order, to be read only."""
+    """The arenas of a segment, in their order, mapped read-only."""
 
     def __init__(self, segment: Segment) -> None:
-        self._left = list(segment.arenas)
+        self._descriptors = iter(segment.arenas)
 
     def arena(self, layout: ArenaLayout) -> HostArena:
-        return HostArena(layout, map_read_only(self._left.pop(0)))
+        return HostArena(layout, map_read_only(next(self._descriptors)))
 
 
 class WorkerGate(Gate[Session]):
-    """A gate whose current version is what the control page says, and whose leases the keeper waits for."""
+    """A gate whose current version is that of the control page, and whose leases the keeper waits for."""
 
     def __init__(self, control: Control, slot: int) -> None:
         super().__init__()
         self._control, self._slot = control, slot
         self._sessions: tuple[Session, ...] = ()
-        self._seen = -1
+        self._word = -1  # of the current version
 
     def attach(self, sessions: tuple[Session, ...]) -> None:
-        """Those of the arenas, in the order of their parity."""
+        """Set the sessions of the arenas, in the order of their parity."""
         self._sessions = sessions
 
     @property
     def current(self) -> Version[Session] | None:
-        if self._sessions and self._control.word != self._seen and not self._closed:
+        if self._sessions and self._control.word != self._word and not self._closed:
             with self._lock:
-                self._let_go(self._enter())
+                self._unhold_if_idle(self._enter())
         return self._current
 
     def acquire(self, lease: Claim) -> Version[Session]:
@@ -92,10 +92,10 @@ class WorkerGate(Gate[Session]):
             try:
                 return super().acquire(lease)
             finally:
-                self._let_go(parity)  # unless it has a lease now
+                self._unhold_if_idle(parity)
 
     def acquire_trial(self, trial: int, lease: Claim) -> Session:
-        """Lease what the word of a trial has named. Raises StageClosed once that is over."""
+        """Lease the staged set that the word of a trial names. Raises StageClosed once the trial is over."""
         parity = trial % 2
         with self._lock:
             between()
@@ -105,30 +105,29 @@ class WorkerGate(Gate[Session]):
                     raise StageClosed("what was on trial was committed or discarded; the served weights answer")
                 self.acquire_session(self._sessions[parity], lease)
             finally:
-                self._let_go(parity)  # unless it has a lease now
+                self._unhold_if_idle(parity)
         return self._sessions[parity]
 
     def _trial_over(self, trial: int) -> bool:
-        """As `_moved`, of the word of a trial."""
         return self._control.trial != trial
 
     def release(self, session: Session, lease: Claim) -> None:
         super().release(session, lease)
         with self._lock:
-            self._let_go(self._sessions.index(session))
+            self._unhold_if_idle(self._sessions.index(session))
 
     def sweep(self) -> None:
-        """Let go of what was left behind without a word."""
+        """Release the arenas whose leases were dropped without a release."""
         with self._lock:
             for parity in range(len(self._sessions)):
-                self._let_go(parity)
+                self._unhold_if_idle(parity)
 
-    def _let_go(self, parity: int) -> None:
+    def _unhold_if_idle(self, parity: int) -> None:
         if not self.leases(self._sessions[parity]):
             self._control.let_go(self._slot, parity)
 
     def _enter(self) -> int:
-        """Hold the arena that is served, and know what lies in it; its parity."""
+        """Hold the served arena, update the current version, and return the arena's parity."""
         while True:
             word = self._control.word
             parity = (word - 1) % 2
@@ -136,31 +135,31 @@ class WorkerGate(Gate[Session]):
             self._control.hold(self._slot, parity)
             if not self._moved(word):
                 break
-            self._let_go(parity)
-        if word and word != self._seen and not self._closed:
-            self._take(word - 1)
+            self._unhold_if_idle(parity)
+        if word and word != self._word and not self._closed:
+            self._set_current(word - 1)
         return parity
 
     def _moved(self, word: int) -> bool:
-        """Whether what was held may have been overwritten before anybody could know that it was held."""
+        """Return whether the word has changed, so that the arena may have been overwritten before it was held."""
         return self._control.word != word
 
-    def _take(self, generation: int) -> None:
-        found = read_description(self._control, generation, Summary)
-        if found is None:
+    def _set_current(self, generation: int) -> None:
+        summary = read_description(self._control, generation, Summary)
+        if summary is None:
             raise ModelFailed(f"generation {generation} is served, and the keeper has not said which weights it is")
-        self._current = Version(self._sessions[generation % 2], generation, found.identity)
-        self._seen = generation + 1
+        self._current = Version(self._sessions[generation % 2], generation, summary.identity)
+        self._word = generation + 1
 
 
 def between() -> None:
-    """Called between the reading of the word and the holding of its arena, which tests take apart."""
+    """Do nothing: a hook for tests, between reading the word and holding its arena."""
 
 
 class Trial(Caller):
-    """A staged set as a worker calls it. Raises StageClosed once the trial is over.
+    """A staged set that a worker can call. Calls raise StageClosed once the trial is over.
 
-    terms: what the keeper was told to say of it.
+    terms: the bytes that `begin_trial` was given.
     """
 
     _serves = False
@@ -181,23 +180,23 @@ class Trial(Caller):
 
 
 class WorkerModel(Model):
-    """A model whose weights others change. What would change them is Unsupported."""
+    """A model whose weights the keeper changes. Its own methods that would change them raise Unsupported."""
 
     takes_weights = False
 
     def begin(self, gate: WorkerGate, control: Control) -> None:
-        """Tell listeners of commits from now on. Those that it began with are not told."""
+        """Emit events of commits from now on, but not of those before."""
         self._shared_gate, self._control = gate, control
-        self._noticing = Noticing(gate, control, self._store, self.graph_id)
-        weakref.finalize(self, self._noticing.end).atexit = False
+        self._commit_events = CommitEvents(gate, control, self._store, self.graph_id)
+        weakref.finalize(self, self._commit_events.end).atexit = False
 
     def find_trial(self, word: int) -> Trial | None:
-        """What is on trial where the control page has this word, or None."""
-        found = read_trial(self._control, word)
-        return Trial(self._methods, self._shared_gate, word, found) if found is not None else None
+        """Return the trial that has this word in the control page, or None if it is over."""
+        summary = read_trial(self._control, word)
+        return Trial(self._methods, self._shared_gate, word, summary) if summary is not None else None
 
     def close(self) -> None:
-        self._noticing.stop()
+        self._commit_events.stop()
         super().close()
 
     def _refuse(self, what: str, *_: Any, **__: Any) -> NoReturn:
@@ -214,12 +213,12 @@ class WorkerModel(Model):
     add_variant = partialmethod(_refuse, "add_variant")
 
 
-class Noticing:
-    """A thread that tells of commits, and lets go of leases that nobody has given back."""
+class CommitEvents:
+    """A thread that emits events of the keeper's commits, and releases arenas whose leases were dropped."""
 
     def __init__(self, gate: WorkerGate, control: Control, store: Store, graph_id: str) -> None:
         self._gate, self._control, self._store, self._graph_id = gate, control, store, graph_id
-        self._told = gate.current.generation if gate.current else -1
+        self._last_generation = gate.current.generation if gate.current else -1
         self._stopped = threading.Event()
         self._thread = Background(self._run, "weightswap-noticing", self.end)
         self._thread.start()
@@ -236,27 +235,27 @@ class Noticing:
         while not self._stopped.wait(POLL_SECONDS):
             self._gate.sweep()
             current = self._gate.current
-            if current is not None and current.generation > self._told:
-                self._tell(current)
+            if current is not None and current.generation > self._last_generation:
+                self._emit(current)
 
-    def _tell(self, version: Version[Session]) -> None:
-        """Tell of a commit. Of several since the last look it is the last one."""
+    def _emit(self, version: Version[Session]) -> None:
+        """Emit the event of a commit; of several since the last look, only that of the last one."""
         receipt = self._receipt(version.generation)
-        self._told = version.generation
+        self._last_generation = version.generation
         kind: EventKind = "rolled back" if receipt is not None and receipt.kind == "rollback" else "committed"
         source, by, operation = (receipt.source, receipt.by, receipt.kind) if receipt is not None else ("", "", None)
-        tell = partial(Event, kind, source, by, self._graph_id, version.weights_id, receipt=receipt)
-        self._store.events.emit(tell(operation=operation, labels=version.labels))
+        event = partial(Event, kind, source, by, self._graph_id, version.weights_id, receipt=receipt)
+        self._store.events.emit(event(operation=operation, labels=version.labels))
 
     def _receipt(self, generation: int) -> SwapReceipt | None:
-        """Its receipt, and those before it are taken into the history."""
-        deadline = time.monotonic() + _RECEIPT
+        """Return the receipt of a generation, if the keeper writes it in time, and update the history."""
+        deadline = time.monotonic() + _RECEIPT_TIMEOUT
         while not self._stopped.is_set():
-            known = read_history(self._control)
-            found = next((each for each in known if each.generation == generation), None)
-            if found is not None or time.monotonic() >= deadline:
+            receipts = read_history(self._control)
+            receipt = next((each for each in receipts if each.generation == generation), None)
+            if receipt is not None or time.monotonic() >= deadline:
                 self._store.history.clear()
-                self._store.history.extend(known)
-                return found
+                self._store.history.extend(receipts)
+                return receipt
             time.sleep(POLL_SECONDS / 4)
         return None

@@ -96,7 +96,7 @@ def test_nothing_is_built_on_weights_that_an_interrupt_has_broken_while_another_
 
 
 def gate_holds(model: Model) -> bool:
-    return model._gate._held() is not None
+    return model._gate._holder() is not None
 
 
 def test_a_signal_handler_may_call_the_model(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -1,4 +1,4 @@
-"""A place in a bucket: written where the store replaces only what was read, read everywhere."""
+"""Places in buckets: writing needs a store with conditional writes, reading does not."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_bucket_that_is_away_for_a_while(
         assert eventually(lambda: follower.status.error == "")
 
 
-def test_a_web_server_is_read_alone(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.services import Service
 
     service = Service(tiny, tmp_path / "service")

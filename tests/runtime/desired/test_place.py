@@ -1,4 +1,4 @@
-"""What operators and trainers write, and what they may not."""
+"""Places: the writes of operators and trainers, and those that are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_writer_that_has_not_seen_the_last_revision_changes_nothing(service: S
 
 
 @pytest.mark.parametrize("by", [None, 5, ["ana"], object(), "\ud800"])
-def test_what_nobody_could_read_again_is_not_written(by: Any, service: Service) -> None:
+def test_an_unreadable_document_is_not_written(by: Any, service: Service) -> None:
     written = service.place.set(service.write(1), revision=0)
     for write in (
         lambda: service.place.set(service.write(2), revision=1, by=by),
@@ -92,8 +92,8 @@ def test_what_nobody_could_read_again_is_not_written(by: Any, service: Service) 
 
 
 @pytest.mark.parametrize("said", ["by", "why"])
-def test_what_is_said_of_weights_has_a_length(said: str, service: Service) -> None:
-    """So that no history of them is too long to be read, or told from one process to another."""
+def test_by_and_why_have_a_maximum_length(said: str, service: Service) -> None:
+    """Without a limit, a history could become too long to be read, or to be sent to another process."""
     place, much = service.place, {said: "é" * 4096}
     place.set(service.write(1), revision=0, **much)
     written = place.promote(service.write(2), **much)
@@ -172,7 +172,7 @@ def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
     assert service.revision == 2
 
 
-def test_what_no_new_process_could_start_from_is_not_desired(
+def test_weights_that_no_new_process_could_load_are_not_desired(
     service: Service, delta: WriteDelta, tmp_path: Path
 ) -> None:
     unpacked = tmp_path / "unpacked.safetensors"
@@ -189,7 +189,7 @@ def test_what_no_new_process_could_start_from_is_not_desired(
 def test_a_delta_is_desired_with_what_it_starts_from(
     service: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch, residency: Any
 ) -> None:
-    """So that a new process comes to the same, and a rollback finds all of it."""
+    """The bases let a new process load the same weights, and let a rollback check all files."""
     service.set(0)
     with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, and \w+ are desired"):
         service.place.set(delta(1, 2), revision=1)
@@ -213,7 +213,7 @@ def test_a_delta_is_desired_with_what_it_starts_from(
 
 
 def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service, delta: WriteDelta) -> None:
-    """As whoever has not heard that it was written does, and a promotion whose answer was lost."""
+    """This happens when the response of the first write was lost."""
     service.set(0)
     once = service.place.promote(delta(0, 1))
     assert service.place.promote(delta(0, 1)) == once
@@ -287,7 +287,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_desired_state_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
+def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
     content, says = BROKEN[name]
     path = service.write(1)
     (service.folder / "desired.json").write_bytes(content)
@@ -318,7 +318,7 @@ def test_a_place_that_is_away_is_not_made(service: Service, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("place", "says"), [(7, "got a int"), ("", "is empty"), ("s3://a::b://c", "chained"), ("models:/x", "MLflow")]
 )
-def test_what_is_no_place_is_refused(place: object, says: str) -> None:
+def test_an_invalid_place_is_refused(place: object, says: str) -> None:
     with pytest.raises(Unsupported, match=says):
         DesiredPlace(place)  # type: ignore[arg-type]
 
@@ -333,9 +333,7 @@ def test_a_place_without_permission_says_so(service: Service) -> None:
     assert not (service.folder / "desired.json").exists()
 
 
-def test_a_writer_that_was_stopped_is_not_waited_for_for_ever(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspended_writer_is_not_waited_for_forever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PATIENCE", 0.1)
     service.set(1)
     with (service.folder / ".desired.lock").open() as lock:

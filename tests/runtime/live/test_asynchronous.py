@@ -1,4 +1,4 @@
-"""Swaps from asyncio: the loop goes on, and a task that is cancelled leaves nothing behind."""
+"""Swaps from asyncio: the event loop is not blocked, and a cancelled task leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weightswap_runtime import (
 
 
 class Timed:
-    """An awaitable that notes how long each of its steps keeps the loop."""
+    """An awaitable that records for how long each of its steps blocks the event loop."""
 
     def __init__(self, work: Awaitable[Any], seconds: list[float]) -> None:
         self._steps = work.__await__()
@@ -173,7 +173,7 @@ def test_nothing_of_a_swap_is_kept(tiny: TinyArtifact, weight_file: WriteWeights
 
 
 class Big(NamedTuple):
-    """A model whose swap takes many times what a step of the loop may."""
+    """A model whose swap takes many times as long as a step of the event loop may."""
 
     model: Model
     files: list[Path]
@@ -191,8 +191,8 @@ def big(request: pytest.FixtureRequest, tmp_path: Path) -> Big:
     return Big(load(artifact.path, files[0], residency=request.param), files)
 
 
-def test_the_loop_waits_for_none_of_it(big: Big) -> None:
-    """Each step of the loop's thread, the shortest of several runs: others use the machine, too."""
+def test_the_event_loop_is_never_blocked(big: Big) -> None:
+    """The test takes each step's shortest time over several runs, as other processes use the machine, too."""
 
     async def work() -> list[list[float]]:
         runs = []

@@ -1,4 +1,4 @@
-"""Stagings in the background: progress, waiting, cancelling, the rate, who may stage when."""
+"""Background stagings: progress, waiting, cancelling, the rate limit, and the order of several stagings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_cancel_is_quick(model: Model, weight_file: WriteWeights) -> None:
 
 
 @pytest.mark.parametrize("leave", [lambda staged: staged.__exit__(), lambda staged: staged.discard()])
-def test_leaving_it_cancels(model: Model, weight_file: WriteWeights, leave: Callable[[Staged], None]) -> None:
+def test_leaving_the_block_cancels(model: Model, weight_file: WriteWeights, leave: Callable[[Staged], None]) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
     leave(staged)
     assert staged.done
@@ -88,7 +88,7 @@ def test_leaving_it_cancels(model: Model, weight_file: WriteWeights, leave: Call
     model.swap(weight_file(2))
 
 
-def test_dropping_it_cancels(model: Model, weight_file: WriteWeights) -> None:
+def test_dropping_the_last_reference_cancels(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
     del staged
     gc.collect()
@@ -99,7 +99,7 @@ def test_dropping_it_cancels(model: Model, weight_file: WriteWeights) -> None:
 def test_a_thread_that_has_not_quite_ended_keeps_nobody_from_staging(
     model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last reference is dropped while the system has not let its thread end."""
+    """The last reference to a staging is dropped while its thread is still ending."""
     threads: list[threading.Thread] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), start(self))[1])
@@ -109,7 +109,7 @@ def test_a_thread_that_has_not_quite_ended_keeps_nobody_from_staging(
     model.swap(weight_file(2))
 
 
-def test_errors_come_when_it_is_asked(model: Model, weight_file: WriteWeights) -> None:
+def test_a_background_error_is_raised_by_wait_and_commit(model: Model, weight_file: WriteWeights) -> None:
     missing = model.stage("nowhere.safetensors", background=True)
     for use in (missing.wait, missing.commit, lambda: missing(X)):
         with pytest.raises(WeightFileError, match="cannot be opened"):
@@ -122,7 +122,7 @@ def test_errors_come_when_it_is_asked(model: Model, weight_file: WriteWeights) -
     model.swap(weight_file(2))
 
 
-def test_what_cannot_be_meant_is_refused_at_once(model: Model, weight_file: WriteWeights) -> None:
+def test_invalid_arguments_are_refused_at_once(model: Model, weight_file: WriteWeights) -> None:
     for wrong in ({"rate_limit": 0}, {"rate_limit": -1.0}, {"busy": "never"}, {"keys": "other"}, {"expect": "12"}):
         with pytest.raises(Unsupported, match=next(iter(wrong))):
             model.stage(weight_file(1), background=True, **wrong)
@@ -141,7 +141,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any, model: Model, weight_fil
     assert serves(model, 1)
 
 
-def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:
+def test_a_second_staging_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:
     first = model.stage(weight_file(1))
     second = model.stage(weight_file(2), background=True, busy="wait")
     assert eventually(lambda: second.progress.phase == "waiting")
@@ -158,7 +158,7 @@ def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) ->
     assert serves(model, 2)
 
 
-def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
 
     def work() -> bool:
@@ -242,9 +242,7 @@ def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
     assert serves(model, 1)
 
 
-def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
-    tiny: TinyArtifact, weight_file: WriteWeights
-) -> None:
+def test_forked_children_do_not_wait_for_locks_of_other_threads(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0))
     staged = model.stage(weight_file(1))
 
@@ -255,7 +253,7 @@ def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
 
     with (
         model._gate._lock,
-        model._store.turns._claiming,
+        model._store.turns._claim_lock,
         model._store.closing,
         staged._closing,
         staged._task.job._lock,
@@ -265,7 +263,7 @@ def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
     assert serves(model, 1)
 
 
-def test_slips_are_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_misuse_is_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
     with pytest.raises(WeightFileError, match="is empty"):
         model.swap("")
@@ -318,7 +316,7 @@ def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model
 
 
 def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(tmp_path: Path) -> None:
-    """Before goldens are tried, a full set is copied; that is cancelled and limited as any copy is."""
+    """The copy of the full set for the goldens obeys the rate limit, and can be cancelled, as any other copy."""
     tiny = TinyArtifact(tmp_path / "tiny.artifact")
     files = [tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
     delta = write_delta(*files, tmp_path / "d.safetensors").path
@@ -349,7 +347,7 @@ def committing(staged: Staged, timeout: float | None) -> threading.Thread:
 
 
 @pytest.mark.parametrize("residency", ["single"])
-def test_a_discard_beside_a_commit_waits_for_no_pin(model: Model, weight_file: WriteWeights) -> None:
+def test_a_discard_during_a_commit_does_not_wait_for_pins(model: Model, weight_file: WriteWeights) -> None:
     events: list[Event] = []
     model.listen(events.append)
     staged = model.stage(weight_file(1))
@@ -366,7 +364,7 @@ def test_a_discard_beside_a_commit_waits_for_no_pin(model: Model, weight_file: W
 
 
 @pytest.mark.parametrize("residency", ["single"])
-def test_a_discard_beside_a_commit_that_fails_is_done(model: Model, weight_file: WriteWeights) -> None:
+def test_a_discard_during_a_commit_that_fails_is_done(model: Model, weight_file: WriteWeights) -> None:
     events: list[Event] = []
     model.listen(events.append)
     staged = model.stage(weight_file(1))

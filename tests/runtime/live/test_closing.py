@@ -1,4 +1,4 @@
-"""Models that are closed: what ends, what goes on, and what becomes of their memory."""
+"""Closed models: what ends, what goes on, and when their memory is freed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_closed_model_refuses_by_name(
     assert model.residency in repr(model)
 
 
-def test_the_end_of_its_block_closes_it(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_leaving_the_block_closes_the_model(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     with load(tiny.path, weight_file(0)) as model:
         assert serves(model, 0)
     with pytest.raises(ModelClosed):
@@ -120,7 +120,7 @@ def test_a_callback_may_close_its_model(model: Model, weight_file: WriteWeights,
 
 
 def memories(model: Model) -> list[weakref.ref[object]]:
-    """Of the arenas' memory: what dies when nothing views it any more."""
+    """Return weak references to the arenas' memory, which dies with the last view of it."""
     return [weakref.ref(session.arena.memory) for session in model._store._residency.sessions]  # type: ignore[attr-defined]
 
 
@@ -195,7 +195,7 @@ def test_models_that_share_go_on(model: Model, weight_file: WriteWeights) -> Non
         other(X)
 
 
-def test_one_that_was_dropped_does_not_keep_it(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_a_dropped_model_does_not_keep_the_memory(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0))
     other = load(tiny.path, share=model)
     found = memories(model)

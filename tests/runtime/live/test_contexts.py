@@ -1,4 +1,4 @@
-"""Contexts: each caller's own copy of the state and what a swap does to it."""
+"""Contexts: each caller has a copy of the state, and a swap treats it as its policy says."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_pinned_context_is_answered_by_its_weights_alone(model: Model, files: 
 
 
 def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
-    """Whichever thread of the child swaps; what another thread of the parent has pinned is not there."""
+    """Pins of the forking thread hold in the child, whichever thread swaps; those of other threads do not."""
     for residency in ("single", "double"):
         model, contexts = load(files.artifact, files.weights[0], residency=residency), []  # type: ignore[arg-type]
         thread = threading.Thread(

@@ -1,4 +1,4 @@
-"""Events and observers: every staging ends in exactly one way, and nothing that a hook does reaches the model."""
+"""Events and observers: every staging ends with exactly one event, and errors of listeners do not affect the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weightswap_runtime.memory.arena import HostArena
 
 
 class Told:
-    """Collects events."""
+    """A list of received events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Fitted models: an in-context learner's fit lies in a context, which is saved without weights and taken elsewhere."""
+"""Fitted models: a context holds the fit of an in-context learner, and can be saved without weights and moved."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(model: Model, found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_members_over_one_base_are_fitted_apart(engine: str, files: Files) -> None:
-    """A cache as long as its training set, of another length in each context, and fitted again."""
+    """Each context has a cache as long as its own training set, and can be fitted again."""
     model = files.served(engine)
     fits = [task(seed, rows) for seed, rows in enumerate((2, 9, CAPACITY))]
     contexts = [model.new_context() for _ in fits]
@@ -69,7 +69,7 @@ def test_members_over_one_base_are_fitted_apart(engine: str, files: Files) -> No
 
 
 def test_a_padded_cache_means_what_the_training_rows_alone_mean(files: Files) -> None:
-    """The rows that are looked at, written out with numpy's arithmetic and no capacity, give the same."""
+    """The attended rows alone, computed with numpy and without a padded cache, give the same result."""
     x, y = task(5, 6)
     eager = deepcopy(files.models[0])
     with torch.no_grad():

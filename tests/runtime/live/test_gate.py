@@ -1,4 +1,4 @@
-"""The gate: a property-based machine drives it against a plain model; threads test what a machine cannot."""
+"""The gate: a property-based state machine compares it with a simple model; other tests use threads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weightswap_runtime.threads.claims import Claim, ClaimReference
 
 
 class Place:
-    """Stands for a session."""
+    """A fake session."""
 
     def __init__(self) -> None:
         self.leases: dict[int, ClaimReference] = {}
 
 
 class GateMachine(RuleBasedStateMachine):
-    """One thread, two places: what is current, and how many leases are out on each."""
+    """A state machine with one thread and two places: which is current, and how many leases each has."""
 
     @initialize()
     def start(self) -> None:
@@ -63,7 +63,7 @@ class GateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        """A lease whose frame was interrupted."""
+        """Drop a lease without releasing it, as an interrupted frame does."""
         self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
 
     @rule()

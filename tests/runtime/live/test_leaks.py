@@ -1,4 +1,4 @@
-"""Swaps leave nothing behind: no memory, no thread, no descriptor, whatever way they go and however they end."""
+"""Swaps leak no memory, no thread and no descriptor, in every mode and with every outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RichFiles]:
 
 @pytest.fixture(autouse=True)
 def _unlogged() -> Iterator[None]:
-    """pytest keeps every record, with the error in it and the frames that the error came through."""
+    """Disable logging: pytest keeps every record, with its error and the frames of the traceback."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -62,7 +62,7 @@ def model_of(files: RichFiles, residency: str) -> Model:
 
 
 def settles(arenas: weakref.WeakSet[HostArena], most: int) -> bool:
-    """Whether no more arenas are alive, as soon as the threads that worked on them have turned to something else."""
+    """Return whether no more arenas are alive, once the worker threads have released their last job."""
     deadline = time.monotonic() + 30
     while len(arenas) > most and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -70,7 +70,7 @@ def settles(arenas: weakref.WeakSet[HostArena], most: int) -> bool:
 
 
 class Held(NamedTuple):
-    """What this process has: resident bytes, mappings, threads, descriptors, objects of Python."""
+    """Return the resources of this process: resident bytes, mappings, threads, descriptors, Python objects."""
 
     resident: int
     mappings: int
@@ -92,7 +92,7 @@ class Held(NamedTuple):
 
 
 def round_of_swaps(model: Model, files: RichFiles) -> int:
-    """Every way once, with refusals, discards and cancels between them; the number of commits."""
+    """Run every way once, with refusals, discards and cancels in between; return the number of commits."""
     before = model.generation or 0
     for way in WAYS.values():
         prepare(model, files, way)
@@ -130,7 +130,7 @@ def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles)
 def test_a_failure_frees_its_memory_at_once(
     fault: str, way: Way, residency: str, files: RichFiles, arenas: weakref.WeakSet[HostArena]
 ) -> None:
-    """A set of weights is too much to wait for the garbage collector."""
+    """A set of weights is too large to be left to the garbage collector."""
     model = model_of(files, residency)
     model.swap(files.checkpoints[1])
     model.swap(files.full[0])

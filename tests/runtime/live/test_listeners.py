@@ -1,4 +1,4 @@
-"""What listeners and the history are told, and what listeners may do."""
+"""Listeners and the history: the events that they receive, and what listeners may do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_history_is_bounded(tiny: TinyArtifact, weight_file: WriteWeights) -> No
     assert times == sorted(times)
 
 
-def test_listeners_may_give_up_what_they_are_told_of(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_listeners_may_cancel_or_discard_a_staging(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
     box: list[Staged] = []
     kinds: list[str] = []

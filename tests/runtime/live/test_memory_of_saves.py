@@ -1,4 +1,4 @@
-"""What saving and loading a context take, in memory: one tensor more, and what the file has."""
+"""The memory that saving and loading a context take: one more tensor, and the size of the file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ again = taken(lambda: model.load_context(sys.argv[3]))
 
 
 class Large(nn.Module):
-    """Adds what it is given to all of a large state."""
+    """A module that adds its input to every element of a large state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus' own parser reads back is what was done, under threads, forks and dropped models."""
+"""Metrics, read back by Prometheus' own parser, under threads, forks and dropped models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Scrape:
-    """A registry, and what a scrape of it holds."""
+    """A registry, with the parsed samples of a scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class Scrape:
         return self.samples().get((f"weightswap_{name}", frozenset({"model": model, **labels}.items())))
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The samples of one name, by the values of these labels."""
+        """Return the samples of one name, by the values of these labels."""
         return {
             tuple(dict(pairs)[label] for label in labels): value
             for (found, pairs), value in self.samples().items()
@@ -256,7 +256,7 @@ def test_a_distribution_counts_as_its_definition(bounds: tuple[float, ...]) -> N
 
 
 class Traffic:
-    """Threads that call and swap, and count for themselves what they did."""
+    """Threads call and swap, and count independently what they did."""
 
     def __init__(self, model: Model, files: list[Path]) -> None:
         self.model = model

@@ -224,7 +224,7 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
         ({"keep_previous": "disk"}, Unsupported),
     ],
 )
-def test_what_this_version_cannot_do_is_said(
+def test_unsupported_requests_are_refused_by_name(
     options: dict[str, str], error: type[Exception], tiny: TinyArtifact
 ) -> None:
     with pytest.raises(error, match=next(iter(options.values()))):

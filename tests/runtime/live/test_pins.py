@@ -1,4 +1,4 @@
-"""Pins that stagings and commits wait for, or do not."""
+"""Pins, and the stagings and commits that wait for them or do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved contexts: they go on where they were, on any engine, over their own weights alone."""
+"""Saved contexts: they continue where they were, on any engine, but only with their own weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_context_of_other_weights_or_of_another_graph_is_refused_by_name(
 
 
 class Larger(nn.Module):
-    """A state of another name and size, over another graph."""
+    """A module with a state of another name and size, which gives another graph."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ from weightswap_runtime.live.verifying import Verified, verify_candidate
 
 
 class Encoder(nn.Module):
-    """Called with tokens, or with embeddings that were looked up before: two artifacts of one model."""
+    """A model that takes tokens, or embeddings that were looked up before: it gives two artifacts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_a_pin_of_one_holds_both(shelf: tuple[Artifact, Artifact, list[Path]]) -
 def test_an_ensemble_never_answers_from_two_generations(
     shelf: tuple[Artifact, Artifact, list[Path]], residency: str
 ) -> None:
-    """Within one pin of either, both methods see one version; calls of each see one of the sets."""
+    """Within a pin of either model, both methods see one version; each unpinned call sees one of the sets."""
     first, second, files = shelf
     one = load(first, files[0], residency=residency)
     other = load(second, share=one)

@@ -1,4 +1,4 @@
-"""Streams of modules that remember: each context equals the eager module, run step by step."""
+"""Streams of calls to stateful modules: each context equals the eager module, run step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime.engines.choosing import EngineName
 
 
 class Normalised(nn.Module):
-    """Batch statistics, while running ones are remembered."""
+    """A normalisation by batch statistics that also updates its running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A keeper's model and workers' models: what is served, what is kept when a keeper is replaced, what is refused."""
+"""Models of a keeper and its workers: what is served, what a replaced keeper inherits, and what is refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_refused_swap_changes_nobody(
     assert all(serves(worker, 1) for worker in workers)
 
 
-def test_what_was_pinned_stays(shared: Shared, weight_file: WriteWeights) -> None:
+def test_pinned_weights_stay(shared: Shared, weight_file: WriteWeights) -> None:
     keeper, (worker, other), _ = shared
     keeper.swap(weight_file(1))
     with worker.pin() as session:

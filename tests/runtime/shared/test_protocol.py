@@ -1,4 +1,4 @@
-"""The protocol of shared memory, step by step: what goes wrong without each of its steps, and does not with them."""
+"""The protocol of shared memory: each of its steps prevents a failure, which occurs if that step is left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _HalfBlind(BareWorker):
 
 
 def _between(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
-    """Do something once, when a worker has read the word and holds nothing yet."""
+    """Do something once, after a worker has read the word and before it holds an arena."""
     left = [work]
     monkeypatch.setattr(worker_module, "between", lambda: left.pop()() if left else None)
 
@@ -60,7 +60,7 @@ def test_commits_between_the_word_and_the_hold(
 @pytest.mark.parametrize("waits", [True, False], ids=["protocol", "no wait for the idle arena"])
 def test_a_call_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
-        monkeypatch.setattr(KeeperGate, "_await_workers", lambda *_: None)
+        monkeypatch.setattr(KeeperGate, "_wait_for_workers", lambda *_: None)
     with segment() as shared:
         keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
         keeper.swap()
@@ -128,7 +128,7 @@ def test_another_keeper_goes_on_where_one_has_ended() -> None:
 
 
 def _is_mixed(worker: BareWorker, found: tuple[int, Summary] | None = None) -> bool:
-    """Whether a call of what is on trial gets something else; it may get nothing."""
+    """Return whether a call of the trial gets other weights than those on trial; a refused call gets none."""
     try:
         with worker.trial(found) as version:
             return not is_whole(version)
@@ -184,7 +184,7 @@ def test_a_trial_ends_before_it_is_overwritten(ends: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("waits", [True, False], ids=["protocol", "no wait for the idle arena"])
 def test_a_call_of_a_trial_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
-        monkeypatch.setattr(KeeperGate, "_await_workers", lambda *_: None)
+        monkeypatch.setattr(KeeperGate, "_wait_for_workers", lambda *_: None)
     with segment() as shared:
         keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
         keeper.swap()

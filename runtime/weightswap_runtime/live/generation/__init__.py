@@ -1,1 +1,1 @@
-"""Generating tokens with the methods `prefill` and `decode`, whatever executes them."""
+"""Generation of tokens with the methods `prefill` and `decode`, on any engine."""

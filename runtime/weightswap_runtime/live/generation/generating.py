@@ -1,4 +1,4 @@
-"""The loop: a prompt is read in one call, and each further call gives one token of each row."""
+"""The generation loop: one call reads the prompts, and each further call yields one token of each row."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Call(Protocol):
 
 
 class GenerationRequest(NamedTuple):
-    """What is to be generated. most: new tokens of each row, at most; None: until the cache is full.
+    """A request to generate. most: the maximum number of new tokens of each row; None: until the cache is full.
 
-    stopped: whether a row with these new tokens has ended, also where none of the artifact's own ends has come.
-    seed: of the sampling.
+    stopped: returns whether a row ends after these new tokens, in addition to the artifact's own end tokens.
+    seed: the seed of the sampling.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -39,37 +39,37 @@ class GenerationRequest(NamedTuple):
     seed: int | None = None
 
 
-def check(wanted: GenerationRequest, generation: TextGeneration) -> None:
-    """Raise InputMismatch for prompts that do not fit into the cache, Unsupported for numbers that cannot be meant."""
-    wanted.sampling.check()
-    for name, value, least in (("max_new_tokens", wanted.most, 1), ("seed", wanted.seed, 0)):
+def check(request: GenerationRequest, generation: TextGeneration) -> None:
+    """Raise InputMismatch for prompts that do not fit into the cache, and Unsupported for invalid numbers."""
+    request.sampling.check()
+    for name, value, least in (("max_new_tokens", request.most, 1), ("seed", request.seed, 0)):
         if value is not None and (type(value) is not int or value < least):
             raise Unsupported(f"{name}={value!r}: expected an integer from {least}, or None")
-    if problems := list(_problems(wanted, generation)):
+    if problems := list(_problems(request, generation)):
         raise InputMismatch("generate", problems)
 
 
-def _problems(wanted: GenerationRequest, generation: TextGeneration) -> Iterator[str]:
-    lengths = [len(prompt) for prompt in wanted.prompts]
+def _problems(request: GenerationRequest, generation: TextGeneration) -> Iterator[str]:
+    lengths = [len(prompt) for prompt in request.prompts]
     if not 1 <= len(lengths) <= generation.batch:
         yield f"expected 1 to {generation.batch} prompts, got {len(lengths)}"
     if min(lengths, default=1) < 1:
         yield "a prompt has no tokens"
-    if (largest := max((token for prompt in wanted.prompts for token in prompt), default=0)) >= generation.vocabulary:
+    if (largest := max((token for prompt in request.prompts for token in prompt), default=0)) >= generation.vocabulary:
         yield f"a prompt has the token {largest}, and the vocabulary {generation.vocabulary}"
     if max(lengths, default=0) > generation.length:
         yield f"a prompt has {max(lengths)} tokens, and the cache holds {generation.length}"
-    elif wanted.most is not None and max(lengths, default=0) + wanted.most - 1 > generation.length:
+    elif request.most is not None and max(lengths, default=0) + request.most - 1 > generation.length:
         yield (
-            f"a prompt of {max(lengths)} tokens and {wanted.most} new ones do not fit into a cache of "
+            f"a prompt of {max(lengths)} tokens and {request.most} new ones do not fit into a cache of "
             f"{generation.length}"
         )
 
 
 def check_position(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
-    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
+    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside the cache.
 
-    A position on a device is not looked at: the call would wait for it.
+    A position on a device is not checked, as reading it would make the call wait for the device.
     """
     ids, *_, position = flat
     if not getattr(position, "is_cpu", True):
@@ -81,67 +81,67 @@ def check_position(method: str, flat: Sequence[Any], generation: TextGeneration)
 
 
 def generate(
-    call: Call, wanted: GenerationRequest, generation: TextGeneration, cache_of: Callable[[], object] = lambda: None
+    call: Call, request: GenerationRequest, generation: TextGeneration, cache_id: Callable[[], object] = lambda: None
 ) -> Iterator[list[int | None]]:
-    """The next token of each prompt, None for those that have ended, until all have.
+    """Yield the next token of each prompt, or None if it has ended, until all have.
 
-    cache_of: what the cache was made with. Where a call has changed that, the cache was emptied before it, so that all
-    that was read is read again.
+    cache_id: returns what the cache was made with. If a call changes that, the cache was reset before the call, and the
+    prompts and the tokens so far are read again.
     """
-    state = _Rows(wanted, generation)
-    logits = call("prefill", *state.prompt())
-    made_with = cache_of()
-    yield (chosen := state.choose(logits))
-    for _ in range(state.room):
-        if state.ended:
+    rows = _Rows(request, generation)
+    logits = call("prefill", *rows.prompt())
+    made_with = cache_id()
+    yield (chosen := rows.choose(logits))
+    for _ in range(rows.room):
+        if rows.ended:
             return
-        logits = call("decode", *state.step(chosen))
-        if cache_of() != made_with:
-            logits = call("prefill", *state.read())
-            made_with = cache_of()
-        yield (chosen := state.choose(logits))
+        logits = call("decode", *rows.step(chosen))
+        if cache_id() != made_with:
+            logits = call("prefill", *rows.read())
+            made_with = cache_id()
+        yield (chosen := rows.choose(logits))
 
 
 class _Rows:
-    """All rows: shorter prompts are padded on the left, so that all go on side by side."""
+    """All rows of a generation. Shorter prompts are padded on the left, so that all rows have the same length."""
 
-    def __init__(self, wanted: GenerationRequest, generation: TextGeneration) -> None:
-        self._wanted, self._generation = wanted, generation
-        self._count = len(wanted.prompts)
-        self._width = max(map(len, wanted.prompts))
-        self._seen = [list(prompt) for prompt in wanted.prompts]
-        self._new: list[list[int]] = [[] for _ in wanted.prompts]
+    def __init__(self, request: GenerationRequest, generation: TextGeneration) -> None:
+        self._request, self._generation = request, generation
+        self._count = len(request.prompts)
+        self._width = max(map(len, request.prompts))
+        self._seen = [list(prompt) for prompt in request.prompts]
+        self._new: list[list[int]] = [[] for _ in request.prompts]
         self._done = [False] * self._count
-        self._random = np.random.default_rng(wanted.seed)
+        self._random = np.random.default_rng(request.seed)
         self._mask = np.zeros((generation.batch, generation.length), np.int64)
         self._ids = np.full_like(self._mask, generation.pad)
-        self._last = np.full_like(self._mask[:, :1], generation.pad)  # read last, as are the positions
+        self._last = np.full_like(self._mask[:, :1], generation.pad)  # the tokens of the last step, and their positions
         self._positions = np.zeros_like(self._last)
         self._position = np.zeros((), np.int64)
-        room = generation.length - self._width  # the last token need not be read
-        self.room = room if wanted.most is None else min(room, wanted.most - 1)
+        room = generation.length - self._width  # the last token is never read
+        self.room = room if request.most is None else min(room, request.most - 1)
 
     @property
     def ended(self) -> bool:
         return all(self._done)
 
     def prompt(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
-        """The inputs of the first call. Rows that nobody asked for have one token of padding."""
+        """Return the inputs of the first call. Unused rows of the batch have one padding token."""
         self._mask[self._count :, self._width - 1] = 1
-        for row, prompt in enumerate(self._wanted.prompts):
+        for row, prompt in enumerate(self._request.prompts):
             self._ids[row, self._width - len(prompt) : self._width] = prompt
             self._mask[row, self._width - len(prompt) : self._width] = 1
         self._next = self._width
         return self.read()
 
     def read(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
-        """The inputs of a call that reads all so far into an empty cache."""
+        """Return the inputs of a call that reads all tokens so far into an empty cache."""
         positions = np.maximum(self._mask[:, : self._next].cumsum(1) - 1, 0)
         self._positions[:] = positions[:, -1:]
         return self._ids[:, : self._next], self._mask, positions, np.asarray(0, np.int64)
 
     def step(self, chosen: list[int | None]) -> tuple[Tokens, Tokens, Tokens, Tokens]:
-        """The inputs of the call after tokens were chosen."""
+        """Return the inputs of the call that follows after tokens were chosen."""
         pad = self._generation.pad
         self._last[: self._count, 0] = [pad if token is None else token for token in chosen]
         self._ids[:, self._next] = self._last[:, 0]
@@ -155,21 +155,21 @@ class _Rows:
         return [None if done else self._choose(row, logits[row]) for row, done in enumerate(self._done)]
 
     def _choose(self, row: int, logits: Scores) -> int:
-        token = choose(logits, self._seen[row], self._wanted.sampling, self._random)
+        token = choose(logits, self._seen[row], self._request.sampling, self._random)
         self._seen[row].append(token)
         self._new[row].append(token)
-        self._done[row] = token in self._generation.ends or self._wanted.stopped(self._new[row])
+        self._done[row] = token in self._generation.ends or self._request.stopped(self._new[row])
         return token
 
 
 def rows_of(prompt: Any) -> tuple[list[list[int]], bool]:
-    """Prompts as lists of tokens, from a list, an array or a tensor of one or of several; and whether it was one.
+    """Return prompts (lists, arrays or tensors of one row or several) as lists of tokens, and whether it was one row.
 
     Raises InputMismatch.
     """
-    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    single = isinstance(given, Sequence) and all(type(item) is int for item in given)
-    rows = [given] if single else given
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    single = isinstance(tokens, Sequence) and all(type(item) is int for item in tokens)
+    rows = [tokens] if single else tokens
     if not isinstance(rows, Sequence) or not all(
         isinstance(row, Sequence) and all(type(item) is int and item >= 0 for item in row) for row in rows
     ):

@@ -1,4 +1,4 @@
-"""From logits to the next token: a penalty on repetition, temperature, top-k, top-p, in the order of transformers."""
+"""Sampling of the next token: repetition penalty, temperature, top-k and top-p, in the order of transformers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Scores = NDArray[np.floating[Any]]
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen. temperature 0: the most likely one, whatever `top_k` and `top_p` are.
+    """The options of sampling. temperature 0 takes the most likely token, whatever `top_k` and `top_p` are.
 
-    top_k: among so many of the most likely; top_p: among the fewest of the most likely whose probabilities add up to
-    it. repetition_penalty: what the logits of tokens that have occurred are divided by, negative ones multiplied by.
+    top_k: sample among this many of the most likely tokens. top_p: sample among the fewest most likely tokens whose
+    probabilities add up to it. repetition_penalty: divides positive logits of past tokens, multiplies negative ones.
     """
 
     temperature: float = 0.0
@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
     repetition_penalty: float = 1.0
 
     def check(self) -> None:
-        """Raise Unsupported for numbers that cannot be meant."""
+        """Raise Unsupported for invalid numbers."""
         if not (is_number(self.temperature) and self.temperature >= 0):
             raise Unsupported(f"temperature={self.temperature!r}: expected 0 or more")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
@@ -39,15 +39,15 @@ class Sampling(NamedTuple):
             raise Unsupported(f"repetition_penalty={self.repetition_penalty!r}: expected a positive number")
 
 
-def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
-    """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    scores = _penalised(logits, seen, how.repetition_penalty)
+def choose(logits: Scores, seen: Sequence[int], sampling: Sampling, random: np.random.Generator) -> int:
+    """Choose the next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
+    scores = _penalised(logits, seen, sampling.repetition_penalty)
     best = scores.argmax()  # NaN wins; -inf forbids a token, but not all of them
     if not math.isfinite(scores[best]):
         raise CallError(f"generate: the logits of the next token have no greatest number, but {scores[best]}")
-    if not how.temperature:
+    if not sampling.temperature:
         return int(best)
-    return int(random.choice(len(scores), p=probabilities(scores, how)))
+    return int(random.choice(len(scores), p=probabilities(scores, sampling)))
 
 
 def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
@@ -60,19 +60,19 @@ def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
     return scores
 
 
-def probabilities(scores: Scores, how: Sampling) -> NDArray[np.float64]:
-    """Of each token, [vocabulary]; temperature is not 0."""
+def probabilities(scores: Scores, sampling: Sampling) -> NDArray[np.float64]:
+    """Return the probability of each token, [vocabulary]; temperature must not be 0."""
     scaled = scores.astype(np.float64)
-    scaled = (scaled - scaled.max()) / how.temperature
-    if how.top_k is not None and how.top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -how.top_k)[-how.top_k]] = -np.inf
-    if how.top_p is not None and how.top_p < 1:
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
+    if sampling.top_p is not None and sampling.top_p < 1:
         order = np.argsort(scaled, kind="stable")  # the least likely first
-        scaled[order[:-1][_softmax(scaled[order]).cumsum()[:-1] <= 1 - how.top_p]] = -np.inf
+        scaled[order[:-1][_softmax(scaled[order]).cumsum()[:-1] <= 1 - sampling.top_p]] = -np.inf
     return _softmax(scaled)
 
 
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    found = np.exp(scores - scores.max())
-    total: NDArray[np.float64] = found / found.sum()
-    return total
+    exponentials = np.exp(scores - scores.max())
+    result: NDArray[np.float64] = exponentials / exponentials.sum()
+    return result

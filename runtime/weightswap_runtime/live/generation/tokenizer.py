@@ -1,4 +1,4 @@
-"""Text in and out: a tokenizer of the library tokenizers, as `tokenizer.json` describes it."""
+"""Tokenizers of the library `tokenizers`, loaded from `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOKENIZER = "tokenizer.json"
 
 
 class Tokenizer:
-    """Text to tokens and back."""
+    """A conversion of text to tokens and back."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """path: a tokenizer.json, or the folder that has it. Raises MissingExtra, and Unsupported for another file."""
+        """path: a tokenizer.json, or the folder that has one. Raises MissingExtra, and Unsupported for other files."""
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError as error:
@@ -25,40 +25,40 @@ class Tokenizer:
         self._file = Path(path, TOKENIZER) if Path(path).is_dir() else Path(path)
         with self._errors(f"is no {TOKENIZER} that can be read"):
             self._loaded: Any = Loaded.from_file(str(self._file))
-            self._loaded.no_padding()  # as transformers does: a training may have left them there
+            self._loaded.no_padding()  # as transformers does: training may have left these settings in the file
             self._loaded.no_truncation()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the model expects around it. Raises Unsupported."""
+        """Return the tokens of a text, with the special tokens that the model expects around it. Raises Unsupported."""
         with self._errors(f"gives no tokens for {text!a:.80}"):
-            found: list[int] = self._loaded.encode(text).ids
-        return found
+            tokens: list[int] = self._loaded.encode(text).ids
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones. Raises Unsupported."""
+        """Return the text of tokens, without special ones. Raises Unsupported."""
         with self._errors("gives no text"):
-            found: str = self._loaded.decode(list(tokens))
-        return found
+            text: str = self._loaded.decode(list(tokens))
+        return text
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """A block whose errors are Unsupported; panics of the library are no Exceptions."""
+        """Convert errors within the block to Unsupported."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # panics of the library are not Exceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise Unsupported(f"{self._file}: {what} ({error})") from error
 
     def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
-        """The text as it grows; a letter that takes several tokens comes with the last of them."""
+        """Yield the text as it grows; a character that takes several tokens comes with the last of them."""
         seen: list[int] = []
-        said = ""
+        yielded = ""
         for token in tokens:
             seen.append(token)
             text = self.decode(seen)
             if not text.endswith("\ufffd"):
-                yield text[len(said) :]
-                said = text
-        if (text := self.decode(seen)) != said:
-            yield text[len(said) :]
+                yield text[len(yielded) :]
+                yielded = text
+        if (text := self.decode(seen)) != yielded:
+            yield text[len(yielded) :]

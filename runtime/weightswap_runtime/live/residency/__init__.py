@@ -1,1 +1,1 @@
-"""The two ways to hold weights, and what a staging leads to in each."""
+"""The two residencies: one arena or two, with the staged sets and commits of each."""

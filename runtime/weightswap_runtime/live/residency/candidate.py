@@ -1,4 +1,4 @@
-"""Full sets of weights that serve nobody yet, and what became of one."""
+"""Candidates: staged sets of weights that are not served yet, and the results of their commits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weightswap_runtime.threads.worker_threads import WorkerThreads
 NewSession = Callable[[Arena], Session]
 
 
-class Means(NamedTuple):
-    """What a residency works with. `keep`: whether the host keeps the weights before those of the last commit."""
+class Resources(NamedTuple):
+    """The resources of a residency. `keep`: whether host memory keeps the weights before the last commit."""
 
     new_session: NewSession
     memory: Memory
@@ -30,7 +30,7 @@ class Means(NamedTuple):
 
 
 class StagingTarget(NamedTuple):
-    """A session that serves nobody, for a full set of weights; and where its memory is."""
+    """A session that is not served, to stage a full set of weights into, and the kind of its memory."""
 
     session: Session
     staged_in: StagedIn
@@ -44,36 +44,36 @@ class StagedSet:
     session: Session
 
     def trial_session(self, job: Job) -> Session:
-        """A session to try the weights in."""
+        """Return a session to try the weights in."""
         return self.session
 
 
 @dataclass(eq=False)
 class StagedPatch:
-    """A full set of weights, as a patch of those that are served. `build` makes a session that has all of it."""
+    """A full set of weights, as a patch of the served ones. `build` makes a session that holds the full set."""
 
     contents: Contents
     patch: Patch
     build: Callable[[Job], Session]
-    _opened: Session | None = None
+    _trial_session: Session | None = None
 
     def trial_session(self, job: Job) -> Session:
-        """A session to try the weights in. It is made on first use, and takes a full set's memory.
+        """Return a session to try the weights in. It is made on first use, and takes the memory of a full set.
 
         Raises OutOfMemory, StageCancelled and WeightsMismatch.
         """
-        if self._opened is None:
-            opened = self.build(job)
-            opened.run_prologues(self.contents.source)
-            self._opened = opened
-        return self._opened
+        if self._trial_session is None:
+            session = self.build(job)
+            session.run_prologues(self.contents.source)
+            self._trial_session = session
+        return self._trial_session
 
 
 Candidate = StagedSet | StagedPatch
 
 
 class Committed(NamedTuple):
-    """The version that is now served, how long new calls could wait for it (seconds), and the bytes copied."""
+    """The version that is now served, the seconds that new calls could wait for it, and the bytes copied."""
 
     version: Version[Session]
     seconds_paused: float
@@ -81,5 +81,5 @@ class Committed(NamedTuple):
 
 
 def next_generation(gate: Gate[Session]) -> int:
-    """That of the next commit."""
+    """Return the generation of the next commit."""
     return gate.current.generation + 1 if gate.current else 0

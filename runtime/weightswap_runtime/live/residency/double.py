@@ -16,7 +16,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
-from .candidate import Candidate, Committed, Means, StagedSet, StagingTarget, next_generation
+from .candidate import Candidate, Committed, Resources, StagedSet, StagingTarget, next_generation
 
 
 class Double:
@@ -27,29 +27,29 @@ class Double:
 
     name = "double"
 
-    def __init__(self, means: Means) -> None:
-        new_session, memory, layout, self._gate, self._workers, keep = means
+    def __init__(self, resources: Resources) -> None:
+        new_session, memory, layout, self._gate, self._workers, keep = resources
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
-        self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session, and was served
+        self._resident: dict[Session, Version[Session]] = {}  # the complete version in each session that was served
         with advising(FOR_PREVIOUS):
             self._saved = HostArena(layout) if keep else None
-        self._displaced: Version[Session] | None = None  # what lies in `_saved`
+        self._displaced: Version[Session] | None = None  # the version in `_saved`
 
     def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version[Session]:
-        """What another process has left in the arenas, in turns; `previous`: which weights a rollback leads to."""
-        for number, known in ((generation, identity), (generation - 1, previous)):
-            if known is not None:
+        """Take over weights that another process left in the arenas. `previous`: those that a rollback would serve."""
+        for number, weights in ((generation, identity), (generation - 1, previous)):
+            if weights is not None:
                 session = self.sessions[number % 2]
-                session.content = known.digests
-                self._resident[session] = Version(session, number, known)
+                session.content = weights.digests
+                self._resident[session] = Version(session, number, weights)
         return self._resident[self.sessions[generation % 2]]
 
     @contextmanager
     def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
         idle = self._idle()
         self._gate.wait_idle(idle, timeout, job.check)
-        self._overwriting(idle, job)
+        self._before_overwriting(idle, job)
         with idle.arena.writing():
             yield StagingTarget(idle, IN_PLACE)
 
@@ -59,15 +59,14 @@ class Double:
         live = current.session.arena
         before = self._idle().content
         with self.target(timeout, job) as (idle, _):
-            everything = [live.layout.whole]
-            ranges = everything if before is None else differing(live, before, current.identity.digests)
+            ranges = [live.layout.whole] if before is None else differing(live, before, current.identity.digests)
             copy_ranges(idle.arena, live, ranges, self._workers, job)
             change.patch.lay_over(idle.arena, self._workers, job)
         idle.content = change.contents.identity.digests
         return StagedSet(change.contents, idle)
 
-    def _overwriting(self, session: Session, job: Job) -> None:
-        """Called just before the first byte of a staging is written to `session`."""
+    def _before_overwriting(self, session: Session, job: Job) -> None:
+        """Save what a staging is about to overwrite in `session`, and forget that it is there."""
         previous = self._resident.get(session)
         if self._saved and previous:
             self._displaced = None
@@ -108,7 +107,7 @@ class Double:
         return self.sessions[1] if current and current.session is self.sessions[0] else self.sessions[0]
 
     def _restore(self, idle: Session, timeout: float | None) -> None:
-        """Put back what a staging without a commit has overwritten."""
+        """Restore the weights that a staging without a commit has overwritten."""
         assert self._saved is not None
         assert self._displaced is not None
         self._gate.wait_idle(idle, timeout)

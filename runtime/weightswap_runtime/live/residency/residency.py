@@ -12,7 +12,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
-from .candidate import Candidate, Committed, Means, StagingTarget
+from .candidate import Candidate, Committed, Resources, StagingTarget
 from .double import Double
 from .single import Single
 
@@ -21,7 +21,7 @@ RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
 
 
 class Residency(Protocol):
-    """Where a set of weights is staged, and how it becomes the one that is served."""
+    """A strategy for where weights are staged, and how they become the served ones."""
 
     name: str
 
@@ -31,29 +31,29 @@ class Residency(Protocol):
         ...
 
     def target(self, timeout: float | None, job: Job) -> AbstractContextManager[StagingTarget]:
-        """A block that may write a full set into a session that serves nobody. Raises LeaseTimeout and OutOfMemory."""
+        """Return a block that may write a full set into an unserved session. Raises LeaseTimeout and OutOfMemory."""
         ...
 
     def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> Candidate:
-        """A full set that is the live one with a patch applied. Raises LeaseTimeout, OutOfMemory, StageCancelled."""
+        """Stage the live set with a patch applied. Raises LeaseTimeout, OutOfMemory and StageCancelled."""
         ...
 
     def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
-        """`check` is called while calls and pins are waited for; what it raises ends the commit."""
+        """Serve a candidate. `check` is called during the wait for calls and pins; it may raise to end the commit."""
         ...
 
     @property
     def previous(self) -> Version[Session] | None:
-        """What a rollback leads to."""
+        """The version that a rollback would serve."""
         ...
 
     def rollback(self, timeout: float | None) -> Committed:
-        """Raises NothingToRollBack."""
+        """Serve the previous version. Raises NothingToRollBack."""
         ...
 
 
 class Ended:
-    """What is left of a residency whose models were all closed: no memory."""
+    """The residency after all models were closed; it has no memory."""
 
     sessions: tuple[Session, ...] = ()
     previous = None
@@ -67,10 +67,10 @@ class Ended:
     target = stage_patch = commit = rollback = _refuse
 
 
-def open_residency(name: str, means: Means) -> Residency:
-    """`double` or `single`. Raises Unsupported for anything else."""
+def open_residency(name: str, resources: Resources) -> Residency:
+    """Return the residency "double" or "single". Raises Unsupported for any other name."""
     if name == "double":
-        return Double(means)
+        return Double(resources)
     if name == "single":
-        return Single(means)
+        return Single(resources)
     raise Unsupported(f'residency={name!r}: expected "double" or "single"')

@@ -26,42 +26,42 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
-from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, next_generation
+from .candidate import Candidate, Committed, Resources, StagedPatch, StagingTarget, next_generation
 
 
 class _Kept(NamedTuple):
-    """The weights before the last commit: whole, or as the patch that leads back to them."""
+    """The weights before the last commit, as a full set or as the patch that restores them."""
 
     content: Arena | Patch
     version: Version[Session]
 
 
 class _Commit(NamedTuple):
-    """What a commit copies over the live weights, and what becomes of them.
+    """The source that a commit copies over the live weights, and the version that this makes.
 
-    `tried`: the session of `source`, which has computed what depends on the weights alone.
+    `staged_session`: the session of `source`, if it has computed what depends on the weights alone.
     """
 
     source: Arena | Patch
     version: Version[Session]
-    tried: Session | None = None
+    staged_session: Session | None = None
 
 
 class _Undo(NamedTuple):
-    """What takes a commit back, and needs no memory: the weights, what was computed from them, and their version."""
+    """The means to undo a commit without allocating: the old weights, a function for their prologues, their version."""
 
     content: Arena | Patch
-    put_back: Callable[[], None]
+    restore_prologues: Callable[[], None]
     version: Version[Session]
 
 
 class Single:
-    """One arena that serves. Stagings use memory of their own, freed after the commit has copied it in place."""
+    """One served arena. Each staging has memory of its own, which is freed after the commit has copied it in place."""
 
     name = "single"
 
-    def __init__(self, means: Means) -> None:
-        self._new_session, self._memory, self._layout, self._gate, self._workers, self._keep = means
+    def __init__(self, resources: Resources) -> None:
+        self._new_session, self._memory, self._layout, self._gate, self._workers, self._keep = resources
         with advising(FOR_ONE):
             self._live = self._new_session(self._memory.arena(self._layout))
         self._previous: _Kept | None = None
@@ -72,11 +72,11 @@ class Single:
 
     @contextmanager
     def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
-        target = self._beside(timeout, job)
+        target = self._new_target(timeout, job)
         with target.session.arena.writing():
             yield target
 
-    def _beside(self, timeout: float | None, job: Job) -> StagingTarget:
+    def _new_target(self, timeout: float | None, job: Job) -> StagingTarget:
         if self._gate.current is not None:
             with advising(FOR_STAGING):
                 arena, staged_in = self._memory.staging(self._layout)
@@ -90,7 +90,7 @@ class Single:
         return StagedPatch(contents, patch, lambda job: self._new_session(self._copy_with(patch, job)))
 
     def _copy_with(self, patch: Patch, job: Job) -> Arena:
-        """A copy of the live arena with a patch applied."""
+        """Return a copy of the live arena with a patch applied."""
         arena, _ = self._memory.staging(self._layout)
         with arena.writing():
             copy_ranges(arena, self._live.arena, [self._layout.whole], self._workers, job)
@@ -123,34 +123,34 @@ class Single:
         return self._commit_in_place(_Commit(content, version), timeout)
 
     def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check = lambda: None) -> Committed:
-        """Hold the calls, copy, exchange. Weights whose prologue cannot be computed are taken back where they can be.
+        """Hold the calls, copy, exchange. If the prologue of the new weights fails, undo the commit where possible.
 
-        What breaks off in between must not serve: the model then refuses its calls.
+        After any other failure in between, the arena may hold a mixture, so the model refuses its calls.
         """
         kept = self._snapshot(change.source)
         undo = self._undo(change, kept)
         with self._gate.hold(self._live, timeout, check) as hold:
-            self._live.arena.check_streams()  # here a refusal leaves the model as it is
-            with self._failing():
+            self._live.arena.check_streams()  # a refusal here leaves the model as it is
+            with self._failed_until_exchange():
                 before, self._previous = self._previous, kept
-                refused = self._copy(change, undo)
-                if refused is None or undo is None:
+                refusal = self._copy(change, undo)
+                if refusal is None or undo is None:
                     self._gate.exchange(change.version)
                 else:
                     self._previous = before
                     self._gate.exchange(undo.version)
         self._synchronize()
         try:
-            if refused is not None:
-                raise refused
+            if refusal is not None:
+                raise refusal
         finally:
-            del refused  # or it and this frame would keep each other, and the staging, alive
+            del refusal  # breaks the cycle with its traceback, which would keep this frame and the staging alive
         copied = change.source if isinstance(change.source, Patch) else self._layout
         return Committed(change.version, time.perf_counter() - hold.since, copied.nbytes)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """A block whose errors make the model refuse calls: until the exchange, it has part of either weights."""
+    def _failed_until_exchange(self) -> Iterator[None]:
+        """Mark the model as failed until the exchange, as the arena mixes both sets; raise errors as ModelFailed."""
         self._gate.fail("it has not ended")
         try:
             yield
@@ -165,38 +165,38 @@ class Single:
             ) from error
 
     def _copy(self, change: _Commit, undo: _Undo | None) -> SwapError | None:
-        """Copy the weights, and have what depends on them; why that cannot be, if `undo` has taken them back."""
+        """Copy the weights and update the prologues; return the error of these if `undo` has restored the old ones."""
         with self._live.arena.writing(urgent=True):
             change.source.write_to(self._live.arena, self._workers)
             try:
-                self._have_prologue(change)
+                self._update_prologues(change)
             except (WeightsMismatch, OutOfMemory) as error:
                 if undo is None:
                     raise
                 undo.content.write_to(self._live.arena, self._workers)
-                undo.put_back()
+                undo.restore_prologues()
                 return error
         return None
 
-    def _have_prologue(self, change: _Commit) -> None:
-        """Have what depends on the new weights alone: it is copied, or computed."""
+    def _update_prologues(self, change: _Commit) -> None:
+        """Copy or compute what depends on the new weights alone."""
         where = f"the weights {change.version.weights_id[:12]}"
-        if change.tried is None:
+        if change.staged_session is None:
             self._live.run_prologues(where)
         else:
-            self._live.copy_prologues_from(change.tried, where)
+            self._live.copy_prologues_from(change.staged_session, where)
 
     def _undo(self, change: _Commit, kept: _Kept | None) -> _Undo | None:
-        """How to take the commit back where something is computed from weights. Raises OutOfMemory.
+        """Return what undoes the commit if a prologue of the new weights fails. Raises OutOfMemory.
 
-        None where that needs no memory, or cannot be done: a set that replaces one that nobody keeps.
+        None if no prologue is computed, or if the old weights are not kept.
         """
-        current = self._gate.current
-        copied = change.tried is not None and type(change.tried.arena) is type(self._live.arena)  # instead of computed
-        if copied or not self._live.has_prologue or current is None or self._gate.broken is not None:
+        current, staged = self._gate.current, change.staged_session
+        is_copied = staged is not None and type(staged.arena) is type(self._live.arena)  # not computed
+        if is_copied or not self._live.has_prologue or current is None or self._gate.broken is not None:
             return None
         if isinstance(change.source, Patch):
-            content: Arena | Patch = self._changed(change.source, change.source.undo)
+            content: Arena | Patch = self._save_ranges(change.source, change.source.undo)
         elif kept is not None:
             content = kept.content
         else:
@@ -204,7 +204,7 @@ class Single:
         return _Undo(content, self._live.keep_prologues(), current)
 
     def _synchronize(self) -> None:
-        """Wait for the device, while calls go on: then the weights are there, and their source may be dropped."""
+        """Wait for the device, while calls go on: after that the source of the copy may be freed."""
         try:
             self._live.arena.synchronize()
         except Exception as error:
@@ -214,28 +214,28 @@ class Single:
             ) from error
 
     def _snapshot(self, source: Arena | Patch) -> _Kept | None:
-        """The weights that a commit is about to replace, copied while they still serve."""
+        """Copy the weights that a commit is about to replace, while they are still served."""
         current = self._gate.current
         if not self._keep or current is None:
             return None
         if self._gate.broken is None:
-            return _Kept(self._saved(source), current)
+            return _Kept(self._save(source), current)
         previous = self._previous
         if previous is None or not isinstance(previous.content, Patch) or previous.content is source:
             return previous
-        # the patch leads back only from what is there now
+        # the patch applies only to the present content of the arena, so make it a full set
         return _Kept(self._copy_with(previous.content, Job()), previous.version)
 
-    def _saved(self, source: Arena | Patch) -> Arena | Patch:
-        """The live weights, where `source` is about to be written, for a rollback."""
+    def _save(self, source: Arena | Patch) -> Arena | Patch:
+        """Copy the live weights that `source` is about to overwrite, for a rollback."""
         if not isinstance(source, Patch):
             with advising(FOR_PREVIOUS):
                 arena = HostArena(self._layout)
             self._live.arena.write_to(arena, self._workers)
             return arena
-        return self._changed(source, source.saved)
+        return self._save_ranges(source, source.saved)
 
-    def _changed(self, patch: Patch, copy: Callable[[Arena], Patch]) -> Patch:
+    def _save_ranges(self, patch: Patch, copy: Callable[[Arena], Patch]) -> Patch:
         try:
             return copy(self._live.arena)
         except MemoryError as error:

@@ -1,1 +1,1 @@
-"""Variants: sets of the tensors that calls choose, resident side by side over one set of weights."""
+"""Variants: sets of tensors that calls choose among, resident side by side over one set of weights."""

@@ -1,7 +1,7 @@
-"""PEFT's directories with LoRA: which tensor of a file goes where in a graph, and with what factor.
+"""PEFT directories with LoRA: the mapping from tensors of the file to those of a graph, with their factors.
 
 A graph has room for one rank and no factor. A lower rank is padded with zeros, and the factor, which PEFT takes from
-the configuration, goes into B. https://huggingface.co/docs/peft/developer_guides/checkpoint
+the configuration, is multiplied into B. https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 16 << 20
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
-_NOT_TAKEN = "the graph does not take it"
+_UNKNOWN = "the graph does not take it"
 _OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
-_MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may take for ever
+_MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may backtrack for ever
 _MOST_ALTERNATIVES = 16
-_DECIDE_NOTHING = {  # how it was trained, and what the names and shapes of the file say again
+_IRRELEVANT = {  # fields about the training, and those that the names and shapes of the file repeat
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
@@ -53,7 +53,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """What of `adapter_config.json` decides what a variant computes."""
+    """The fields of `adapter_config.json` that determine what a variant computes."""
 
     peft_type: str
     r: int = 8
@@ -72,14 +72,14 @@ class Config(msgspec.Struct, kw_only=True):
     layer_replication: list[list[int]] | None = None
 
     def check(self, where: str, others: Iterable[str]) -> None:
-        """Raise Unsupported for what a graph with LoRA does not compute. others: the names of what else is set."""
+        """Raise Unsupported for features that a graph with LoRA does not have. others: names of other fields set."""
         used = [f"peft_type {self.peft_type}"] if self.peft_type != "LORA" else []
         used += [f"bias {self.bias!r}"] if self.bias != "none" else []
         names = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
         used += [name for name in (*names, "alora_invocation_tokens", "layer_replication") if getattr(self, name)]
         if str(self.init_lora_weights).lower().startswith(_CHANGE_THE_BASE):
             used.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
-        used += sorted(set(others) - _DECIDE_NOTHING)
+        used += sorted(set(others) - _IRRELEVANT)
         if used:
             raise Unsupported(f"{where}: uses {listed(used)}; a variant is LoRA's A and B alone")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
@@ -89,19 +89,19 @@ class Config(msgspec.Struct, kw_only=True):
                 raise Unsupported(f"{where}: the pattern {pattern!r} may take for ever; name the modules instead")
 
     def rank(self, module: str) -> int:
-        """The rank of a module, by its name in the base."""
-        return _of(self.rank_pattern, module, self.r)
+        """Return the rank of a module, given its name in the base."""
+        return _first_match(self.rank_pattern, module, self.r)
 
     def factor(self, module: str) -> float:
-        """What PEFT multiplies a module's result with."""
-        rank, alpha = self.rank(module), _of(self.alpha_pattern, module, self.lora_alpha)
+        """Return the factor by which PEFT multiplies a module's result."""
+        rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
-def _of(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
-    """The value of the first pattern that matches, as PEFT has it."""
-    found = (value for pattern, value in (patterns or {}).items() if _pattern(pattern).match(module))
-    return next(found, default)
+def _first_match(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
+    """Return the value of the first pattern that matches, as PEFT does."""
+    matches = (value for pattern, value in (patterns or {}).items() if _pattern(pattern).match(module))
+    return next(matches, default)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -109,7 +109,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 class RowSource(NamedTuple):
-    """Where a row of a graph comes from: `key` of a file, multiplied by `factor`; None: zeros."""
+    """The source of a row of a graph: the tensor `key` of a file, multiplied by `factor`. key None: zeros."""
 
     row: NamedTensor
     key: str | None
@@ -117,14 +117,14 @@ class RowSource(NamedTuple):
 
 
 def read_config(folder: Location) -> Config | None:
-    """The configuration in a directory; None where there is none. Raises WeightFileError and Unsupported."""
+    """Read the configuration in a directory; None if there is none. Raises WeightFileError and Unsupported."""
     where = f"{folder / CONFIG_NAME}"
     raw = read_small(folder / CONFIG_NAME, _MOST_CONFIG)
     if raw is None:
         return None
     try:
-        given = msgspec.json.decode(raw, type=dict[str, Any])
-        config = msgspec.convert(given, Config)
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+        config = msgspec.convert(fields, Config)
         for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
             _pattern(pattern)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, re.error) as error:
@@ -132,19 +132,19 @@ def read_config(folder: Location) -> Config | None:
     if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
         raise WeightFileError(f"{where}: has a rank below 1")
     known = set(Config.__struct_fields__)
-    config.check(where, (name for name, value in given.items() if value and name not in known))
+    config.check(where, (name for name, value in fields.items() if value and name not in known))
     return config
 
 
 def match_peft(
     tensors: Mapping[str, StoredTensor], rows: Iterable[NamedTensor], config: Config, where: str
 ) -> list[RowSource]:
-    """What each row of a graph is made of. Modules that the file does not have get zeros: they are the base's.
+    """Return the source of each row of a graph. Modules that the file does not have get zeros, so the base answers.
 
-    Raises WeightsMismatch with what the file has and the graph wants.
+    Raises WeightsMismatch with the tensors of both sides.
     """
     keys = {key.removeprefix(_PREFIX): key for key in tensors}
-    taken: list[RowSource] = []
+    sources: list[RowSource] = []
     problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
@@ -153,45 +153,45 @@ def match_peft(
         is_b = bool(parsed) and parsed["part"].endswith("B")  # type: ignore[index]
         if key is not None:
             problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
-        taken.append(RowSource(row, key, config.factor(module) if is_b else 1.0))
-    problems += _halves(taken)
-    problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _NOT_TAKEN}" for stem in sorted(keys)]
+        sources.append(RowSource(row, key, config.factor(module) if is_b else 1.0))
+    problems += _missing_halves(sources)
+    problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _UNKNOWN}" for stem in sorted(keys)]
     if len(keys) == len(tensors):
-        problems.append(f"the graph wants tensors such as {listed([each.row.name for each in taken][:2])}")
+        problems.append(f"the graph wants tensors such as {listed([each.row.name for each in sources][:2])}")
     if problems:
         raise WeightsMismatch(
             where, problems, "Give what was trained for this architecture, or export with its targets and rank."
         )
-    return taken
+    return sources
 
 
-def _halves(taken: Iterable[RowSource]) -> Iterator[str]:
-    """Modules of which the file has A or B alone."""
-    halves: dict[str, list[RowSource]] = {}
-    for each in taken:
-        halves.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", each.row.name), []).append(each)
-    for pair in halves.values():
-        absent = [each.row.name for each in pair if each.key is None]
-        if 0 < len(absent) < len(pair):
-            yield f"{absent[0]}: missing, and the other half is there"
+def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:
+    """Yield the problem of each module of which the file has only A or only B."""
+    pairs: dict[str, list[RowSource]] = {}
+    for source in sources:
+        pairs.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", source.row.name), []).append(source)
+    for pair in pairs.values():
+        missing = [source.row.name for source in pair if source.key is None]
+        if 0 < len(missing) < len(pair):
+            yield f"{missing[0]}: missing, and the other half is there"
 
 
 def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
-    wanted, has = describe(row), describe(stored)
+    expected, actual = describe(row), describe(stored)
     rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
     if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
-        yield f"{row.name}: the graph wants {wanted}, the file has {has}"
+        yield f"{row.name}: the graph wants {expected}, the file has {actual}"
     elif stored.shape[rank_axis] > row.shape[rank_axis]:
         yield (
-            f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({wanted}), the file has rank "
-            f"{stored.shape[rank_axis]} ({has})"
+            f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({expected}), the file has rank "
+            f"{stored.shape[rank_axis]} ({actual})"
         )
     elif stored.shape[rank_axis] != rank:
-        yield f"{row.name}: the configuration says rank {rank}, the file has {has}"
+        yield f"{row.name}: the configuration says rank {rank}, the file has {actual}"
 
 
 def weights_in(location: Location) -> tuple[Location, Location]:
-    """The folder of a variant, and what its tensors are in: for a directory of PEFT's the file that it has."""
+    """Return the folder of a variant, and the file with its tensors, which in a PEFT directory has a fixed name."""
     folder, name = (location.parent, location.name) if location.name.endswith(SUFFIX) else (location, WEIGHTS_NAME)
-    folder = folder_behind(folder)  # a link to it may be turned to another one between its two files
+    folder = folder_behind(folder)  # a symbolic link may change between the reads of the two files
     return folder, folder / name

@@ -1,4 +1,4 @@
-"""The variants that are resident, and what a call chooses among them."""
+"""Resident variants, and the choices of calls among them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Kind = Literal["added", "replaced", "removed", "evicted", "dropped"]
 
 @dataclass(frozen=True)
 class VariantReceipt:
-    """What happened to one variant. Sizes in bytes, times in seconds.
+    """The receipt of one change of a variant. Sizes in bytes, times in seconds.
 
-    kind: "added", "replaced" (calls that had chosen the name before go on with the old one), "removed", "evicted" (the
-    least recently used one made room), or "dropped" (other weights than its `base` were committed). weights_id: the
-    digest of its tensors as the graph takes them; previous_weights_id: of what had the name before. base: the weights
-    that it goes with; None: any. source, by, labels, nonfinite: as in `SwapReceipt`.
+    kind: "added", "replaced" (calls that chose the name before keep the old variant), "removed", "evicted" (as the
+    least recently used one, for another), or "dropped" (weights other than its `base` were committed). weights_id: the
+    digest of its tensors as the graph takes them; previous_weights_id: that of the variant that had the name before.
+    base: the weights id that it belongs to; None: it works with any. source, by, labels, nonfinite: see `SwapReceipt`.
     """
 
     group: str
@@ -58,24 +58,24 @@ class VariantReceipt:
     nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as dicts, tuples, texts and numbers alone."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        """Return the fields as dicts, tuples, texts and numbers alone."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 class _Resident:
-    """One variant. `users` are the choices that hold it, `used` orders them by time."""
+    """One resident variant. `users`: the choices that hold it. `used`: the tick of its last use."""
 
     __slots__ = ("chosen", "ids", "receipt", "used", "users")
 
     def __init__(self, chosen: Chosen, receipt: VariantReceipt, used: int) -> None:
         self.chosen, self.receipt, self.used = chosen, receipt, used
         self.ids = {receipt.group: receipt.weights_id}
-        self.users: set[weakref.ref[Choice]] = set()  # a WeakSet would take a third of a choice's time
+        self.users: set[weakref.ref[Choice]] = set()  # a WeakSet would take a third of the time of `choose`
 
 
 class Choice:
-    """What a call has chosen; it keeps that, whatever becomes of the names. `ids`: weights ids by group."""
+    """The variants that a call has chosen. It keeps them, even if their names change. `ids`: weights ids by group."""
 
     __slots__ = ("__weakref__", "_residents", "chosen", "ids")
 
@@ -86,11 +86,11 @@ class Choice:
         self.ids: Mapping[str, str] = first.ids if not others else dict(ChainMap(*(each.ids for each in residents)))
 
     def check_base(self, weights_id: str) -> None:
-        """Raise StaleVariant for one that goes with other weights than those that answer."""
-        for each in self._residents:
-            base = each.receipt.base
+        """Raise StaleVariant if a variant belongs to other weights than those of the call."""
+        for resident in self._residents:
+            base = resident.receipt.base
             if base is not None and base != weights_id:
-                raise StaleVariant(f"{each.receipt.group}/{each.receipt.name}", base, weights_id)
+                raise StaleVariant(f"{resident.receipt.group}/{resident.receipt.name}", base, weights_id)
 
 
 class Variants:
@@ -103,9 +103,9 @@ class Variants:
         memory: Memory,
         workers: WorkerThreads,
         most: int,
-        tell: Callable[[VariantReceipt], object],
+        emit: Callable[[VariantReceipt], object],
     ) -> None:
-        """most: of one group at a time. tell: called with what happened. Raises Unsupported."""
+        """most: the maximum of resident variants per group. emit: called with each receipt. Raises Unsupported."""
         if type(most) is not int or most < 1:
             raise Unsupported(f"max_variants={most!r}: expected a number from 1")
         self._manifest = manifest
@@ -113,7 +113,7 @@ class Variants:
         self._memory = memory
         self._workers = workers
         self._most = most
-        self._tell = tell
+        self._emit = emit
         self._ticks = count(1)
         self._residents: dict[str, dict[str, _Resident]] = {group: {} for group in manifest.variants}
         self.history: deque[VariantReceipt] = deque(maxlen=HISTORY)
@@ -121,31 +121,32 @@ class Variants:
         renew_in_children(self)
 
     def _renew(self) -> None:
-        self._lock = RLock()  # for signal handlers
+        self._lock = RLock()  # reentrant, for signal handlers
 
     def resident(self) -> dict[str, dict[str, VariantReceipt]]:
-        """What each group has, least recently used first."""
+        """Return the receipts of each group by name, least recently used first."""
         with self._lock:
             return {
-                group: {name: each.receipt for name, each in sorted(found.items(), key=lambda item: item[1].used)}
-                for group, found in self._residents.items()
+                group: {name: each.receipt for name, each in sorted(named.items(), key=lambda item: item[1].used)}
+                for group, named in self._residents.items()
             }
 
-    def choose(self, wanted: VariantNames | Choice | None) -> Choice | None:
-        """What a call asks for; None for the base alone. Raises UnknownVariant."""
-        if not wanted or isinstance(wanted, Choice):
-            return wanted or None  # type: ignore[return-value]
-        if type(wanted) is not dict and not isinstance(wanted, Mapping):
-            raise UnknownVariant(f"variants={wanted!r}: expected a dict from groups to names")
+    def choose(self, names: VariantNames | Choice | None) -> Choice | None:
+        """Return the variants of these names; None for the base alone. Raises UnknownVariant."""
+        if not names or isinstance(names, Choice):
+            return names or None  # type: ignore[return-value]
+        if type(names) is not dict and not isinstance(names, Mapping):
+            raise UnknownVariant(f"variants={names!r}: expected a dict from groups to names")
         with self._lock:
-            picked = [self._find(group, name) for group, name in wanted.items() if name is not None]
-            if not picked:
+            residents = [self._find(group, name) for group, name in names.items() if name is not None]
+            if not residents:
                 return None
-            chosen = picked[0].chosen if len(picked) == 1 else self._engine.joined(each.chosen for each in picked)
-            choice = Choice(picked, chosen)
-            for each in picked:
-                each.used = next(self._ticks)
-                each.users.add(weakref.ref(choice, each.users.discard))
+            first, *others = residents
+            chosen = self._engine.joined(each.chosen for each in residents) if others else first.chosen
+            choice = Choice(residents, chosen)
+            for resident in residents:
+                resident.used = next(self._ticks)
+                resident.users.add(weakref.ref(choice, resident.users.discard))
         return choice
 
     def _find(self, group: Any, name: Any) -> _Resident:
@@ -153,9 +154,9 @@ class Variants:
             return self._residents[group][name]
         except (KeyError, TypeError):
             self.check_group(group)
-        found = listed(list(self._residents[group])) or "none"
+        known = listed(list(self._residents[group])) or "none"
         raise UnknownVariant(
-            f"{group} has no {name!r} here, but {found}; whoever runs the model adds some (model.add_variant)"
+            f"{group} has no {name!r} here, but {known}; whoever runs the model adds some (model.add_variant)"
         )
 
     def check_group(self, group: Any) -> None:
@@ -168,8 +169,9 @@ class Variants:
     def add(
         self, group: str, name: str, request: SwapRequest, base: str | None, admit: Admit | None = None
     ) -> VariantReceipt:
-        """Stage, verify, and give it the name, in one step for those who choose. Raises what staging raises,
-        UnknownVariant for a group that there is not, and VariantsBusy where calls use all that would have to go.
+        """Stage and verify a variant, then let calls choose it by its name, in one atomic step.
+
+        Raises what the staging raises, UnknownVariant for an unknown group, and VariantsBusy if none can be evicted.
         """
         self.check_group(group)
         if not isinstance(name, str) or not name:
@@ -181,20 +183,18 @@ class Variants:
         with self._lock:
             residents = self._residents[group]
             old = residents.get(name)
-            gone = self._least_used(group) if old is None and len(residents) >= self._most else None
+            evicted = self._to_evict(group) if old is None and len(residents) >= self._most else None
             if old is not None:
                 receipt = replace(receipt, kind="replaced", previous_weights_id=old.receipt.weights_id)
             resident = _Resident(chosen, receipt, next(self._ticks))
-            self._residents[group] = {
-                **{key: each for key, each in residents.items() if each is not gone},
-                name: resident,
-            }
-        if gone is not None:
-            self._end(gone.receipt, "evicted", request.by)
-        return self._happened(receipt)
+            kept = {key: each for key, each in residents.items() if each is not evicted}
+            self._residents[group] = {**kept, name: resident}
+        if evicted is not None:
+            self._record_end(evicted.receipt, "evicted", request.by)
+        return self._record(receipt)
 
-    def _least_used(self, group: str) -> _Resident:
-        """The one to go for another. Raises VariantsBusy."""
+    def _to_evict(self, group: str) -> _Resident:
+        """Return the least recently used variant that no call uses. Raises VariantsBusy if there is none."""
         free = [each for each in self._residents[group].values() if not each.users]
         if not free:
             raise VariantsBusy(
@@ -204,29 +204,29 @@ class Variants:
         return min(free, key=lambda each: each.used)
 
     def remove(self, group: str, name: str, by: str) -> VariantReceipt:
-        """Take the name away; calls that have chosen it go on. Raises UnknownVariant."""
+        """Remove a variant; calls that have chosen it go on. Raises UnknownVariant."""
         self.check_group(group)
         with self._lock:
-            gone = self._find(group, name)
-            self._residents[group] = {key: each for key, each in self._residents[group].items() if each is not gone}
-        return self._end(gone.receipt, "removed", by)
+            removed = self._find(group, name)
+            self._residents[group] = {key: each for key, each in self._residents[group].items() if each is not removed}
+        return self._record_end(removed.receipt, "removed", by)
 
     def keep_for(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
-        """After a commit of these weights: drop what goes with others. What was kept, and what dropped."""
+        """Drop the variants that belong to other weights than these. Return the names "kept" and "dropped"."""
         with self._lock:
-            gone, kept = [], []
-            for group, found in self._residents.items():
-                stay = {key: each for key, each in found.items() if each.receipt.base in (None, weights_id)}
-                gone += [each.receipt for each in found.values() if each.receipt.name not in stay]
-                kept += [f"{group}/{name}" for name in stay]
-                self._residents[group] = stay
-        for receipt in gone:
-            self._end(receipt, "dropped", by)
-        dropped = tuple(f"{receipt.group}/{receipt.name}" for receipt in gone)
-        return {what: names for what, names in (("kept", tuple(kept)), ("dropped", dropped)) if names}
+            dropped, kept = [], []
+            for group, named in self._residents.items():
+                fitting = {key: each for key, each in named.items() if each.receipt.base in (None, weights_id)}
+                dropped += [each.receipt for name, each in named.items() if name not in fitting]
+                kept += [f"{group}/{name}" for name in fitting]
+                self._residents[group] = fitting
+        for receipt in dropped:
+            self._record_end(receipt, "dropped", by)
+        outcomes = {"kept": tuple(kept), "dropped": tuple(f"{each.group}/{each.name}" for each in dropped)}
+        return {outcome: names for outcome, names in outcomes.items() if names}
 
     def clear(self) -> None:
-        """Let all go, as soon as no call uses them."""
+        """Remove all variants; their memory is freed with the last calls that use them."""
         with self._lock:
             self._residents = {group: {} for group in self._residents}
 
@@ -249,12 +249,12 @@ class Variants:
             nonfinite=dict(staged.nonfinite),
         )
 
-    def _end(self, receipt: VariantReceipt, kind: Kind, by: str) -> VariantReceipt:
-        return self._happened(
+    def _record_end(self, receipt: VariantReceipt, kind: Kind, by: str) -> VariantReceipt:
+        return self._record(
             replace(receipt, kind=kind, previous_weights_id=receipt.weights_id, by=by, committed_at=time.time())
         )
 
-    def _happened(self, receipt: VariantReceipt) -> VariantReceipt:
+    def _record(self, receipt: VariantReceipt) -> VariantReceipt:
         self.history.append(receipt)
-        self._tell(receipt)
+        self._emit(receipt)
         return receipt

@@ -1,4 +1,4 @@
-"""Staging a variant: a file becomes tensors of a graph, in memory of their own, that no call can choose yet."""
+"""Staging of variants: a file is read into an arena of its own, which calls cannot choose yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 class StagedVariant(NamedTuple):
-    """A variant's tensors in an arena of their own. `nonfinite`: those that have NaN or infinities."""
+    """The tensors of a variant, in an arena of their own. `nonfinite`: those with NaN or infinities."""
 
     arena: Arena
     identity: Identity
@@ -49,11 +49,11 @@ def stage_variant(
     request: SwapRequest,
     admit: Admit | None = None,
 ) -> StagedVariant:
-    """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
+    """Read and verify a variant: a PEFT directory, or a safetensors file with the FQNs of `rows`.
 
-    Of the request, its path, what it expects, allows and limits count. admit: asked last, about the weights id of what
-    was read. Raises what it raises, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights,
-    NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph does not.
+    request: only its path, `expect`, `allow_nonfinite` and `rate_limit` are used. admit: called last, with the weights
+    id of the variant that was read. Raises what `admit` raises, WeightFileError, WeightsMismatch, DigestMismatch,
+    UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
     """
     start, job = time.perf_counter(), Job(request.rate_limit)
     folder, file = weights_in(as_location(request.path))
@@ -61,32 +61,32 @@ def stage_variant(
     try:
         with open_weights(request.path if config is None else file) as weights:
             if config is None:
-                taken = _match_names(weights, rows)
+                sources = _match_names(weights, rows)
             else:
-                taken = match_peft(weights.tensors, rows, config, weights.where)
-            arena, findings = _read(weights, taken, memory, workers, job)
+                sources = match_peft(weights.tensors, rows, config, weights.where)
+            arena, findings = _read(weights, sources, memory, workers, job)
             labels = weights.stamp.labels if weights.stamp else {}
             location, where = weights.location, weights.where
-            read = sum(tensor.nbytes for tensor in weights.tensors.values())
+            bytes_read = sum(tensor.nbytes for tensor in weights.tensors.values())
     except MemoryError as error:
         raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
     identity = identify(rows, findings.digests, labels, findings.nonfinite)
     check_expected(identity.weights_id, where, request)
-    odd = newly_nonfinite(rows, identity.nonfinite, {})
-    refuse_nonfinite(odd, request.allow_nonfinite, where)
+    nonfinite = newly_nonfinite(rows, identity.nonfinite, {})
+    refuse_nonfinite(nonfinite, request.allow_nonfinite, where)
     if admit is not None:
         admit(location, identity.weights_id)
-    return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
+    return StagedVariant(arena, identity, where, bytes_read, time.perf_counter() - start, nonfinite)
 
 
 def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
-    """A file's tensors by the FQNs of the graph. Raises WeightsMismatch."""
+    """Match a file's tensors to the FQNs of the graph. Raises WeightsMismatch."""
     tensors, problems = weights.tensors, []
     for row in rows:
         stored = tensors.get(row.name)
         if stored is None:
             problems.append(f"{row.name}: missing, the graph wants {describe(row)}")
-        elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
+        elif stored.shape != row.shape or not _can_cast(stored.dtype, row.dtype):
             problems.append(f"{row.name}: the graph wants {describe(row)}, the file has {describe(stored)}")
     problems += [f"{name}: the graph does not take it" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
@@ -95,21 +95,21 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSou
     return [RowSource(row, row.name) for row in rows]
 
 
-def _can_be(dtype: str, wanted: str) -> bool:
-    return dtype == wanted or {dtype, wanted} <= set(_FLOATS)
+def _can_cast(dtype: str, target: str) -> bool:
+    return dtype == target or {dtype, target} <= set(_FLOATS)
 
 
 def _read(
-    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: WorkerThreads, job: Job
+    weights: WeightSet, sources: Sequence[RowSource], memory: Memory, workers: WorkerThreads, job: Job
 ) -> tuple[Arena, Findings]:
-    """Read the tensors, and lay them into an arena that has the rows."""
-    if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
+    """Read the tensors into a new arena that holds the rows."""
+    if wrong := [s.key for s in sources if s.key and not _can_cast(weights.tensors[s.key].dtype, s.row.dtype)]:
         raise WeightsMismatch(
             weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again."
         )
-    arena = memory.arena(ArenaLayout(each.row for each in taken))
-    as_is = [each for each in taken if _is_as_stored(each, weights)]
-    changed = [each for each in taken if each not in as_is]
+    arena = memory.arena(ArenaLayout(each.row for each in sources))
+    as_is = [each for each in sources if _is_as_stored(each, weights)]
+    changed = [each for each in sources if each not in as_is]
     stored = {each.key: weights.tensors[each.key] for each in changed if each.key is not None}
     raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
     with arena.writing(join=True):
@@ -130,22 +130,22 @@ def _read(
     return arena, findings
 
 
-def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
-    """Whether a row has the very bytes of the file."""
-    return taken.key is not None and taken.factor == 1.0 and same_type(weights.tensors[taken.key], taken.row)
+def _is_as_stored(source: RowSource, weights: WeightSet) -> bool:
+    """Return whether the bytes of a row are those of the file."""
+    return source.key is not None and source.factor == 1.0 and same_type(weights.tensors[source.key], source.row)
 
 
-def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
-    """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
-    row = taken.row
+def _row_bytes(source: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
+    """Return the row-major bytes of a row: the values that were read, multiplied, cast and padded with zeros."""
+    row = source.row
     padded = np.zeros(row.shape, numpy_dtype(row.dtype))
-    if taken.key is not None:
-        has = weights.tensors[taken.key]
-        values = as_array(TensorBytes(has.dtype, has.shape, raw.view(taken.key)))
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
-            if taken.factor != 1.0:
-                wide: NDArray[Any] = values.astype(np.float64 if has.dtype == "F64" else np.float32)
-                factor: NDArray[Any] = np.asarray(taken.factor, wide.dtype)
+    if source.key is not None:
+        stored = weights.tensors[source.key]
+        values = as_array(TensorBytes(stored.dtype, stored.shape, raw.view(source.key)))
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are then not finite are refused later
+            if source.factor != 1.0:
+                wide: NDArray[Any] = values.astype(np.float64 if stored.dtype == "F64" else np.float32)
+                factor: NDArray[Any] = np.asarray(source.factor, wide.dtype)
                 values = wide * factor
-            padded[tuple(map(slice, has.shape))] = values.astype(padded.dtype)
+            padded[tuple(map(slice, stored.shape))] = values.astype(padded.dtype)
     return array_content(padded).data

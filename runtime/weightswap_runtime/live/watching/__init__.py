@@ -1,1 +1,1 @@
-"""A directory or prefix followed: each new file swapped in, and failures put aside."""
+"""Watchers of directories and followers of places: threads that keep a model at new or desired weights."""

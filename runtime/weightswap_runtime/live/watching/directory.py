@@ -1,4 +1,4 @@
-"""The weight files of a directory, local or behind a URL: their names, their order, and what shows that one changed."""
+"""Listings of weight files in a directory, local or behind a URL: their names, their order and their fingerprints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weightswap_runtime.sources.location import Url, as_location, fixed
 
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
-UNKNOWN = None  # the fingerprint of a file of which nothing but the name could be found out at this look
+UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this look
 
 
 class Entry(NamedTuple):
-    """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
+    """A weight file in a listing. `path`: the argument of a swap. `modified`: seconds since the epoch; 0 if unknown.
 
     Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell, and so have
-    the goldens beside them; UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a write that set
-    the time of modification back, and after a change of the file's mode or names.
+    the goldens beside them; a fingerprint UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a
+    write that restored the time of modification, and after a change of the file's mode or hard links.
     """
 
     name: str
@@ -36,10 +36,10 @@ Listing = Callable[[], list[Entry]]
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Listing:
-    """A function that lists the weight files of a directory or of a URL's, in no order; none of them is opened.
+    """Return a function that lists the weight files of a directory, local or behind a URL, in no order.
 
-    The function raises WeightFileError where the directory cannot be listed, from the OSError where it is a local one.
-    This one raises MissingExtra and Unsupported for a URL that is not supported here.
+    The listing opens no file. It raises WeightFileError, caused by an OSError for a local directory, if the directory
+    cannot be listed. `open_directory` itself raises MissingExtra and Unsupported for a URL that is not supported.
     """
     if not isinstance(directory, str | os.PathLike):
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
@@ -53,23 +53,23 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     return lambda: _list_local(path)
 
 
-def is_looked_at(name: str) -> bool:
-    """Whether a file of that name is a weight file, or goldens. Those of writers that have not finished are hidden."""
+def is_weight_file_or_goldens(name: str) -> bool:
+    """Return whether a file of that name is a weight file or goldens. Unfinished files begin with a dot."""
     return name.endswith(SUFFIX) and not name.startswith(".")
 
 
-def with_goldens(found: Iterable[Entry]) -> list[Entry]:
-    """The weight files; each has the fingerprint of its goldens, too, as these decide whether it is taken."""
+def with_goldens(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the weight files. Each fingerprint includes that of its goldens, which may decide whether it is taken."""
     weights, goldens = [], {}
-    for entry in found:
+    for entry in entries:
         if entry.name.endswith(GOLDENS_SUFFIX):
             goldens[entry.name.removesuffix(GOLDENS_SUFFIX)] = entry
         else:
             weights.append(entry)
-    return [_with(entry, goldens.get(entry.name.removesuffix(SUFFIX))) for entry in weights]
+    return [_combined(entry, goldens.get(entry.name.removesuffix(SUFFIX))) for entry in weights]
 
 
-def _with(entry: Entry, goldens: Entry | None) -> Entry:
+def _combined(entry: Entry, goldens: Entry | None) -> Entry:
     if goldens is None or UNKNOWN in (entry.fingerprint, goldens.fingerprint):
         return entry
     changed = None if entry.changed is None else (entry.changed, goldens.changed)
@@ -77,12 +77,12 @@ def _with(entry: Entry, goldens: Entry | None) -> Entry:
 
 
 def order(entry: Entry) -> tuple[Any, ...]:
-    """Where a file comes among the others: by name, numbers by their value; the later of one published step last."""
+    """Return the sort key of a file: by name, with numbers by value; of one published step, the latest last."""
     return order_of_names(entry.name), entry.modified, entry.name
 
 
 def order_of_names(name: str) -> list[Any]:
-    """As `order`, as far as the names tell."""
+    """Return the part of the sort key that depends on the name alone."""
     published = _PUBLISHED.fullmatch(name)
     stem = published[1] if published else name.removesuffix(SUFFIX)
     parts = _DIGITS.split(stem)  # text, digits, text, ...
@@ -91,8 +91,8 @@ def order_of_names(name: str) -> list[Any]:
 
 def _list_local(directory: Path) -> list[Entry]:
     try:
-        with os.scandir(directory) as found:
-            entries = [_local(directory, file) for file in found if is_looked_at(file.name)]
+        with os.scandir(directory) as files:
+            entries = [_local(directory, file) for file in files if is_weight_file_or_goldens(file.name)]
     except (OSError, ValueError) as error:
         raise WeightFileError(f"{directory!s:.200}: cannot be listed ({error})") from error
     return with_goldens(entry for entry in entries if entry is not None)
@@ -102,7 +102,7 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
     try:
         status = file.stat()
         regular = file.is_file()
-    except FileNotFoundError:  # it has gone meanwhile
+    except FileNotFoundError:  # removed meanwhile
         return None
     except OSError:
         return Entry(file.name, directory / file.name, UNKNOWN, 0.0)
@@ -114,4 +114,4 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
 def _list_url(url: Url) -> list[Entry]:
     from weightswap_runtime.sources.remote.listing import list_files  # needs fsspec
 
-    return with_goldens(Entry(*file) for file in list_files(url) if is_looked_at(file.name))
+    return with_goldens(Entry(*file) for file in list_files(url) if is_weight_file_or_goldens(file.name))

@@ -1,4 +1,4 @@
-"""A model that is kept at what a place says is desired."""
+"""Followers, which keep a model at the desired weights of a place."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .reconciler import Reconciler
 
 
 class FollowStatus(NamedTuple):
-    """What a process makes of what is desired: `agrees` where it serves just that.
+    """The status of a process that follows a place. `agrees`: whether it serves exactly the desired weights.
 
-    revision, desired: what it has read last; None before that, or where nothing is desired. served: the weights id that
-    new calls get. error: why it does not agree, or cannot read the place; empty if all is well.
+    revision: that of the last read; None before the first. desired: the desired weights id; None if there is none.
+    served: the weights id that new calls use. error: why it does not agree, or cannot read the place; else empty.
     """
 
     place: str
@@ -35,14 +35,14 @@ class FollowStatus(NamedTuple):
     error: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as plain values."""
+        """Return the fields by name, as plain values."""
         return self._asdict()
 
 
 class Follower(Watching):
-    """Follows a place in a thread of its own, until `stop()`, or until the model is dropped.
+    """A thread that follows a place, until `stop()`, or until the model is dropped. Made by `Model.follow()`.
 
-    Dropping the follower does not stop it. The end of the interpreter does; a forked child has none.
+    Dropping the follower does not stop it. The end of the interpreter does; a forked child does not have the thread.
     """
 
     def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
@@ -56,36 +56,36 @@ class Follower(Watching):
 
     @property
     def desired(self) -> DesiredState | None:
-        """What the place said last; None as long as it was never read."""
+        """The desired state at the last read; None before the first."""
         return self._reconciler.state
 
     @property
     def agrees(self) -> bool:
-        """Whether what it has read last is what is served."""
+        """True if the desired weights of the last read are served."""
         return self.status.agrees
 
     @property
     def status(self) -> FollowStatus:
-        """What is desired, and what is served."""
+        """The desired and the served weights, and whether they agree."""
         state, error = self._reconciler.state, self.last_error
-        store: Store | None = getattr(self._loop, "store", None)  # none after its end
+        store: Store | None = getattr(self._loop, "store", None)  # absent after the thread has ended
         served = store.gate.current.weights_id if store and store.gate.current else None
-        wanted = state.weights.weights_id if state and state.weights else None
+        desired = state.weights_id if state else None
         return FollowStatus(
             place=self.place.where,
             revision=state.revision if state else None,
-            desired=wanted,
+            desired=desired,
             served=served,
-            agrees=wanted is not None and wanted == served,
+            agrees=desired is not None and desired == served,
             reachable=self._reconciler.reachable,
             on_hold=state is not None and state.hold is not None,
             error=text_of(error) if error else "",
         )
 
     def wait(self, timeout: float | None = None, *, revision: int = 0) -> bool:
-        """Wait, for at most `timeout` seconds, until the model serves what is desired. Returns whether it does.
+        """Wait, for at most `timeout` seconds, until the model serves the desired weights. Return whether it does.
 
-        revision: what was desired before that one does not count.
+        revision: wait for the weights of this revision or a later one.
         """
         check_timeout(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout

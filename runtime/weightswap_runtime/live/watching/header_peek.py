@@ -1,4 +1,4 @@
-"""A look at the header of a watched file, without swapping it in."""
+"""Peeks at the headers of watched files, without swapping them in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class HeaderPeek(NamedTuple):
-    """What a file's header says. `base` is what a delta starts from; `error` is why the header cannot be read."""
+    """The content of a file's header. `base`: the base weights of a delta. `error`: why the header cannot be read."""
 
     weights_id: str | None = None
     base: str | None = None
@@ -22,7 +22,7 @@ class HeaderPeek(NamedTuple):
 
 
 def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:
-    """Look at a file's header. `check` is called while an answer is waited for. Raises StageCancelled, from it."""
+    """Read a file's header. `check` is called during the wait for a response, and may raise StageCancelled."""
     try:
         with open_weights(path, check) as weights:
             if delta := delta_stamp(weights):
@@ -30,13 +30,13 @@ def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:
             return HeaderPeek(weights.stamp.weights_id if weights.stamp else None)
     except StageCancelled:
         raise
-    except Exception as error:  # a swap will say it again
+    except Exception as error:  # a swap will raise it again
         without_traceback(error)
         return HeaderPeek(error=error)
 
 
 def without_traceback(error: _Error) -> _Error:
-    """The error; the frames that it and its causes have come through, which hold the model, are let go."""
+    """Return the error without the tracebacks of it and its causes, whose frames keep the model alive."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in links:

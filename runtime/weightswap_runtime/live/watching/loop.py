@@ -1,4 +1,4 @@
-"""A thread that looks at something again and again, and puts what it finds behind a model."""
+"""The thread behind watchers and followers: it looks at a directory or place repeatedly, and swaps weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 
 
 class Subject(NamedTuple):
-    """What the weights are put behind, and how: `request` is that of every swap."""
+    """The model to swap weights into, and `request`, the options of every swap."""
 
     model: Caller
     store: Store
@@ -47,19 +47,19 @@ class Subject(NamedTuple):
 
 
 class Looker(Protocol):
-    """What is done at each look."""
+    """The work of each look."""
 
     last_error: BaseException | None
 
     def look(self, target: ModelTarget) -> float:
-        """Take what can be taken. Returns after how many seconds to look again."""
+        """Serve what can be served. Return the seconds until the next look."""
         ...
 
 
 class Watching(AbstractContextManager["Watching"]):
-    """Looks in a thread of its own, until `stop()`, or until the model is dropped.
+    """A background thread that keeps a model's weights current, until `stop()`, or until the model is dropped.
 
-    Dropping this does not stop it. The end of the interpreter does; a forked child has none.
+    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -69,28 +69,28 @@ class Watching(AbstractContextManager["Watching"]):
 
     @property
     def alive(self) -> bool:
-        """Whether it still looks."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     @property
     def last_error(self) -> BaseException | None:
-        """What went wrong last; None again once weights were taken, or the place could be read again."""
+        """The last error; None again once weights were taken, or the place could be read again."""
         return next((looker.last_error for looker in self._loop.lookers if looker.last_error is not None), None)
 
     @property
     def place(self) -> DesiredPlace | None:
-        """The place of the desired state that it keeps the model at."""
+        """The place with the desired state that the model is kept at, if any."""
         return self._loop.promotion.place if self._loop.promotion is not None else None
 
     def look_soon(self) -> None:
-        """Look now, and not only after the interval."""
-        self._loop.ring()
+        """Look now instead of after the interval."""
+        self._loop.wake()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Stop looking. A staging under way is cancelled; a commit that waits for calls or pins is not.
+        """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
 
-        Waits for at most `timeout` seconds until the thread has ended. Returns whether it has. From a callback it
-        does not wait.
+        Wait for at most `timeout` seconds until the thread has ended, and return whether it has. In a callback it does
+        not wait.
         """
         seconds = join_seconds(timeout)
         self._loop.stop()
@@ -109,13 +109,13 @@ class Watching(AbstractContextManager["Watching"]):
 
 
 def check_interval(interval: Any) -> None:
-    """Raise Unsupported for what is no time between two looks."""
+    """Raise Unsupported for an invalid time between two looks."""
     if not (is_number(interval) and interval > 0):
         raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
 
 
 class Loop:
-    """What the thread does. It refers to the model only while it looks."""
+    """The work of the thread. It refers to the model only during a look, so that the model can be dropped."""
 
     def __init__(
         self,
@@ -125,34 +125,34 @@ class Loop:
         callback: Listener | None,
         promotion: Promotion | None = None,
     ) -> None:
-        """Raises Unsupported for what cannot be meant."""
+        """Check the options. Raises Unsupported."""
         check_interval(interval)
         subject.request.check()
-        Job(subject.request.rate_limit)
+        Job(subject.request.rate_limit)  # checks the limit
         model, self.store, self.member, self.request = subject
         self.promotion = promotion
         self.lookers = lookers
         current = self.store.gate.current
-        self.began = -1 if current is None or self.store.inherited else current.generation
+        self.first_generation = -1 if current is None or self.store.inherited else current.generation
         self.stopping = False
         self.job: Job | None = None
         self._interval = interval
         self._callback = callback
         self._model = weakref.ref(model)
         self._thread: int | None = None
-        self._bell: SimpleQueue[None] = SimpleQueue()  # safe to ring from a finalizer
-        self._unlisten = self.store.events.listen(self._pass_on)
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, for finalizers
+        self._unlisten = self.store.events.listen(self._forward)
         self._finalizer = weakref.finalize(model, self.stop)
 
     def stop(self) -> None:
         self.stopping = True
         if (job := self.job) is not None:
             job.cancel()
-        self.ring()
+        self.wake()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End the wait for the next look."""
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     def run(self) -> None:
         self._thread = threading.get_ident()
@@ -162,11 +162,11 @@ class Loop:
         finally:
             self._unlisten()
             self._finalizer.detach()
-            del self.store, self.member  # whoever keeps the watcher keeps no weights
+            del self.store, self.member  # a reference to the watcher must not keep the weights alive
 
     def _wait(self, seconds: float) -> None:
         with suppress(Empty):
-            self._bell.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
 
     def _look(self, looker: Looker) -> float:
         model = self._model()
@@ -175,22 +175,22 @@ class Loop:
             return 0.0
         try:
             return looker.look(ModelTarget(model._methods, self))
-        except BaseException as error:  # a listener may raise SystemExit, which would end this thread without a word
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
             _log.exception("a look failed")
             looker.last_error = without_traceback(error)
             return self._interval
 
-    def _pass_on(self, event: Event) -> None:
-        """Only what this thread does is told to the callback."""
+    def _forward(self, event: Event) -> None:
+        """Call the callback with the events that this thread causes."""
         if self._callback is not None and self._thread == threading.get_ident():
             try:
                 self._callback(event)
-            except BaseException:  # also one that would end the process, elsewhere
+            except BaseException:  # also SystemExit
                 _log.exception("%r failed", self._callback)
 
 
 class ModelTarget:
-    """The model, for the length of one look."""
+    """The model, for one look."""
 
     def __init__(self, methods: Methods, loop: Loop) -> None:
         self._methods = methods
@@ -211,47 +211,47 @@ class ModelTarget:
 
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         with self._turn() as job:
-            # of a part, only the staging tells which weights it leads to
-            if weights_id is not None and not self._loop.request.only and not self._wants(path, weights_id):
+            # the id that a part results in is known only after its staging
+            if weights_id is not None and not self._loop.request.only and not self._needs(path, weights_id):
                 return known
             promotion = self._loop.promotion
             if promotion is not None:
                 promotion.check(path, weights_id, self.check)
             with self._staged(job, path=path) as staged:
                 content = self._content(staged)
-                if content != known and self._wants(path, staged.weights_id):
+                if content != known and self._needs(path, staged.weights_id):
                     if promotion is not None:
                         promotion.promote(path, staged, self._loop.member.artifact.graph_id)
                     staged.commit(timeout=self._loop.request.timeout)
                 return content
 
     def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
-        """Serve exactly these weights, if they are still wanted when they are staged. Raises what `swap` raises."""
+        """Serve exactly these weights, if `is_wanted` is still true when they are staged. Raises what `swap` raises."""
         with self._turn() as job:
-            if self.serves(weights.weights_id) or not is_wanted():  # others may have done it meanwhile
+            if self.serves(weights.weights_id) or not is_wanted():  # changed during the wait for the turn
                 return
             by = weights.by or self._loop.request.by
-            if self._rolls_back_to(weights.weights_id, by):
+            if self._try_rollback(weights.weights_id, by):
                 return
             onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
             with self._staged(job, path=path, expect=weights.weights_id, by=by, onto=onto) as staged:
                 if is_wanted():
                     staged.commit(timeout=self._loop.request.timeout)
 
-    def _rolls_back_to(self, weights_id: str, by: str) -> bool:
-        """Whether these weights were still in memory, so that nothing had to be read."""
+    def _try_rollback(self, weights_id: str, by: str) -> bool:
+        """Roll back to these weights, without reading, if they are still in memory. Return whether they were."""
         if self._store.previous_id != weights_id:
             return False
         request = self._loop.request
         try:
             self._store.rollback(self._loop.member, by, request.patience, request.timeout, weights_id)
-        except NothingToRollBack:  # meanwhile
+        except NothingToRollBack:  # another thread has staged or committed meanwhile
             return False
         return True
 
     @contextmanager
     def _turn(self) -> Iterator[Job]:
-        """The turn of this thread to swap, with a job that `stop()` cancels."""
+        """Hold this thread's turn to swap within the block; yield a job that `stop()` cancels."""
         with self._store.turns.wait_for_turn(self.check):
             self._loop.job = job = Job(self._loop.request.rate_limit)
             if self._loop.stopping:
@@ -270,16 +270,16 @@ class ModelTarget:
             yield staged
 
     def _content(self, staged: Staged) -> str:
-        """The weights id, or of a part what would be that if there were nothing else."""
+        """Return the weights id; for a part, the id of the part alone."""
         manifest, identity = self._loop.member.artifact.manifest, staged.identity
         if not (only := self._loop.request.only):
             return identity.weights_id
         return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
-    def _wants(self, path: str | Path, weights_id: str) -> bool:
-        """Whether these weights are not served yet: others may have put them in. Raises Superseded.
+    def _needs(self, path: str | Path, weights_id: str) -> bool:
+        """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
 
-        Where they are promoted, the place knows what was rolled back.
+        With a promotion, the place knows what was rolled back.
         """
         if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
             where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
@@ -290,9 +290,9 @@ class ModelTarget:
         return not self.serves(weights_id)
 
     def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
-        """The rollback that took these weights away, since the watching began; None if they came back after it."""
+        """Return the rollback from these weights since the watcher began; None if they were committed again."""
         for receipt in reversed(tuple(self._store.history)):
-            if receipt.generation <= self._loop.began or receipt.weights_id == weights_id:
+            if receipt.generation <= self._loop.first_generation or receipt.weights_id == weights_id:
                 return None
             if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
                 return receipt

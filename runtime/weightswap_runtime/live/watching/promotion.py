@@ -1,4 +1,4 @@
-"""When a watched file becomes what is desired."""
+"""Promotions: the conditions under which a watched file becomes the desired weights of a place."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Policy = Literal["newest", "proven"]
 
 
 class Promotion(NamedTuple):
-    """Where weights are promoted, when, and who says so."""
+    """The place to promote weights in, the policy, and the name of the promoter."""
 
     place: DesiredPlace
     policy: Policy
     by: str
 
     def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
-        """Raise Held, Superseded or DesiredError where nothing would come of a staging."""
+        """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
         self.place.check_promotable(path, weights_id, check)
 
     def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
-        """Desire what was staged. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
         self.place.promote(path, known=known, by=self.by, why=self.policy, may=partial(self._check_order, path))
 
-    def begun(self, entries: Iterable[Entry]) -> AbstractSet[str]:
-        """The names of the files of a directory that the place knows. Raises DesiredError."""
+    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
         known = {str(self.place.locate(weights)) for weights in self.place.read().known}
         return {entry.name for entry in entries if str(entry.path) in known}
 
     def _check_order(self, path: str | Path, state: DesiredState) -> None:
-        """Raise Superseded where a later file of the directory was faster, through another watcher."""
+        """Raise Superseded if another watcher has promoted a later file of the directory."""
         folder, _, name = str(path).rpartition("/")
         for weights in state.known:
             known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
@@ -54,7 +54,7 @@ class Promotion(NamedTuple):
 
 
 def check_promotion_policy(policy: str) -> None:
-    """Raise Unsupported for what is no policy."""
+    """Raise Unsupported for an unknown policy."""
     if policy not in get_args(Policy):
         raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
 

@@ -1,4 +1,4 @@
-"""The reconciler makes what is desired of what is served. It knows no thread and no clock of its own."""
+"""The reconciler, which makes a model serve the desired weights. It has no thread and no clock of its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .directory import open_directory
 from .header_peek import without_traceback
 from .intake import Target, delay, is_transient
 
-_Found = Mapping[str | Path, Hashable]  # what a listing said of files
+_Fingerprints = Mapping[str | Path, Hashable]  # by path
 
 
 class FollowTarget(Target, Protocol):
-    """What is kept at what is desired."""
+    """The model that is kept at the desired weights."""
 
     @property
     def serves_nothing(self) -> bool: ...
@@ -30,16 +30,16 @@ class FollowTarget(Target, Protocol):
 
 
 class Reconciler:
-    """Keeps a model at what a place says. `look()` is called again and again.
+    """The reconciliation of a model with a place. A loop calls `look()` repeatedly.
 
-    What cannot be served is tried again when the place says something new, when the file changes, and, if another try
-    may mend it, after longer and longer pauses. Where nothing is served yet, or what was withdrawn, the last good
-    weights of the history are.
+    Weights that cannot be served are retried when the place has a new revision, when the file changes, and, if the
+    error is transient, after growing pauses. If nothing is served meanwhile, or weights that were withdrawn, the
+    reconciler serves the last good weights of the history.
     """
 
     def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.last_error: BaseException | None = None
-        self.state: DesiredState | None = None  # what was read last
+        self.state: DesiredState | None = None  # the last one read
         self.reachable = True
         self._place = place
         self._interval = interval
@@ -48,7 +48,7 @@ class Reconciler:
         self._refusal: _Refusal | None = None
 
     def look(self, target: FollowTarget) -> float:
-        """Serve what is desired. Returns after how many seconds to look again."""
+        """Serve the desired weights. Return the seconds until the next look."""
         with suppress(StageCancelled):
             try:
                 state = self._read(target.check)
@@ -62,7 +62,7 @@ class Reconciler:
         return self._interval
 
     def forget_refusal(self) -> None:
-        """Try again what was refused, as it is judged otherwise now."""
+        """Retry refused weights at the next look, as the caller's conditions have changed."""
         self._refusal = None
 
     def _read(self, check: Callable[[], None]) -> DesiredState:
@@ -82,46 +82,45 @@ class Reconciler:
         self.reachable, self.last_error = False, without_traceback(error)
         if self._outages == 1:
             target.tell("unreachable", self._place.where, error)
-        # to ask a local directory costs nothing
+        # reading a local directory is cheap, so it needs no longer pauses
         return self._interval if self._place.is_local else delay(self._interval, self._outages)
 
     def _serve(self, state: DesiredState, target: FollowTarget) -> None:
-        wanted = state.weights
-        if wanted is None or target.serves(wanted.weights_id):
+        desired = state.weights
+        if desired is None or target.serves(desired.weights_id):
             self._refusal = self.last_error = None
         elif self._refusal is None or self._refusal.may_be_mended(self._clock()):
-            self._try(wanted, state, target)
+            self._try(desired, state, target)
 
-    def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
-        path = self._place.locate(wanted)
-        bases = [self._place.locate(base) for base in wanted.bases or ()]
-        seen = {each: _fingerprint(each) for each in (path, *bases)}  # before it is read: who mends it then is seen
+    def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
+        path = self._place.locate(desired)
+        bases = [self._place.locate(base) for base in desired.bases or ()]
+        fingerprints = {each: _fingerprint(each) for each in (path, *bases)}  # before reading, to notice later changes
         try:
-            target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
+            target.put(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
         except Exception as error:
-            self._refused(path, seen, error, target)
+            self._refuse(path, fingerprints, error, target)
         withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
 
-    def _still_wants(self, wanted: DesiredWeights, check: Callable[[], None]) -> bool:
-        """Whether the place still says so, as far as it can be read: a staging takes its time."""
+    def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
+        """Return whether these weights are still desired after their staging, as far as the place can be read."""
         try:
-            weights = self._place.read(check).weights
+            return self._place.read(check).weights_id == weights.weights_id
         except StageCancelled:
             raise
         except WeightswapError:
             return True
-        return weights is not None and weights.weights_id == wanted.weights_id
 
-    def _refused(self, path: str | Path, found: _Found, error: Exception, target: FollowTarget) -> None:
+    def _refuse(self, path: str | Path, files: _Fingerprints, error: Exception, target: FollowTarget) -> None:
         before, self.last_error = self._refusal, without_traceback(error)
         attempts = before.attempts + 1 if before else 1
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
-        self._refusal = _Refusal(found, str(error), attempts, retry_at)
+        self._refusal = _Refusal(files, str(error), attempts, retry_at)
         if not is_transient(error) and (before is None or before.text != str(error)):
             target.tell("skipped", printable(path), error)
 
@@ -131,27 +130,27 @@ class Reconciler:
                 target.put(self._place.locate(weights), self._place.located(weights), lambda: True)
             except StageCancelled:
                 raise
-            except Exception:  # events have told it
+            except Exception:  # reported as an event
                 continue
             return
 
 
 class _Refusal(NamedTuple):
-    """Why what is desired is not served, and what its files were then. `retry_at`: None where only others help."""
+    """A refusal of the desired weights, with the fingerprints of their files. `retry_at`: None if it is permanent."""
 
-    found: _Found
+    fingerprints: _Fingerprints
     text: str
     attempts: int
     retry_at: float | None
 
     def may_be_mended(self, now: float) -> bool:
-        if any(_fingerprint(path) not in (None, found) for path, found in self.found.items()):
+        if any(_fingerprint(path) not in (None, before) for path, before in self.fingerprints.items()):
             return True
         return self.retry_at is not None and now >= self.retry_at
 
 
 def _fingerprint(path: str | Path) -> Hashable:
-    """What a listing says of a file and its goldens; None where it says nothing."""
+    """Return the fingerprint of a file and its goldens, from a listing; None if that fails."""
     try:
         location = as_location(path)
         folder = location.parent

@@ -1,4 +1,4 @@
-"""A model that is kept at the newest weights of a directory."""
+"""Watchers, which keep a model at the newest weights of a directory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .reconciler import Reconciler
 
 
 class Watcher(Watching):
-    """Watches a directory in a thread of its own, until `stop()`, or until the model is dropped.
+    """A thread that watches a directory, until `stop()`, or until the model is dropped. Made by `Model.watch()`.
 
-    Dropping the watcher does not stop it. The end of the interpreter does; a forked child has none.
+    Dropping the watcher does not stop it. The end of the interpreter does; a forked child does not have the thread.
     """
 
     def __init__(
@@ -35,24 +35,28 @@ class Watcher(Watching):
         _check_part(subject, promotion)
         self.directory = printable(directory)
         listing = open_directory(directory)
-        self._intake = Intake(self.directory, listing, interval, start, begun=promotion.begun if promotion else None)
+        known_names = promotion.known_names if promotion else None
+        self._intake = Intake(self.directory, listing, interval, start, known_names=known_names)
         lookers: tuple[Looker, ...] = (self._intake,)
-        if promotion is not None:  # what is desired comes first: another may have written it, or an operator
+        if promotion is not None:  # desired weights come first: an operator or another watcher may have set them
             lookers = (Reconciler(promotion.place, interval), self._intake)
         super().__init__(Loop(subject, lookers, interval, callback, promotion))
 
     @property
     def skipped(self) -> dict[str, BaseException]:
-        """Why files were passed over, by name, in order; only those that still are in the directory.
+        """The errors of skipped files that are still in the directory, by name, in order.
 
-        One whose weights are served all the same, as somebody has swapped them in by hand, goes at the next look.
+        A file whose weights were swapped in by hand is no longer listed after the next look.
         """
         return self._intake.skipped
 
     @property
     def waiting(self) -> dict[str, BaseException]:
-        """Why files of the directory wait, by name, in order: deltas from weights that are not served, and files that
-        are cut off, as they may still be being copied: those are skipped after a minute without a change."""
+        """The reasons why files of the directory wait, by name, in order.
+
+        Deltas wait for their base weights, truncated files for their writer: after a minute without a change, they are
+        skipped.
+        """
         return self._intake.waiting
 
     def __repr__(self) -> str:
@@ -63,7 +67,7 @@ def _check_part(subject: Subject, promotion: Promotion | None) -> None:
     if not subject.request.only:
         return
     if promotion is not None:
-        raise Unsupported("only, promote: a part of a set is nothing that a new process could start from; promote full")
+        raise Unsupported("only, promote: a new process could not start from a part of a set; promote full sets")
     if subject.store.gate.current is None:
         raise Unsupported(
             "only: a part of a set goes into weights that are served, and none are; load the model with weights first"

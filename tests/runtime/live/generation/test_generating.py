@@ -1,4 +1,4 @@
-"""Generation: transformers' own `generate`, token by token, and what a swap in the middle does."""
+"""Generation: the tokens are those of transformers' `generate`, and a swap in the middle follows the policy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _CONFIGS = {"GPT2LMHead": "GPT2Config"}
 
 
 def built(family: str, seed: int = 0) -> Any:
-    """A tiny model with random weights, all of which matter."""
+    """A tiny model with random weights, each of which affects the output."""
     import transformers
 
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**FAMILIES[family])
@@ -95,7 +95,7 @@ def built(family: str, seed: int = 0) -> Any:
 
 
 def expected(model: Any, prompts: list[list[int]], new: int, **options: Any) -> list[list[int]]:
-    """What transformers generates, without the prompts and what follows an end."""
+    """Return the tokens that transformers generates, without the prompts, up to the end token."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -105,7 +105,7 @@ def expected(model: Any, prompts: list[list[int]], new: int, **options: Any) -> 
 
 
 def long_phi(original: int) -> Any:
-    """A model whose frequencies are others beyond a length."""
+    """A model whose rotary frequencies change beyond a length."""
     import transformers
 
     turning = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -388,7 +388,7 @@ def test_sampling_with_the_same_noise_equals_transformers(one: Exported, monkeyp
         return int(np.searchsorted(sums, number * sums[-1], side="right"))
 
     class Draws:
-        """Stands for numpy's generator."""
+        """A fake of numpy's generator."""
 
         def __init__(self, seed: int | None) -> None:
             self._noise = iter(noise)
@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused(call: Any, error: type[Exception], text: str, one: Exported) -> None:
+def test_invalid_arguments_are_refused(call: Any, error: type[Exception], text: str, one: Exported) -> None:
     model = one.served(residency="single")
     with pytest.raises(error, match=text):
         call(model)
@@ -573,7 +573,7 @@ main()
 @pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
 @pytest.mark.slow
 def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
-    """Nor the exporter, and tokenizers for text alone."""
+    """It does not need the exporter either, and tokenizers only for text."""
     given = [f"{blocked},weightswap_exporter", one.artifact.path, one.files[0], tokenizer]
     command = [sys.executable, "-W", "error", "-c", LIGHT, *map(str, given)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Variants on the engines that artifacts are compiled for."""
+"""Variants on compiled engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightswap_runtime.engines.torch.variants import ChosenTensors
 
 
 class Compiled(Files):
-    """The same, compiled for one engine."""
+    """Files whose artifact is also compiled for one engine."""
 
     engine: str
 
@@ -94,7 +94,7 @@ def test_memory_goes_with_the_name_and_the_last_call(model: Model) -> None:
     assert memory() is None
 
 
-def test_what_does_not_take_its_variants_is_found_when_it_is_compiled(
+def test_a_compiled_method_that_ignores_its_variants_is_refused(
     files: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = Artifact.open(files.artifact.folder)
@@ -109,7 +109,7 @@ def test_interleaved_with_contexts(files: Compiled) -> None:
 
 
 def test_where_they_part_is_looked_for(files: Compiled) -> None:
-    """Without a variant, which is zeros, and not what memory had before."""
+    """Both sides run without a variant, which means zeros and not uninitialised memory."""
     same, other = ([Run(files.weights[0], "torch"), Run(files.weights[seed], files.engine)] for seed in (0, 1))
     cases = {"forward": [((X,), {})]}
     assert first_divergence(files.artifact.path, *same, cases=cases) is None

@@ -49,7 +49,7 @@ def base() -> Any:
 
 
 def tuned(seed: int = 1, **config: Any) -> Any:
-    """PEFT's model, with values that a training might have left."""
+    """Return PEFT's model, with values as after a training."""
     import peft
 
     model = peft.get_peft_model(base(), peft.LoraConfig(**config)).eval()
@@ -160,7 +160,7 @@ def test_a_link_that_is_turned_to_another_directory_in_the_middle(
 
 
 def _turning(config: Any, link: Path) -> Any:
-    """The same, after the link was turned to a variant of the same configuration but for its values."""
+    """A link to a directory is redirected, between the two reads, to a variant that differs only in its values."""
     source = link.resolve()
     doubled = link.with_name("doubled")
     doubled.mkdir()

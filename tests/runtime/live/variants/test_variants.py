@@ -1,4 +1,4 @@
-"""Variants: sets of tensors that calls choose, over one set of weights that swaps apart from them."""
+"""Variants: sets of tensors that calls choose, over one set of weights that is swapped independently."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ X = torch.arange(WIDTH, dtype=torch.float32).reshape(1, WIDTH)
 
 
 class Tuned(nn.Module):
-    """A layer with two groups of tensors that may be variable, and a sum of all that it was given."""
+    """A layer with two groups of tensors that may be variants, and a running sum of its inputs."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_pin_does_not_take_what_goes_with_other_weights(files: Files) -> None:
     ("wanted", "text"),
     [({"low": "a"}, "'a'"), ({"high": "a"}, "'high'"), ("low", "expected a dict"), ({"low": 3}, "has no 3")],
 )
-def test_what_is_not_resident_is_refused_by_name(model: Model, files: Files, wanted: Any, text: str) -> None:
+def test_variants_that_are_not_resident_are_refused_by_name(model: Model, files: Files, wanted: Any, text: str) -> None:
     with pytest.raises(UnknownVariant, match=text):
         model(X, variants=wanted)
     assert torch.equal(model(X), answer(files, 0))
@@ -291,7 +291,7 @@ ANY = -1  # variants of a context that was loaded onto other weights
 
 @dataclass
 class Held:
-    """A context, the state that it should have, and what that was made with: None and ... before the first call."""
+    """A context, its expected state, and what that was made with (None and ... before the first call)."""
 
     context: Context
     total: torch.Tensor
@@ -303,7 +303,7 @@ class Held:
 
 
 class Interleaved(RuleBasedStateMachine):
-    """Calls, saves, loads, swaps, rollbacks and variants, against an eager model for each context."""
+    """A random sequence of calls, saves, loads, swaps, rollbacks and variants, checked against eager models."""
 
     files: Files
     engine = "torch"

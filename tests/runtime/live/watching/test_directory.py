@@ -1,4 +1,4 @@
-"""Listings of directories: which files count, in which order, and what shows that one changed."""
+"""Listings of directories: which files count, their order, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_file_url_lists_what_the_path_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", [7, None, b"bytes", "nothing-known://x"])
-def test_what_is_no_directory(directory: object) -> None:
+def test_an_argument_that_is_no_directory(directory: object) -> None:
     with pytest.raises(Unsupported):
         open_directory(directory)  # type: ignore[arg-type]
 

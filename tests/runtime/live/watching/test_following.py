@@ -1,4 +1,4 @@
-"""A model that follows a place: it serves what is desired, and serves on whatever becomes of the place."""
+"""Followers: a model serves the desired weights of a place, and goes on if the place fails."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
 def test_a_delta_is_tried_again_when_the_base_that_it_lacked_is_there(
     model: Model, service: Service, delta: Any, tmp_path: Path
 ) -> None:
-    """Or when other weights have been in its place."""
+    """It is also tried again if the file of the base held other weights meanwhile."""
     service.set(0)
     base = service.folder / "v0.safetensors"
     content = base.read_bytes()
@@ -147,7 +147,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-def test_a_document_that_is_none_changes_nothing(content: bytes, model: Model, service: Service) -> None:
+def test_an_invalid_document_changes_nothing(content: bytes, model: Model, service: Service) -> None:
     service.set(1)
     document = service.folder / "desired.json"
     with model.follow(service.folder, SOON) as follower:
@@ -273,7 +273,7 @@ def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtif
 
 
 def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, service: Service) -> None:
-    """Where what a rollback leads to is refused: as in a process that starts then."""
+    """The target of the rollback is refused, so the history decides, as in a process that starts then."""
     service.set(1)
     second = service.folder / "v2.safetensors"
     values = service.tiny.values(2)
@@ -288,7 +288,7 @@ def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, serv
         assert (follower.status.revision, follower.agrees) == (state.revision, False)
 
 
-def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
+def test_weights_that_are_no_longer_desired_after_staging_are_not_served(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(service.tiny.path)
@@ -307,7 +307,7 @@ def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
     assert bad not in served
 
 
-def test_what_is_still_there_is_served_again_without_its_file(service: Service) -> None:
+def test_weights_still_in_memory_are_served_again_without_their_file(service: Service) -> None:
     model = load(service.tiny.path)
     service.set(1)
     with model.follow(service.folder, SOON) as follower:
@@ -389,7 +389,7 @@ def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.M
     assert [event.kind for event in events if event.kind == "unreachable"] == ["unreachable"]
 
 
-def test_stopping_and_closing_end_it(service: Service) -> None:
+def test_stopping_and_closing_end_the_follower(service: Service) -> None:
     model = load(service.tiny.path)
     service.set(1)
     follower = model.follow(service.folder, SOON)
@@ -407,7 +407,7 @@ def test_stopping_and_closing_end_it(service: Service) -> None:
         model.follow(service.folder)
 
 
-def test_a_forked_child_has_none(service: Service) -> None:
+def test_a_forked_child_does_not_follow(service: Service) -> None:
     model = load(service.tiny.path)
     service.set(1)
     with model.follow(service.folder, SOON) as follower:
@@ -443,7 +443,7 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
         ({"keys": "names"}, "keys='names'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
     with pytest.raises(Unsupported, match=says):
         model.follow(**{"place": service.folder, **options})
     assert model._watchers == []
@@ -460,7 +460,7 @@ def test_a_relative_place_stays_what_it_was(
     follower.stop()
 
 
-def test_another_try_is_made_after_longer_and_longer(service: Service) -> None:
+def test_retries_wait_longer_and_longer(service: Service) -> None:
     place = DesiredPlace(service.folder)
     service.set(1)
     (service.folder / "v1.safetensors").unlink()
@@ -493,7 +493,7 @@ def test_another_try_is_made_after_longer_and_longer(service: Service) -> None:
     assert tries[-1] == now[0]  # the place says something new
 
 
-def test_what_is_mended_while_it_is_refused_is_tried_again(service: Service) -> None:
+def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -> None:
     service.set(0)
     path, tries = service.folder / "v0.safetensors", []
 

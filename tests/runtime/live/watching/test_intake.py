@@ -1,4 +1,4 @@
-"""Which files an intake takes, when, and in which order; with a clock that the tests turn."""
+"""The files that an intake takes, when, and in which order, with a clock that the tests control."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_files_that_have_gone_are_remembered_up_to_a_number(desk: Desk, monkeypa
     for seed in range(9):
         desk.write("latest", seed)
         desk.look()
-    assert len(desk.intake._gone) == 3
+    assert len(desk.intake._removed) == 3
     assert len(desk.taken) == 9
 
 

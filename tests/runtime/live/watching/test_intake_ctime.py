@@ -1,4 +1,4 @@
-"""What an intake makes of a file of which nothing but ctime changes: a rewrite in disguise, a mode, a name."""
+"""Files of which only the ctime changes: a rewrite with its times restored, a new mode, a new hard link."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def there_and_back(path: Path) -> None:
 
 @pytest.fixture(params=[mode, other_name, there_and_back], ids=lambda touch: touch.__name__)
 def touch(request: pytest.FixtureRequest) -> Callable[[Path], None]:
-    """A change that leaves the content alone."""
+    """A function that changes a file's ctime but not its content."""
 
     def work(path: Path) -> None:
         before = path.stat()
@@ -43,7 +43,7 @@ def touch(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 
 def plain(desk: Desk, name: str, seed: int) -> Path:
-    """Without digests."""
+    """Write a file without digests."""
     path = desk.folder / f"{name}.safetensors"
     safetensors.torch.save_file(desk.tiny.values(seed), path.with_suffix(".new"))
     return path.with_suffix(".new").replace(path)
@@ -90,7 +90,7 @@ def test_what_was_rolled_back_is_not_taken_again(desk: Desk, touch: Callable[[Pa
 
 
 def test_old_files_are_not_told_of_again(desk: Desk, touch: Callable[[Path], None]) -> None:
-    """As where a retention keeps some checkpoints as links."""
+    """A retention job may keep some checkpoints as hard links."""
     paths = [desk.write(f"v{seed}", seed) for seed in (1, 2)]
     looks(desk)
     desk.write("v3", 3)

@@ -1,4 +1,4 @@
-"""What an intake skips, tries again, and gives up; with a clock that the tests turn."""
+"""Failures of an intake: what it skips and what it retries, with a clock that the tests control."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TRANSIENT = [
 
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=lambda error: type(error).__name__)
-def test_what_another_try_may_mend_is_tried_again_and_again_later(error: Exception, desk: Desk) -> None:
+def test_transient_failures_are_retried_after_growing_pauses(error: Exception, desk: Desk) -> None:
     desk.look()
     desk.write("v1", 1)
     desk.errors["v1"] = [error] * 10
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_read_does_not_keep_a_later_one(desk: Desk) -> Non
     assert desk.told == [("skipped v1", "Superseded")]
 
 
-def test_a_model_that_is_busy_is_not_asked_for_each_file(desk: Desk) -> None:
+def test_a_busy_model_is_tried_once_per_look(desk: Desk) -> None:
     desk.look()
     for seed in (1, 2, 3):
         desk.write(f"v{seed}", seed)

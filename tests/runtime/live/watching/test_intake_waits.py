@@ -1,4 +1,4 @@
-"""What an intake waits for: files that are being copied, and the weights that a delta starts from."""
+"""The waits of an intake: for files that are being copied, and for the base weights of a delta."""
 
 from __future__ import annotations
 

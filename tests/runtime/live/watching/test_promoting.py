@@ -1,4 +1,4 @@
-"""A watcher that says what is desired: it undoes nothing that an operator has done, in this life or the next."""
+"""Watchers that promote: they undo no change of an operator, also after a restart."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_two_watchers_of_one_place_agree(tiny: TinyArtifact, directory: Director
 
 
 def test_a_watcher_that_was_slower_does_not_go_back(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
-    """What another watcher has promoted while this one staged an earlier file."""
+    """Another watcher has promoted a later file while this one staged an earlier one."""
     model = load(tiny.path)
 
     def hurry(event: Event) -> None:
@@ -186,7 +186,7 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
     ("options", "says"),
     [({"policy": "best"}, "policy='best'"), ({"only": "bias"}, "only, promote"), ({"promote": 7}, "got a int")],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_invalid_arguments_are_refused(
     options: dict[str, Any], says: str, tiny: TinyArtifact, directory: Directory, service: Service
 ) -> None:
     model = load(tiny.path)

@@ -1,4 +1,4 @@
-"""Watching in a thread: it takes what appears, ends when it is told to, and holds nothing that nobody needs."""
+"""Watchers: the thread takes new files, calls its callback, and logs."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_swap_by_hand_in_between_is_waited_for(model: Model, directory: Direct
     with model.watch(directory.path, SOON) as watcher:
         with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))) as staged:
             directory.write(1)
-            assert eventually(model._store.turns._swapping.locked)
+            assert eventually(model._store.turns._swap_lock.locked)
             staged.commit()
         assert eventually(lambda: model.generation == 1)
         assert serves(model, 1)
@@ -266,7 +266,7 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
         ({"directory": "nothing-known://x"}, "nothing-known://"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(
+def test_invalid_arguments_are_refused_at_once(
     options: dict[str, Any], says: str, tiny: TinyArtifact, tmp_path: Path
 ) -> None:
     model = load(tiny.path)

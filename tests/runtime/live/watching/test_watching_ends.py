@@ -1,4 +1,4 @@
-"""Whatever ends a watching, and what a stop does not wait for."""
+"""Ends of a watcher, and what its stop does not wait for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weightswap_runtime.threads.job import Job
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Stagings go on until they are cancelled; the event says that one has begun."""
+    """Let stagings run until they are cancelled; return a threading.Event that is set when one has begun."""
     begun = threading.Event()
 
     def stage(store: Store, member: object, request: object, job: Job) -> None:
@@ -80,9 +80,9 @@ def test_stop_cancels_a_long_staging(model: Model, directory: Directory, held: t
 
 def test_stop_does_not_wait_for_a_swap_by_hand(model: Model, directory: Directory) -> None:
     directory.write(1)
-    with model._store.turns._swapping:
+    with model._store.turns._swap_lock:
         watcher = model.watch(directory.path, SOON)
-        assert eventually(lambda: watcher._intake._old is not None)
+        assert eventually(lambda: watcher._intake._initial_names is not None)
         assert watcher.stop(30)
     assert model.generation is None
 
@@ -91,7 +91,7 @@ def test_stop_does_not_wait_for_a_staging_by_hand(model: Model, directory: Direc
     directory.write(1)
     with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))):
         watcher = model.watch(directory.path, SOON)
-        assert eventually(model._store.turns._swapping.locked)
+        assert eventually(model._store.turns._swap_lock.locked)
         assert watcher.stop(30)
     assert model.generation is None
 
@@ -128,7 +128,7 @@ def test_a_watcher_that_begins_while_its_model_closes_ends(
 def test_a_watcher_that_is_waiting_ends_with_its_model(tiny: TinyArtifact, directory: Directory) -> None:
     model = load(tiny.path)
     watcher = model.watch(directory.path, 1e9)
-    assert eventually(lambda: watcher._intake._old is not None)
+    assert eventually(lambda: watcher._intake._initial_names is not None)
     del model
     gc.collect()
     assert eventually(lambda: not watcher.alive)

@@ -1,4 +1,4 @@
-"""Weights that were rolled back stay away while a directory is watched."""
+"""Rollbacks during a watch: weights that were rolled back are not taken again."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_part_of_weights_that_were_rolled_back_gives_others(
     assert [receipt.kind for receipt in model.history] == ["full", "full", "rollback", "partial"]
 
 
-def test_what_another_has_put_in_while_the_turn_was_waited_for_is_not_put_in_again(
+def test_weights_swapped_in_by_another_during_the_wait_are_not_swapped_again(
     model: Model, directory: Directory, tmp_path: Path
 ) -> None:
     events: list[Event] = []
-    with model._store.turns._swapping:
+    with model._store.turns._swap_lock:
         watcher = model.watch(directory.path, SOON, callback=events.append)
         path = directory.write(1)
         assert eventually(lambda: looked_at(watcher, path.name))
