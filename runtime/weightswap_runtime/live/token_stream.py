@@ -50,7 +50,9 @@ class Prompts:
         tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
         tokenizer = self._tokenizer
         if texts and tokenizer is None:
-            raise InputMismatch("generate", ["stop: texts end texts; give the prompt as text, or the stop as tokens"])
+            raise InputMismatch(
+                "generate", ["stop: a text ends texts only; give the prompt as text, or the stop as tokens"]
+            )
 
         def ended(tokens: Sequence[int]) -> bool:
             if any(tail and list(tokens[-len(tail) :]) == tail for tail in tails):
@@ -76,7 +78,11 @@ class Prompts:
 
 
 def _is_stop(stop: Any) -> bool:
-    return isinstance(stop, str | int) or (isinstance(stop, Sequence) and all(isinstance(item, int) for item in stop))
+    return isinstance(stop, str) or all(map(_is_token, stop if isinstance(stop, Sequence) else [stop]))
+
+
+def _is_token(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def _is_texts(prompt: Any) -> bool:

@@ -435,6 +435,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
     "half a choice": (lambda m: m.generate(PROMPT, top_k=2.5), Unsupported, r"top_k=2\.5"),
     "seed": (lambda m: m.generate(PROMPT, seed=-1), Unsupported, "seed=-1"),
     "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty text"),
+    "a flag to stop at": (lambda m: m.generate(PROMPT, stop=True), InputMismatch, "stop: expected tokens"),
     "bytes to stop at": (lambda m: m.generate(PROMPT, stop=b"."), InputMismatch, "stop: expected tokens"),
     "no stop": (lambda m: m.generate(PROMPT, stop=None), InputMismatch, "stop: expected tokens"),
     "half a stop": (lambda m: m.generate(PROMPT, stop=[2.5]), InputMismatch, "stop: expected tokens"),
