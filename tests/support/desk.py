@@ -1,4 +1,4 @@
-"""An intake at work: a directory, a model, and a clock that the tests turn."""
+"""Harness for tests of an intake: a watched directory, a model, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL = 5.0
 
 
 def in_place(path: Path, content: bytes) -> None:
-    """Rewrite a file as nobody should: size, inode and time of modification are as before."""
+    """Rewrite a file in place, against the rules; size, inode and modification time stay the same."""
     status = path.stat()
     assert len(content) == status.st_size
     with path.open("r+b") as file:
@@ -29,7 +29,7 @@ def in_place(path: Path, content: bytes) -> None:
 
 
 class Desk:
-    """A directory, the model behind which its files are put, and a clock. It is the intake's target."""
+    """Directory, the model that serves its files, and a clock. Implements the intake's target."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny = tiny
@@ -82,7 +82,7 @@ class Desk:
         return self.intake.look(self)
 
     def write(self, name: str, seed: int) -> Path:
-        """Renamed into place, as weightswap writes files."""
+        """Write a weight file and rename it into place, like weightswap does."""
         return self.tiny.write(self.folder / f"{name}.safetensors", self.tiny.values(seed))
 
     def delta(self, name: str, base: int, new: int) -> Path:

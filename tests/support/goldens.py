@@ -1,4 +1,4 @@
-"""Models whose calls are recorded in every way."""
+"""Models whose calls are recorded as goldens in every way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINEAR = {"forward": MethodSpec("forward", (torch.zeros(2, 3),), {}, {"input": {
 
 
 class Masked(nn.Module):
-    """An output that is minus infinity where the input is negative."""
+    """Linear layer whose output is minus infinity where the input is negative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Masked(nn.Module):
 
 
 class Cached(nn.Module):
-    """A cache of keys that calls write to, at a place that is an input."""
+    """Cache of keys that calls write to, at positions given as an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Cached(nn.Module):
 
 
 class Sized(nn.Module):
-    """Integers go in and come out."""
+    """Linear layer with an integer input and an integer output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Sized(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A literal whose default is not what it was exported with."""
+    """Linear layer with a literal whose default is not the exported value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Scaled(nn.Module):
 
 
 class Changing(nn.Module):
-    """Writes to its input."""
+    """Linear layer that writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Changing(nn.Module):
 
 
 class Setting(NamedTuple):
-    """A model, its methods, and goldens to record."""
+    """Model, its methods, and the goldens to record."""
 
     build: Callable[[], nn.Module]
     methods: dict[str, MethodSpec]
@@ -112,7 +112,7 @@ TOKENS = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": torch.ones(
 
 
 def caching() -> nn.Module:
-    """A model of transformers that would give its key-value cache, too."""
+    """Return a model of transformers that would also return its key-value cache."""
     model: Any = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)()
     model.config.use_cache = True
     return model

@@ -1,4 +1,4 @@
-"""A model that remembers what it was given, its artifact and weights, and contexts of it on each engine."""
+"""Model that accumulates its inputs in its state, with its artifact and contexts on each engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES: tuple[Policy, ...] = get_args(OnSwap)
 
 
 class Remembering(nn.Module):
-    """What it was given, taken through its weights, adds up; in place, and by assignment."""
+    """Adds up its inputs, multiplied by its weights: once in place, and once by assignment."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Remembering(nn.Module):
         return self.total / self.calls
 
     def peek(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state itself, unchanged."""
+        """Return the state itself, unchanged."""
         return self.total, self.calls
 
     def plain(self, context: torch.Tensor) -> torch.Tensor:
-        """A method without state, whose input has the name of a call's argument."""
+        """Compute without state; the input has the name of an argument of `Model.__call__`."""
         return context * 2
 
 
@@ -64,7 +64,7 @@ class Files:
         ]
 
     def compile(self, engine: str) -> None:
-        """Have the artifact serve on one more engine."""
+        """Add another engine to the artifact."""
         if engine not in self.compiled:
             self.artifact = compile_engines(self.artifact, [engine])
             self.compiled.add(engine)
@@ -74,7 +74,7 @@ class Files:
 
 
 class Served:
-    """A model on one engine, called with tensors whatever the engine takes."""
+    """Model on one engine, called with torch tensors whatever types the engine takes."""
 
     def __init__(self, files: Files, engine: str = "torch", **options: Any) -> None:
         files.compile(engine)

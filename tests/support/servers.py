@@ -1,4 +1,4 @@
-"""Servers on loopback: a web server that can be told to misbehave, and moto's S3."""
+"""Servers on loopback: a web server with injected faults, and moto's S3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 
 class Asked(NamedTuple):
-    """One request: its path, the bytes of the range, `stop` behind the last, and its headers."""
+    """Request: its path, the range of bytes, of which `stop` is the end, and its headers."""
 
     path: str
     start: int
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class Content:
-    """An object as it is at one moment. `etag` and `modified` may be None: the server then does not send them."""
+    """Content of an object. If `etag` or `modified` is None, the server does not send it."""
 
     def __init__(self, data: bytes, *, etag: str | None = "", modified: float | None = 1.7e9) -> None:
         self.data = data
@@ -44,7 +44,7 @@ Fault = Callable[["Handler", Asked], bool]
 
 
 class WebServer(AbstractContextManager["WebServer"]):
-    """Serves `contents` by path. `fault(handler, asked)` may answer instead, and then returns True."""
+    """Server of `contents` by path. `fault(handler, request)` may answer instead, and then returns True."""
 
     def __init__(self, handler: type[Handler] | None = None) -> None:
         self.contents: dict[str, Content] = {}
@@ -65,7 +65,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self._thread.start()
 
     def put(self, name: str, data: bytes, **validators: str | float | None) -> str:
-        """Serve bytes; returns their URL."""
+        """Serve bytes, and return their URL."""
         self.contents[f"/{name}"] = Content(data, **validators)  # type: ignore[arg-type]
         return f"{self.url}/{name}"
 
@@ -76,7 +76,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self._http.server_close()
         with self.lock:
             left = dict(self.open)
-        for connection in left:  # kept by clients for their next request
+        for connection in left:  # connections that clients keep alive
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in left.values():
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.web.lock:
             self.web.open[self.connection] = current_thread()
         try:
-            with suppress(ConnectionError):  # clients that have given up
+            with suppress(ConnectionError):  # clients that closed the connection
                 super().handle()
         finally:
             with self.web.lock:
@@ -130,12 +130,12 @@ class Handler(BaseHTTPRequestHandler):
         return {"Content-Range": f"bytes {asked.start}-{stop - 1}/{len(content.data)}", **content.validators}
 
     def holds(self, content: Content) -> bool:
-        """Whether the preconditions of the request are met."""
+        """Return True if the preconditions of the request are met."""
         wanted, since = self.headers.get("If-Match"), self.headers.get("If-Unmodified-Since")
         return (wanted is None or wanted == content.etag) and (since is None or since == content.modified)
 
     def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: int = 0) -> None:
-        """Answer. `cut`: so many bytes fewer than announced, and then the end of the connection."""
+        """Send a response. `cut` bytes are left out at the end, and the connection is closed."""
         with self.web.lock:
             self.web.sent += len(body) - cut
         self.send_response(status)
@@ -147,18 +147,18 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reset(self) -> None:
-        """Break the connection off, as a crash does."""
+        """Reset the connection, like a crash."""
         self.wfile.flush()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.shutdown(socket.SHUT_RD)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Quiet."""
+        """Log nothing."""
 
 
 class Bucket(Protocol):
-    """A place for objects behind URLs."""
+    """Store of objects behind URLs."""
 
     def put(self, name: str, data: bytes) -> Any: ...
     def remove(self, name: str) -> None: ...
@@ -166,7 +166,7 @@ class Bucket(Protocol):
 
 
 class MemoryBucket:
-    """fsspec's file system in memory, empty."""
+    """Empty in-memory file system of fsspec."""
 
     def __init__(self) -> None:
         import fsspec
@@ -186,7 +186,7 @@ class MemoryBucket:
 
 
 class S3Bucket:
-    """The bucket `weights` of an S3 server."""
+    """Bucket `weights` of an S3 server."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -202,7 +202,7 @@ class S3Bucket:
 
 
 class S3Server(AbstractContextManager["S3Server"]):
-    """moto's server. `options` are those of s3fs that lead to it."""
+    """Server of moto. `options` are the options of s3fs that lead to it."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
@@ -219,7 +219,7 @@ class S3Server(AbstractContextManager["S3Server"]):
         }
 
     def new_bucket(self) -> S3Bucket:
-        """An empty bucket, in the place of all that there was."""
+        """Delete all buckets, and create an empty one."""
         import boto3
         import requests
 
@@ -235,7 +235,7 @@ class S3Server(AbstractContextManager["S3Server"]):
 
 
 class CloudStorage(Handler):
-    """What gcsfs asks of Google Cloud Storage's JSON API to read objects, for a bucket `weights`.
+    """Handler for the requests of gcsfs to Google Cloud Storage's JSON API, for a bucket `weights`.
 
     https://cloud.google.com/storage/docs/json_api/v1/objects
     """
@@ -271,7 +271,7 @@ class CloudStorage(Handler):
 
 
 class CloudBucket:
-    """The bucket of a server with `CloudStorage` for its handler."""
+    """Bucket of a server with `CloudStorage` as its handler."""
 
     def __init__(self, server: WebServer) -> None:
         self._server = server
@@ -288,7 +288,7 @@ class CloudBucket:
 
 
 class Hub(Handler):
-    """What huggingface_hub's file system asks of the Hub to read a model's files, for a repository `org/weights`.
+    """Handler for the requests of huggingface_hub's file system to the Hub, for a repository `org/weights`.
 
     https://huggingface.co/docs/hub/api
     """
@@ -324,7 +324,7 @@ class Hub(Handler):
 
 
 class HubBucket:
-    """The repository of a server with `Hub` for its handler."""
+    """Repository of a server with `Hub` as its handler."""
 
     def __init__(self, server: WebServer) -> None:
         self.server = server

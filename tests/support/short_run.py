@@ -1,4 +1,4 @@
-"""What the short run has of tests with many parameters: every pair of values, or some of them; the long one has all."""
+"""Selection of parameters for the short test run: every pair of values, or a sample; the long run has all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Pairs = frozenset[Hashable]
 
 
 def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
-    """Of a test that is marked `pairwise`, leave enough combinations that every pair of values occurs; of one that is
-    marked `sampled(number)`, so many."""
+    """Mark superfluous combinations as slow.
+
+    Tests marked `pairwise` keep enough combinations for every pair of values, those marked `sampled(number)` so many.
+    """
     for group in _marked("pairwise", items):
         _leave(group, covering([_pairs(item) for item in group]))
     for group in _marked("sampled", items):
@@ -35,7 +37,7 @@ def _leave(group: Sequence[pytest.Item], chosen: set[int]) -> None:
 
 
 def spread(there: int, wanted: int) -> set[int]:
-    """So many numbers below `there`, evenly, the first among them."""
+    """Return evenly spaced numbers below `there`, beginning with the first."""
     wanted = min(there, wanted)
     return {number * there // wanted for number in range(wanted)}
 
@@ -46,7 +48,7 @@ def _pairs(item: pytest.Item) -> Pairs:
 
 
 def covering(combinations: Sequence[Pairs]) -> set[int]:
-    """The numbers of combinations that have every pair together, few of them: the one with most new pairs first."""
+    """Return the numbers of few combinations that cover every pair, greedily: the one with most new pairs first."""
     left = set().union(*combinations)
     numbers = random.Random(0).sample(range(len(combinations)), len(combinations))
     chosen = set()

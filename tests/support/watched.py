@@ -1,4 +1,4 @@
-"""A directory of weight files that is watched."""
+"""Watched directory of weight files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 class Directory:
-    """A directory into which weight files are renamed."""
+    """Directory into which weight files are renamed."""
 
     def __init__(self, tiny: TinyArtifact, path: Path) -> None:
         self.tiny = tiny

@@ -90,7 +90,7 @@ class _Change(NamedTuple):
     digests: list[bytes]
     differences: list[Counts]
 
-    def count(self, old: memoryview, new: memoryview) -> None:
+    def record(self, old: memoryview, new: memoryview) -> None:
         """Count the non-finite values of whole elements before and after a replacement."""
         before = None if self.was_finite else count_nonfinite(self.weight.dtype, old)
         after = count_nonfinite(self.weight.dtype, new)
@@ -141,7 +141,7 @@ def _by_block(change: _Change, part: ByteRanges, arena: Arena, spans: list[Span]
             if len(pieces) > MOST_PIECES or any(begin % element or len(data) % element for begin, data in pieces):
                 pieces = [(0, _merged(pieces, block))]
             for begin, data in pieces:
-                change.count(block[begin : begin + len(data)], data)
+                change.record(block[begin : begin + len(data)], data)
             spans.extend(Span(offset + low + begin, data) for begin, data in pieces)
 
         yield work
@@ -181,7 +181,7 @@ def _by_weight(change: _Change, part: ByteRanges, arena: Arena, spans: list[Span
         for index in part.blocks():
             job.check()
             change.digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
-        change.count(served, rows)
+        change.record(served, rows)
         content = memoryview(allocate(len(rows)))
         write_rows(weight, rows, content, job)
         spans.append(Span(slot.offset, content))
