@@ -1,6 +1,6 @@
-"""FastAPI that speaks the Open Inference Protocol, by hand: `python peer_fastapi_protocol.py WEIGHTS PORT`.
+"""FastAPI with a hand-written Open Inference Protocol: `python peer_fastapi_protocol.py WEIGHTS PORT`.
 
-It does what a server has to: tensors as JSON or as the bytes behind it are checked, and answered in the same form.
+It does the necessary work of a server: tensors as JSON or as binary data are checked, and answered in the same form.
 """
 
 import json
@@ -32,7 +32,7 @@ async def infer(request: Request) -> Response:
 
 
 def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-    """The document, and the rows of its one input. Raises KeyError, TypeError and ValueError."""
+    """Return the document, and the rows of its one input. Raises KeyError, TypeError and ValueError."""
     end = len(body) if header_length is None else int(header_length)
     document = json.loads(body[:end])
     (tensor,) = document["inputs"]
@@ -48,7 +48,7 @@ def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.nda
 
 
 def written(found: np.ndarray[Any, Any], binary: bool) -> Response:
-    """An answer, as JSON or as bytes behind it."""
+    """Return a response, as JSON or with binary data."""
     tensor: dict[str, Any] = {"name": "output", "datatype": "FP32", "shape": list(found.shape)}
     document = {"model_name": "net", "outputs": [tensor]}
     if not binary:

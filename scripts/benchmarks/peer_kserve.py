@@ -25,7 +25,7 @@ class Network(kserve.Model):
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)  # it writes four lines for each request
+    logging.disable(logging.INFO)  # KServe logs four lines per request
     model = Network("net")
     model.load()
     port = int(sys.argv[2])

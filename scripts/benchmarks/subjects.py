@@ -1,4 +1,4 @@
-"""The models that are measured: one whose size is chosen, and an encoder whose calls take long enough to matter."""
+"""Measured models: one of a chosen size, and an encoder whose calls take a significant time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PATTERN = 1 << 20
 
 
 class WrongOutput(Exception):
-    """A swapped model's output is not that of the eager model."""
+    """Output of a swapped model that differs from the eager model's."""
 
 
 class Stack(nn.Module):
-    """An embedding and 42 square linear layers that together hold about `nbytes` of float32."""
+    """Embedding and 42 square linear layers that together hold about `nbytes` of float32."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Stack(nn.Module):
 
 
 class Table(nn.Module):
-    """An embedding that holds about `nbytes`, and a small network: a call takes a millisecond, a staging does not."""
+    """Embedding that holds about `nbytes`, and a small network: a call takes a millisecond, a staging far longer."""
 
     def __init__(self, nbytes: int, width: int = 256) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Table(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A 12-layer pre-norm transformer encoder."""
+    """12-layer pre-norm transformer encoder."""
 
     def __init__(self, width: int = 128, layers: int = 12) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Version:
-    """A weight file, and what the eager model with these weights returns for the sample inputs."""
+    """Weight file, and the eager model's output with these weights for the sample inputs."""
 
     path: Path
     weights_id: str
@@ -103,7 +103,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Stored:
-    """A model as an artifact with two weight files, and the first weights as a `torch.save` file."""
+    """Model as an artifact with two weight files, and the first weights as a `torch.save` file."""
 
     nbytes: int
     artifact: Artifact
@@ -113,11 +113,11 @@ class Stored:
 
     @property
     def size(self) -> str:
-        """Of the weights, for people."""
+        """Size of the weights as text."""
         return f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.1f} MB"
 
     def changed(self, share: float, *, scattered: bool) -> Path:
-        """A weight file of which a share of the bytes is not the first's: neighbouring rows of each tensor, or any."""
+        """Write a weight file in which a share of the bytes differs: adjacent rows of each tensor, or any bytes."""
         tensors = load_file(self.versions[0].path)
         generator = torch.Generator().manual_seed(7)
         for tensor in tensors.values():
@@ -137,7 +137,7 @@ class Stored:
 
 
 def equal(output: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-    """Raise WrongOutput unless two tensors are the same bit for bit."""
+    """Raise WrongOutput unless two tensors are equal bit for bit."""
     if not torch.equal(output, expected):
         raise WrongOutput(f"{where}: the output differs from eager's by up to {(output - expected).abs().max()}")
 

@@ -1,4 +1,4 @@
-"""The demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
+"""Demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _NAME = "digits"
 
 
 class Checkpoint(NamedTuple):
-    """A weight file, and what the eager model of its epoch answers to the held-out images."""
+    """Weight file, and the answers of its epoch's eager model for the held-out images."""
 
     path: Path
     logits: NDArray[Any]
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """Row of the table."""
 
     what: str
     revision: int
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def train(epochs: int, folder: Path, artifact: Artifact, held_out: Digits) -> dict[str, Checkpoint]:
-    """The checkpoints, by weights id, in their order; 0 is the untrained model."""
+    """Train, and return the checkpoints in order, by weights id; 0 is the untrained model."""
     torch.manual_seed(0)
     digits, _ = split_digits()
     model = DigitsNet()
@@ -74,14 +74,14 @@ def _logits(model: nn.Module, held_out: Digits) -> NDArray[Any]:
 
 
 class Client(threading.Thread):
-    """Asks for held-out digits all the time, and compares each answer with the eager model that it says it is of."""
+    """Client that asks for held-out digits continuously, and checks each answer against its eager model."""
 
     def __init__(self, fleet: Fleet, checkpoints: dict[str, Checkpoint], held_out: Digits, seed: int) -> None:
         super().__init__(name=f"client {seed}", daemon=True)
         self._client, self._checkpoints, self._held_out = fleet.client(), checkpoints, held_out
         self._dice = np.random.default_rng(seed)
         self._stopped = threading.Event()
-        self.right: dict[int, list[float]] = {}  # by revision, the share of digits that were read rightly
+        self.right: dict[int, list[float]] = {}  # by revision, the share of digits that were recognised
         self.wrong = self.backwards = self.failed = 0
 
     def run(self) -> None:
@@ -110,14 +110,14 @@ class Client(threading.Thread):
 
 
 class Story:
-    """What happens to the fleet, in its order."""
+    """Sequence of events of the fleet."""
 
     def __init__(self, fleet: Fleet, checkpoints: dict[str, Checkpoint], clients: list[Client], pace: float) -> None:
         self._fleet, self._checkpoints, self._clients, self._pace = fleet, list(checkpoints.values()), clients, pace
         self._steps: list[tuple[str, int, str, FleetReceipt | None]] = []
 
     def play(self, folder: Path) -> list[Row]:
-        """Swap each checkpoint in, offer a damaged one, and roll back."""
+        """Swap in each checkpoint, offer a damaged one, and roll back."""
         self._note("deployed", self._fleet.desired.revision, "0", None)
         for epoch, checkpoint in enumerate(self._checkpoints[1:], 1):
             receipt = self._fleet.swap(checkpoint.path, by="trainer")
@@ -154,7 +154,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
-    """What went wrong."""
+    """Return what went wrong."""
     problems = {
         "wrong answers": sum(client.wrong for client in clients),
         "answers that went back": sum(client.backwards for client in clients),
@@ -169,9 +169,9 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """A node of Ray for each replica, all of them on this machine."""
+    """Start a Ray node for each replica, all on this machine."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # a busy machine is slow to start it
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # it starts slowly on a busy machine
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -190,7 +190,7 @@ def _cluster() -> Iterator[None]:
 
 
 def main() -> int:
-    """Exit status: 0 if every promise was kept, else 1."""
+    """Run the demo. Exit status: 0 if every promise was kept, else 1."""
     parser = argparse.ArgumentParser(prog="scripts/demo_fleet", description=__doc__)
     parser.add_argument("--epochs", type=int, default=4, help="epochs to train (4)")
     parser.add_argument("--pace", type=float, default=1.5, help="seconds that each version serves at least (1.5)")

@@ -40,7 +40,7 @@ def _parse() -> Options:
 
 @contextmanager
 def _played(options: Options, started: float) -> Iterator[Outcome]:
-    """A block after the story, in which a server that is operated goes on."""
+    """Play the story; a server with an operator's page stays up during the block."""
     with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name, Children(Path(name)) as children:
         with Screen(started) as screen:
             outcome = Story(options, Path(name), children, screen).play()
@@ -71,7 +71,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 if every promise was kept, else 1."""
+    """Run the demo. Exit status: 0 if every promise was kept, else 1."""
     started = time.monotonic()
     options = _parse()
     options.out.mkdir(parents=True, exist_ok=True)

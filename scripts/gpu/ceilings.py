@@ -1,6 +1,7 @@
-"""What a GPU machine can do at most: the figures that those of a swap stand beside. Takes half a minute.
+"""Ceilings of a GPU machine: the reference figures for those of a swap. Takes half a minute.
 
-`ceilings.py FILE [MEGABYTES]` prints each as it is measured, and writes FILE after it. Nothing of ours is measured.
+`ceilings.py FILE [MEGABYTES]` prints each figure as it is measured, and writes FILE after it. It measures no code of
+weightswap.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Figure(NamedTuple):
 
 
 def figures(nbytes: int) -> Iterator[Figure]:
-    """With buffers of `nbytes`, a multiple of 64 MiB. The host's first: they need no GPU."""
+    """Measure with buffers of `nbytes`, a multiple of 64 MiB; first the host, which needs no GPU."""
     yield Figure("cores", len(os.sched_getaffinity(0)), "")
     yield from _host(nbytes)
     locked = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -59,7 +60,7 @@ def _host(nbytes: int) -> Iterator[Figure]:
 
 
 def _files(locked: torch.Tensor) -> Iterator[Figure]:
-    """From the page cache to page-locked memory."""
+    """Measure reads from the page cache into page-locked memory."""
     view = locked.numpy().data
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(len(view) // (64 * MB)):
@@ -103,7 +104,7 @@ def _transfers(locked: torch.Tensor, nbytes: int) -> Iterator[Figure]:
 
 
 def _launches() -> Iterator[Figure]:
-    """What the host pays for one small thing."""
+    """Measure the host's cost of one small launch."""
     x, event = torch.zeros(1, device=DEVICE), torch.cuda.Event()
     stream = torch.cuda.Stream()
 
@@ -128,7 +129,7 @@ def _launches() -> Iterator[Figure]:
 
 
 def _locking(nbytes: int) -> Iterator[Figure]:
-    """What page-locking costs, and what it costs others."""
+    """Measure the cost of page-locking, for the caller and for others."""
     runtime = torch.cuda.cudart()
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -168,7 +169,7 @@ def _allocating(nbytes: int) -> Iterator[Figure]:
 
 @contextmanager
 def _beat() -> Iterator[list[float]]:
-    """A block beside which a thread asks for small kernels and events: the seconds that each has taken."""
+    """Let a thread request small kernels and events during the block, and collect the seconds of each."""
     gaps, stop, ready = [0.0], threading.Event(), threading.Event()
 
     def run() -> None:
@@ -199,12 +200,12 @@ def _threads() -> list[int]:
 
 
 def _large(nbytes: int) -> int:
-    """Bytes of a buffer that is large for the device, of which two fit."""
+    """Return the size of a buffer that is large for the device, and fits twice."""
     return int(min(16 * nbytes, torch.cuda.mem_get_info()[0] // 4))
 
 
 def _parallel(threads: int, nbytes: int, work: Callable[[int], object]) -> float:
-    """GB/s of several threads, each with pieces of 16 MiB."""
+    """Return the GB/s of several threads, each with pieces of 16 MiB."""
     with ThreadPoolExecutor(threads) as pool:
 
         def once() -> float:
@@ -220,7 +221,7 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds until the device has done it, the least of some rounds."""
+    """Return the seconds until the device is done, the minimum of some rounds."""
     taken = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()

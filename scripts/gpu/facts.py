@@ -1,4 +1,4 @@
-"""Prints what the machine and its software are, as JSON. Exits with 1 where torch finds no GPU."""
+"""Prints facts about the machine and its software as JSON. Exits with 1 if torch finds no GPU."""
 
 from __future__ import annotations
 

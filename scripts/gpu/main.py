@@ -1,4 +1,4 @@
-"""Runs what needs a GPU within a time, and reports as it goes. `scripts/test_cuda` calls it; it imports no torch."""
+"""Runs everything that needs a GPU within a time limit. `scripts/test_cuda` calls it; it imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTS_LIMIT = 180.0  # seconds
 
 
 def main() -> int:
-    """Returns 0 where every step has passed, 1 where one has not, or there is no GPU."""
+    """Run the steps. Returns 0 if every step passed, 1 if one did not, or if there is no GPU."""
     end = time.monotonic() + float(os.environ.get("TIME_S", "570"))
     options = _parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -60,18 +60,18 @@ def _asked(name: str, names: str) -> bool:
 
 
 def _prepare(site: Path) -> None:
-    """What the steps' processes find: the sources, and packages that the interpreter lacks."""
+    """Set up the environment of the steps: the sources, and packages that the interpreter lacks."""
     wheels = sorted(Path(os.environ["WHEELS"]).glob("*.whl")) if os.environ.get("WHEELS") else []
     if wheels and not _installed(wheels, site):
-        for wheel in wheels:  # one that is another interpreter's keeps no other away
+        for wheel in wheels:  # a wheel for another interpreter must not prevent the others
             if not _installed([wheel], site):
                 print(f"{wheel.name}: pip does not install it; what needs it is skipped", file=sys.stderr)
     found = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
-    sys.path += found  # to look for packages
+    sys.path += found  # for the search for packages
     os.environ["PYTHONPATH"] = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # images that set it have other results than the CPU
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits in every stream
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some images set it; results would differ from the CPU's
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # gives the same bits in every stream
 
 
 def _installed(wheels: Sequence[Path], site: Path) -> bool:
@@ -84,7 +84,7 @@ def _installed(wheels: Sequence[Path], site: Path) -> bool:
 
 
 def _facts() -> dict[str, object] | None:
-    """What the machine and its software are. None, and said why, where there is no GPU."""
+    """Return facts about the machine and its software. Prints why and returns None if there is no GPU."""
     try:
         done = subprocess.run(FACTS, cwd=ROOT, capture_output=True, text=True, timeout=FACTS_LIMIT, check=False)
     except subprocess.TimeoutExpired as error:

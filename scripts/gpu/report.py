@@ -1,4 +1,4 @@
-"""report.md as it is so far, and one archive with everything. Both are replaced, never half written."""
+"""report.md of the results so far, and one archive with everything. Both are replaced, never half written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARCHIVE = "all.tar.gz"
 
 
 def write(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> None:
-    """`report.md` and the archive of the folder and of the steps' output."""
+    """Write `report.md`, and the archive of the folder and of the steps' output."""
     _replace(out / "report.md", _text(out, facts, results).encode())
     _pack(out, [result.log for result in results if result.log.exists()])
 

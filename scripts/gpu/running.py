@@ -1,4 +1,4 @@
-"""Steps as processes: started beside each other, ended at their limits, and what became of each."""
+"""Steps as parallel processes, which are ended at their limits, and their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTED = re.compile(
 
 @dataclass
 class Result:
-    """What became of a step so far. `state` begins with a word: waiting, running, passed, failed, ended, skipped."""
+    """Result of a step so far. `state` begins with a word: waiting, running, passed, failed, ended, skipped."""
 
     step: Step
     log: Path
@@ -38,7 +38,7 @@ class Result:
         return self.state == "passed"
 
     def tail(self, lines: int = 40) -> str:
-        """The end of its output."""
+        """End of the output."""
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -46,13 +46,13 @@ class Result:
 
 @dataclass
 class Run:
-    """Every step of a plan, in a time that ends at `end` (of time.monotonic). `changed` is told of each change."""
+    """Run of all steps of a plan, which ends at `end` (of time.monotonic). `changed` is called on each change."""
 
     groups: Sequence[Sequence[Step]]
     logs: Path
     end: float
     changed: Callable[[], None] = lambda: None
-    every: float = 15.0  # seconds between two calls of `changed` while nothing ends
+    every: float = 15.0  # seconds between two calls of `changed` while no step ends
     results: list[Result] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Run:
         self.results = [Result(step, self.logs / f"{step.name.replace(' ', '-')}.txt") for step in steps]
 
     def go(self) -> None:
-        """Run group after group. Processes end with this one, whatever ends it but SIGKILL."""
+        """Run group after group. Processes end with this one, whatever ends it except SIGKILL."""
         waiting = iter(self.results)
         for group in self.groups:
             started: list[_Process] = []
@@ -87,7 +87,7 @@ class Run:
 
 
 def _started(result: Result, end: float) -> list[_Process]:
-    """A step's process; none where it is skipped."""
+    """Start a step's process; None if the step is skipped."""
     step = result.step
     limit = min(step.limit, end - time.monotonic() - GRACE - step.leaves)
     lacks = [name for name in step.packages if not find_spec(name)]
@@ -102,34 +102,34 @@ def _started(result: Result, end: float) -> list[_Process]:
 
 
 class _Process:
-    """A step that runs, in a process group of its own."""
+    """Running step, in its own process group."""
 
     def __init__(self, result: Result, limit: float) -> None:
         self._result, self._limit = result, limit
-        self._start, self._told = time.monotonic(), 0.0
+        self._start, self._interrupted_at = time.monotonic(), 0.0
         with result.log.open("wb") as log:
             self._process = subprocess.Popen(
                 result.step.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
 
     def ended(self) -> bool:
-        """Whether it has; at its limit it is asked to, and after `GRACE` made to."""
+        """Return True if it has ended; at its limit it is asked to end, and killed after `GRACE`."""
         now = time.monotonic()
         self._result.seconds = now - self._start
         code = self._process.poll()
         if code is not None:
-            self._signal(signal.SIGKILL)  # what it may have left
+            self._signal(signal.SIGKILL)  # leftover processes
             self._judge(code)
             return True
-        if not self._told and now > self._start + self._limit:
-            self._told = now
+        if not self._interrupted_at and now > self._start + self._limit:
+            self._interrupted_at = now
             self._signal(signal.SIGINT)
-        elif self._told and now > self._told + GRACE:
+        elif self._interrupted_at and now > self._interrupted_at + GRACE:
             self._signal(signal.SIGKILL)
         return False
 
     def end(self, why: str) -> None:
-        """At once, if it has not."""
+        """Kill it if it still runs."""
         if self._result.state == "running":
             self._signal(signal.SIGKILL)
             self._process.wait()
@@ -138,7 +138,7 @@ class _Process:
     def _judge(self, code: int) -> None:
         result = self._result
         result.detail = counted = _counted(result.tail()) if result.step.tests else ""
-        if self._told:
+        if self._interrupted_at:
             result.state = f"ended after {self._limit:.0f} s"
         elif result.step.tests and code in (0, 5) and not re.search(r"\b\d+ passed", counted):
             result.state, result.detail = "skipped", f"no test ran: {counted or 'none was found'}"
@@ -151,6 +151,6 @@ class _Process:
 
 
 def _counted(text: str) -> str:
-    """pytest's last line, with the number of tests that passed, failed and were skipped."""
+    """Return pytest's last line, with the number of tests that passed, failed and were skipped."""
     found = [match[1] for line in text.splitlines() if (match := COUNTED.match(line))]
     return found[-1] if found else ""

@@ -1,4 +1,4 @@
-"""What is run, in which order, and what each step needs. Steps that stand together run beside each other."""
+"""Steps in order, with what each needs. The steps of a group run in parallel."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 LIBRARY = ("torch", "numpy", "ml_dtypes", "msgspec", "blake3", "safetensors", "rich", "typer")
 TESTS = (*LIBRARY, "pytest", "hypothesis")
 PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-vv", "-ra")
-# warnings about the machine, such as torch's about pynvml, are no failures
+# warnings about the machine, such as torch's about pynvml, must not fail a step
 PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
 
-FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # of torch on the CPU: these steps share the processors
+FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # limits torch's CPU threads: these steps share the processors
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command with its limit in seconds, from its own start. It is skipped without one of its packages or files.
+    """Command with its limit in seconds from its own start. It is skipped without one of its packages or files.
 
-    tests: its last line counts tests; where none has passed, the step was skipped. leaves: seconds for what comes after
-    it.
+    tests: the last line counts tests; if none has passed, the step was skipped. leaves: seconds to leave for later
+    steps.
     """
 
     name: str
@@ -38,12 +38,12 @@ _ONNX = ("onnx", "onnxruntime", "onnxscript")
 
 
 def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
-    """The tests that are marked `cuda` in some files."""
+    """Return the step of the tests that are marked `cuda` in some files."""
     return Step(name, (*FEW_THREADS, *PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
 
 
 def all_steps(out: Path) -> list[list[Step]]:
-    """Groups of steps: within one nothing is timed, or there is one step alone. What is timed goes to `out`."""
+    """Return groups of steps; a group either times nothing, or has one step. Timings are written to `out`."""
     return [
         [python("ceilings", 90, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [
@@ -81,7 +81,7 @@ def _benchmarks(out: Path) -> Step:
 
 
 def _memcheck() -> Step:
-    """Of our own kernels, and what torch is asked for; errors that torch itself looks at and goes on are none."""
+    """Return the step that checks our own kernels and torch calls; errors that torch handles itself are not counted."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
     files = ("tests/devices/test_accelerator.py", "tests/devices/test_device_digests.py")

@@ -1,4 +1,4 @@
-"""Calls are answered while weights are staged, from those that were served before."""
+"""While weights are staged, calls are answered from the served ones."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Sum(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:  # torch.export decomposes operators only under this dispatch
+        if func is nn.functional.linear:  # torch.export lets subclasses decompose operators only here
             return func(*(value.whole() if isinstance(value, cls) else value for value in args))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})

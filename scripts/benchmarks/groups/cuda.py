@@ -1,4 +1,4 @@
-"""Swaps and calls on an accelerator, which is meant to be CUDA. Each peer does the same with torch alone."""
+"""Swaps and calls on an accelerator, normally CUDA. Each peer does the same with torch alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMITS = 100  # for each round
 CALLS = 200  # for each percentile
 
 NEARLY_A_COPY = Goal("ratio", "at least", 0.8)
-ONE_COPY = Goal("ratio", "at most", 1.053)  # at least 0.95 of its rate
+ONE_COPY = Goal("ratio", "at most", 1.053)  # goal: at least 0.95 of its rate
 FROM_THE_HOST = Goal("ratio", "at least", 0.9)
 INSTANT = Goal("p99", "at most", 50)
 UNDISTURBED = Goal("ratio", "at most", 1.15)
@@ -39,9 +39,9 @@ FOUR_TIMES = Goal("ratio", "at most", 0.25)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each part frees its memory before the next one starts; one that fails does not keep the others from being tried.
+    """Measure each part; it frees its memory before the next one starts, and a failed part does not stop the others.
 
-    Raises SystemExit where torch finds no accelerator, and an ExceptionGroup of what parts have raised.
+    Raises SystemExit if torch finds no accelerator, and an ExceptionGroup of the parts' errors.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
@@ -55,7 +55,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             try:
                 yield from part(device, settings.rounds)
             except Exception as error:
-                errors.append(error.with_traceback(None))  # its frames would keep a model
+                errors.append(error.with_traceback(None))  # the error's frames would keep a model alive
             gc.collect()
             torch.accelerator.empty_cache()
     if errors:
@@ -63,7 +63,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _settled(function: Callable[[], object]) -> float:
-    """Seconds until the device has done everything that it was asked for."""
+    """Return the seconds until the device has done all its work."""
     torch.accelerator.synchronize()
 
     def work() -> None:
@@ -74,7 +74,7 @@ def _settled(function: Callable[[], object]) -> float:
 
 
 def _answered(function: Callable[[], object]) -> float:
-    """Seconds until the thread's own stream is done, whatever others are busy with: what a call feels."""
+    """Return the seconds until the thread's own stream is done, whatever other streams do: the latency of a call."""
     stream = torch.accelerator.current_stream()
     stream.synchronize()
 
@@ -102,7 +102,7 @@ def _paths(stored: Stored) -> Iterator[Path]:
 
 
 def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """From the page cache to the device, digests on, beside one copy from page-locked memory."""
+    """Measure staging from the page cache to the device with digests, beside one copy from page-locked memory."""
     model, paths = _opened(stored, device), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
@@ -128,7 +128,7 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Double residency: what the caller of a commit waits, while the device is busy with calls."""
+    """Measure the wait of a commit's caller in double residency, while the device is busy with calls."""
     model = _opened(stored, device)
     model.swap(stored.versions[1].path)
     tokens, seen = stored.tokens.to(device), []
@@ -142,7 +142,7 @@ def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Single residency, staged on the device: until the copy is done there."""
+    """Measure commits in single residency, staged on the device, until the copy is done there."""
     model, paths = _opened(stored, device, residency="single", staging="device"), _paths(stored)
     one, other = (torch.empty(stored.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     held: list[float] = []
@@ -160,7 +160,7 @@ def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Single residency, staged in the host's memory: until it is on the device, beside a copy of page-locked memory."""
+    """Measure commits in single residency, staged in host memory, beside a copy of page-locked memory to the device."""
     model, paths = _opened(stored, device, residency="single", staging="host"), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
@@ -182,7 +182,7 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """From a path to weights that serve, which the plain way has once they are copied over those that serve."""
+    """Measure from a path to served weights; the plain way is done when they are copied over the served ones."""
     model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
     with torch.no_grad():
         eager = Stack(stored.nbytes).eval().to(device)
@@ -191,7 +191,7 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         plain: lambda: eager.load_state_dict(safetensors.torch.load_file(first.path)),
         "load_state_dict(torch.load())": lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True)),
     }
-    if device == "cuda":  # the only accelerator that safetensors loads to
+    if device == "cuda":  # safetensors loads to no other accelerator
         there = partial(safetensors.torch.load_file, first.path, device=device)
         peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(there())
     measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
@@ -205,7 +205,7 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """AOTInductor's ways to take new weights: over those that serve, or beside them and exchanged."""
+    """Measure AOTInductor's ways to take new weights: over the served ones, or beside them and exchanged."""
     if device != "cuda":
         return
     if lacks := _lacks():
@@ -243,7 +243,7 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _lacks() -> str | None:
-    """What AOTInductor compiles with, and is not here."""
+    """Return what AOTInductor needs to compile and is missing here."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         return "a C++ compiler"
     try:
@@ -254,7 +254,7 @@ def _lacks() -> str | None:
 
 
 def _compiled(stored: Stored, device: str) -> Path:
-    """A package of AOTInductor's without weights."""
+    """Compile a package of AOTInductor without weights."""
     with torch.device(device), torch.no_grad():
         eager = Stack(stored.nbytes).eval()
     with quiet(), torch.no_grad():
@@ -271,7 +271,7 @@ def _compiled(stored: Stored, device: str) -> Path:
 
 
 def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """What calls feel of a staging that goes on without a pause."""
+    """Measure calls during a staging without pauses."""
     model, paths, tokens = _opened(stored, device), _paths(stored), stored.tokens.to(device)
 
     def slowest() -> float:
@@ -300,7 +300,7 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _encoder(device: str, rounds: int) -> Iterator[Row]:
-    """A small model, whose calls are bound by the host unless they were captured."""
+    """Return a small model, whose calls are bound by the host unless they are captured."""
     x = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
     with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
         eager = Encoder().eval()

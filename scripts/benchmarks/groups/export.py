@@ -1,4 +1,4 @@
-"""From a class to an artifact, against the bare capture and against `torch.export.save`; small models by family."""
+"""Export from a class to an artifact, against the bare capture and `torch.export.save`; small models by family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GB = 1_000_000_000
 
 
 class Size(NamedTuple):
-    """A Llama topology; `billions` of parameters, of two bytes each."""
+    """Llama topology; `billions` of parameters, of two bytes each."""
 
     billions: float
     layers: int
@@ -50,7 +50,7 @@ SIZES = (Size(0.0065, 2, 512), Size(1.1, 16, 2048), Size(3.8, 24, 3072), Size(8.
 
 
 class Figures(NamedTuple):
-    """What one process found: seconds, the most bytes of memory, bytes written."""
+    """Measurements of one process: seconds, peak memory in bytes, bytes written."""
 
     seconds: float
     peak: int
@@ -58,7 +58,7 @@ class Figures(NamedTuple):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """By family in this process; the others in one each, with `torch.export.save` where there is room for it."""
+    """Measure families in this process, and the others in one each, with `torch.export.save` if memory allows it."""
     for name, build in FAMILIES.items():
         yield _family(name, build, settings.rounds)
     for size in [size for size in SIZES if size.billions <= settings.billions][-3:]:
@@ -66,7 +66,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _family(name: str, build: Callable[[], tuple[torch.nn.Module, torch.Tensor]], rounds: int) -> Row:
-    """A model's export against that of torch alone, in turn."""
+    """Measure a model's export and torch's own in turn."""
     model, x = build()
     shapes = ({0: torch.export.Dim("batch", max=32)},)
     with TemporaryDirectory(prefix="weightswap-bench-") as folder:

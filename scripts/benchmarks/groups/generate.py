@@ -1,4 +1,4 @@
-"""Generation beside transformers' own `generate`, beside the matrices that a token reads, and the export of both."""
+"""Generation compared with transformers' `generate` and with the matrices that a token reads, and its export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_ROUNDS = 5
 
 
 class Size(NamedTuple):
-    """A Llama topology."""
+    """Llama topology."""
 
     billions: float
     layers: int
@@ -61,7 +61,7 @@ THRICE = Goal("ratio", "at most", 3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One thread, greedy, seconds a token; models no larger than the settings allow."""
+    """Measure seconds per token, greedy on one thread; models are no larger than the settings allow."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name:
         taken = _taken(SMALL, Path(name, "small"), settings.rounds)
         for engine, goal in AHEAD.items():
@@ -80,7 +80,7 @@ def _row(size: Size, engine: str, taken: dict[str, list[float]], peer: str, goal
 
 
 def _taken(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each subject for a token."""
+    """Return the microseconds per token of each subject."""
     eager = size.model()
     with quiet():
         artifact = export_decoder(eager, out=folder / "a.artifact", length=LENGTH, engines=["aoti"])
@@ -98,10 +98,10 @@ def _taken(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def _check_tokens(size: Size, eager: Any, prompt: torch.Tensor, subjects: dict[str, Callable[[], Any]]) -> None:
-    """Raise WrongOutput for other tokens than transformers'.
+    """Raise WrongOutput for tokens other than transformers'.
 
-    In bfloat16 the sums of attention are rounded otherwise over caches of other lengths: those of the other subjects
-    are no measure there, and one as long as ours is.
+    In bfloat16, sums of attention are rounded differently over caches of other lengths, so the reference is a cache as
+    long as ours.
     """
     found = subjects["torch"]()
     expected = [_theirs(eager, prompt, past_key_values=StaticCache(config=eager.config, max_cache_len=LENGTH))]
@@ -123,7 +123,7 @@ def _theirs(eager: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
 
 
 def _matrices(eager: nn.Module) -> Callable[[], None]:
-    """As many products of a vector with each of the model's matrices as there are new tokens."""
+    """Multiply a vector with each of the model's matrices, once per new token."""
     pairs = [
         (module.weight, torch.zeros(1, module.in_features, dtype=module.weight.dtype))
         for module in eager.modules()
@@ -151,7 +151,7 @@ class _Method(nn.Module):
 
 
 def _export(folder: Path, rounds: int) -> Row:
-    """Both methods, by weightswap and by `torch.export` alone."""
+    """Measure the export of both methods, by weightswap and by `torch.export` alone."""
     eager = SMALL.model()
     bare = decoder(eager, LENGTH, 1)
 

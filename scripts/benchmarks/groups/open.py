@@ -1,4 +1,4 @@
-"""From an artifact to a graph that can be called, and from the shell to a first answer."""
+"""From an artifact to a callable graph, and from the shell to a first answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_ROUNDS = 5
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """The largest topology that the settings allow; each opening in a process of its own, after `import torch`."""
+    """Measure the largest topology that the settings allow, each in a process of its own, after `import torch`."""
     size = [size for size in SIZES if size.billions <= settings.billions][-1]
     with TemporaryDirectory(prefix="weightswap-bench-") as folder:
         with quiet():
@@ -49,7 +49,7 @@ def _one_size(size: Size, artifact: Path, rounds: int) -> Iterator[Row]:
 
 
 def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
-    """`weightswap run` of a small model, against a process that imports torch and leaves."""
+    """Measure `weightswap run` of a small model, against a process that only imports torch."""
     model, x = nn.Linear(16, 16).eval(), torch.zeros(1, 16)
     with quiet():
         pack(model, export(model, (x,), out=folder / "small.artifact"), out=folder / "small.safetensors")

@@ -38,7 +38,7 @@ ONE_COPY = Goal("ratio", "at most", 1.3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each part frees its memory before the next one starts."""
+    """Measure each part; it frees its memory before the next one starts."""
     with stored(settings.megabytes * 1_000_000) as large:
         yield from _parts(large, settings.rounds, (_staging, _looking, _commits, _whole))
         yield from _kinds(settings.rounds)
@@ -51,7 +51,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _parts(stored: Stored, rounds: int, parts: tuple[Part, ...]) -> Iterator[Row]:
-    """What is measured on a model in double residency that has used both of its arenas, and can roll back."""
+    """Measure on a model in double residency that has used both of its arenas, and can roll back."""
     first, second = stored.versions
     model = load(stored.artifact, first.path)
     stored.check(model)
@@ -64,7 +64,7 @@ def _parts(stored: Stored, rounds: int, parts: tuple[Part, ...]) -> Iterator[Row
 
 
 def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """Into memory that was written to before, digests and checks included."""
+    """Measure staging into memory that was written before, digests and checks included."""
     peers = Peers()
     path = stored.versions[0].path
     memory = Memory(path.stat().st_size, touched=True)
@@ -85,7 +85,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 
 
 def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """What looking for values that are not finite costs: the same staging with and without it."""
+    """Measure the cost of the search for non-finite values: the same staging with and without it."""
     paths = _paths(stored)
     stage = _stage(model, paths)
 
@@ -100,7 +100,7 @@ def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 
 
 def _kinds(rounds: int) -> Iterator[Row]:
-    """Looking at a block that was just hashed and is in the cache, for each size of a value; one thread."""
+    """Measure the search in a block that was just hashed and is in the cache, by element size; one thread."""
     block = memoryview(bytearray(BLOCK))
     for dtype in ("F64", "F32", "BF16", "F8_E4M3"):
         measures = {
@@ -113,7 +113,7 @@ def _kinds(rounds: int) -> Iterator[Row]:
 
 
 def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
-    """Into memory that nothing has written to: the kernel's page faults are inside, on both sides."""
+    """Measure staging into untouched memory, which includes the kernel's page faults on both sides."""
     peers = Peers()
     path = stored.versions[0].path
 
@@ -131,7 +131,7 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
 
 
 def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """A rollback is a commit that reads no file, so many of them can be measured at any size."""
+    """Measure rollbacks, which are commits that read no file, so many are possible at any size."""
     yield from _rollbacks(model, f"{stored.size}, idle", rounds)
     with calling(lambda: model(stored.tokens), CALLERS):
         yield from _rollbacks(model, f"{stored.size}, {CALLERS} threads calling", rounds)
@@ -140,7 +140,7 @@ def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
     seen, paused = [], []
     for _ in range(COMMITS * rounds):
-        time.sleep(0.0005)  # lets the calling threads in, as any pause between two commits would
+        time.sleep(0.0005)  # lets the calling threads run, like any pause between two commits
         start = time.perf_counter()
         receipt = model.rollback()
         seen.append((time.perf_counter() - start) * 1e6)
@@ -159,7 +159,7 @@ def _staged_commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 
 
 def _single(stored: Stored, rounds: int) -> Iterator[Row]:
-    """One arena: the commit copies. The goal is judged against one `copy_` of a flat tensor, the usual memcpy here."""
+    """Measure single residency, where a commit copies. The goal is relative to one `copy_` of a flat tensor."""
     peers, paths = Peers(), _paths(stored)
     model = load(stored.artifact, next(paths), residency="single")
     target, source = (Memory(stored.nbytes, touched=True) for _ in range(2))
@@ -182,7 +182,7 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
 
 
 def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """From a path to weights that serve."""
+    """Measure from a path to served weights."""
     paths = _paths(stored)
     first = stored.versions[0]
     with torch.no_grad():
@@ -211,7 +211,7 @@ def _paths(stored: Stored) -> Iterator[Path]:
 
 
 def _stage(model: Model, paths: Iterator[Path]) -> Measure:
-    """Times the staging alone; the commit that follows makes the other arena the next target."""
+    """Time only the staging; the commit afterwards makes the other arena the next target."""
 
     def measure() -> float:
         start = time.perf_counter()

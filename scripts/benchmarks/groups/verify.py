@@ -1,4 +1,4 @@
-"""`weightswap verify` of an encoder on three engines, beside one load and call of each."""
+"""`weightswap verify` of an encoder on three engines, compared with one load and call of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build():
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """From the shell to the verdict: goldens, parity with the eager model, swaps in both residencies."""
+    """Measure from the shell to the verdict: goldens, parity with the eager model, swaps in both residencies."""
     width = WIDTH if settings.megabytes >= 100 else SMALL
     with TemporaryDirectory(prefix="weightswap-bench-") as name:
         folder = Path(name)
@@ -49,7 +49,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _prepare(folder: Path, width: int) -> float:
-    """The artifact, compiled, weights with goldens, and a recipe. Returns the size of the weights in MB."""
+    """Write a compiled artifact, weights with goldens, and a recipe. Returns the size of the weights in MB."""
     home = str(Path(__file__).parents[1])
     (folder / "recipe.py").write_text(RECIPE.format(home=home, width=width, tokens=TOKENS))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Swaps that are refused, and reads that fail: after each the live model is as it was."""
+"""Swaps that are refused, and reads that fail: after each the served model is unchanged."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_no_memory_to_stage_into_is_a_refused_swap(
 
 
 class Maps:
-    """Memory for so many more sets of weights."""
+    """Memory for a limited number of further sets of weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 100

@@ -1,4 +1,4 @@
-"""What interrupts and other exceptions find when they arrive in a commit, and signal handlers that call the model."""
+"""Interrupts and other exceptions that arrive during a commit, and signal handlers that call the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that torchao has quantised are served by their parts: equal to eager with torchao's own classes."""
+"""Weights quantised by torchao are served by their inner tensors, equal to eager with torchao's own classes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ torch.save(load("a.artifact", "v1.safetensors")(torch.load("x.pt")), "y.pt")
 
 
 class Tied(nn.Module):
-    """One quantised tensor in two places, of a model that loads another of its layers in its own way."""
+    """Model with one quantised tensor in two places, and loading code of its own for another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_ties_and_loading_code_of_other_layers_are_recorded(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
-    """A float checkpoint for a quantised graph: what quantises it is recorded, and a server runs it."""
+    """The quantisation of a float checkpoint is recorded as the adapter, and a server runs it."""
 
     def load_floats(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Contexts over weights that change: no answer mixes generations, and no context sees another's state."""
+"""Contexts over changing weights: no answer mixes generations, and no context sees another's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 class ContextMachine(RuleBasedStateMachine):
-    """Calls, saves, loads, swaps and rollbacks over several contexts, against an eager model for each of them."""
+    """Machine of calls, saves, loads, swaps and rollbacks over several contexts, with an eager model for each."""
 
     files: Files
 
@@ -82,7 +82,7 @@ class ContextMachine(RuleBasedStateMachine):
             self.current, self.previous = self.previous, self.current
 
     def outdated_by(self, seed: int) -> dict[str, int]:
-        """What a commit of these weights says of the contexts."""
+        """Predict how many contexts a commit of these weights changes, by kind of change."""
         becomes = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
         return Counter(becomes[context.on_swap] for context, _, made in self.contexts if made not in (-1, seed))
 
@@ -156,7 +156,7 @@ def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
 
 
 class Stream(threading.Thread):
-    """Contexts of one policy, one after the other; each answer is compared with an eager model's."""
+    """Sequence of contexts of one policy, whose answers are compared with an eager model's."""
 
     def __init__(self, policy: Policy, model: Model, files: Files, ids: list[str], stop: threading.Event) -> None:
         super().__init__()

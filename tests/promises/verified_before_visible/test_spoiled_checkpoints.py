@@ -1,4 +1,4 @@
-"""README's road, skeleton, publish, watch: a checkpoint with one NaN reaches no worker, and the next good one all."""
+"""README's path of skeleton, publish and watch: a checkpoint with a NaN reaches no worker, the next good one all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
         watcher.stop()
     for model, events in zip(models, told, strict=True):
         assert torch.equal(model(BATCH), trained(BATCH))
-        # it will not get better: it was tried once
+        # tried only once, as it cannot improve
         assert [event.kind for event in events if event.source.endswith(bad.path.name)] == [
             "staging",
             "refused",
@@ -84,7 +84,7 @@ def test_a_first_checkpoint_with_nan_is_skipped_and_may_be_allowed(tmp_path: Pat
 
 
 def test_finite_weights_that_give_nan_are_skipped(tmp_path: Path) -> None:
-    """The inputs that the skeleton's artifact has tell."""
+    """The inputs in the skeleton's artifact reveal it."""
     with skeleton():
         hollow = build()
     artifact = export(hollow, (BATCH,), out=tmp_path / "m.artifact", goldens=[(BATCH,)])

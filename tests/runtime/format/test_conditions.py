@@ -1,4 +1,4 @@
-"""Conditions: a small language that is walked, never run."""
+"""Conditions are a small language that is interpreted, never executed."""
 
 from __future__ import annotations
 

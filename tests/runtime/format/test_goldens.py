@@ -1,4 +1,4 @@
-"""Goldens: a hand-made file, a table of broken ones, and the verdict on the outputs of a staged session."""
+"""Goldens: a hand-made file, a table of broken ones, and the check of a staged session's outputs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
 
 
 class Tolerant(TorchEngine):
-    """An engine of which nobody expects eager's last bits."""
+    """Engine without an environment, of which eager's last bits are not expected."""
 
     @staticmethod
     def environment() -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Matching names: by FQN, by checkpoint key, everything wrong at once, near misses suggested."""
+"""Name matching: by FQN, by checkpoint key, with every problem at once and near misses as hints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
 
 
 def crossed(manifest: Manifest) -> Manifest:
-    """An adapter whose checkpoint keys are the FQNs of other weights."""
+    """Return an adapter whose checkpoint keys are the FQNs of other weights."""
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     sources = [WeightSource(weight="bias", keys=("other",)), WeightSource(weight="other", keys=("bias",))]
     weights = [weight for weight in manifest.weights if weight.name == "bias"]

@@ -1,4 +1,4 @@
-"""Inputs are checked against the signature; messages name the input, the dimension, what was expected and what came."""
+"""Inputs are checked against the signature; messages name the input, the dimension, the expected and actual values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of tensors over one file or several: what is found in a directory, and what a wrong index says."""
+"""Weight sets in one file or several: the choice of a file in a directory, and the errors of a wrong index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Temporary files: gone with their writer's error, removed for a dead writer, left alone while the writer lives."""
+"""Temporary files are removed after a writer's error or death, and left alone while the writer lives."""
 
 from __future__ import annotations
 

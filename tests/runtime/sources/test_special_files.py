@@ -1,4 +1,4 @@
-"""Outputs that are named where something is already: links stay, and devices, pipes and sockets are never replaced."""
+"""Outputs to names that exist: links are kept, and devices, pipes and sockets are never replaced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pipe(path: Path) -> Iterator[None]:
 
 @contextmanager
 def device(path: Path) -> Iterator[None]:
-    """One of our own that takes everything, as /dev/null does."""
+    """Device node that accepts everything, like /dev/null."""
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
@@ -182,7 +182,7 @@ def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -
 
 
 def without_sync(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders cannot be synchronised; files can."""
+    """Let fsync fail for folders, but not for files."""
     original = os.fsync
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""What is no delta, in a table of broken ones, and what none can be made of."""
+"""Broken deltas, and files between which no delta can be made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("_blocks")
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
-    """Change a delta's stamp and tensors, and make its digests right again unless the change was to them."""
+    """Change a delta's stamp and tensors, and recompute its digests unless the change was to them."""
     with safetensors.safe_open(path, "np") as opened:
         stamp: dict[str, Any] = msgspec.json.decode(opened.metadata()[DELTA_KEY])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

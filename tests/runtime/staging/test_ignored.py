@@ -18,7 +18,7 @@ OLD = {"module.emb.position_ids": torch.arange(5)}
 
 @pytest.fixture
 def old(tiny: TinyArtifact, tmp_path: Path) -> Path:
-    """A checkpoint of a model that had one buffer more."""
+    """Write a checkpoint of a model that had one more buffer."""
     path = tmp_path / "old.safetensors"
     values = {f"module.{name}": value for name, value in tiny.values(1).items()}
     safetensors.torch.save_file(values | OLD, path)

@@ -1,4 +1,4 @@
-"""Values that are not finite: found in every dtype, counted through every swap, told, and refused on request."""
+"""Non-finite values: detected in every dtype, counted through every swap, reported, and refused on request."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def wider(values: torch.Tensor) -> torch.Tensor:
 
 
 def counts(values: torch.Tensor) -> Counts:
-    """As torch sees it."""
+    """Return the counts by torch."""
     wide = wider(values)
     return Counts(int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum()))
 
 
 def codes_of(dtype: str) -> np.ndarray:
-    """Every code where there are few of them, else those around the edges."""
+    """Return all bit patterns of a dtype if they are few, otherwise those around the limits."""
     size = DTYPES[dtype].bits // 8
     if size <= 2:
         return np.arange(1 << 8 * size).astype(f"u{size}")
@@ -56,7 +56,7 @@ def codes_of(dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", FRACTIONS)
 def test_each_code_is_judged_as_torch_does(dtype: str) -> None:
-    """Each alone, among zeros."""
+    """Each pattern alone, among zeros."""
     element = getattr(torch, DTYPES[dtype].torch or "")
     codes = codes_of(dtype)
     rows = torch.full((len(codes), DTYPES[dtype].bits), 1 if dtype == "F8_E8M0" else 0, dtype=torch.uint8)
@@ -73,7 +73,7 @@ def test_integers_and_the_smallest_floats_are_always_finite(dtype: str) -> None:
     assert count_nonfinite(dtype, memoryview(b"\xff" * 48)) is None
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in a scratch may lie anywhere
+@pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in scratch memory may be unaligned
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "F8_E4M3", "C64"])
 def test_one_value_among_many(dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "STEP", 256)
@@ -112,7 +112,7 @@ def test_what_was_finite_and_is_not_is_the_alarm(
 
 
 def poked(tiny: TinyArtifact, path: Path, seed: int, *pokes: tuple[str, float]) -> Path:
-    """The weights of a seed with a value of its own at the end of some of them."""
+    """Write the weights of a seed with a given value at the end of some of them."""
     values = tiny.values(seed)
     for name, value in pokes:
         values[name].view(-1)[-1] = value
@@ -234,7 +234,7 @@ def test_a_pin_and_an_open_staging_do_not_confuse_what_was_served(
 
 
 def spoiled(seed: int) -> Rich:
-    """Each set has other values that are not finite, in some weights of every kind."""
+    """Write sets with different non-finite values, in some weights of every kind."""
     model, draw = varied_filled(seed), random.Random(seed)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
@@ -264,7 +264,7 @@ def numbers(files: RichFiles, origin: Origin) -> dict[str, Counts]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_numbers_follow_every_kind_of_swap(seed: int, residency: str, spoiled_files: RichFiles) -> None:
-    """Full files, checkpoints with computed weights, parts, deltas and rollbacks, in any order; blocks of 64 bytes."""
+    """Full files, checkpoints with computed weights, parts, deltas and rollbacks, in any order; 64-byte blocks."""
     files, draw = spoiled_files, random.Random(seed)
     with small_blocks():
         model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]

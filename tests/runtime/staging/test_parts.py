@@ -1,4 +1,4 @@
-"""Partial swaps, expected ids, and reading for tools."""
+"""Partial swaps, expected ids, and reads by tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightswap_runtime import (
 
 
 def mixed(tiny: TinyArtifact, path: Path, **seeds: int) -> Path:
-    """A weight file with each weight from the set of a seed."""
+    """Write a weight file with each weight from the set of a seed."""
     return tiny.write(path, {name: tiny.values(seed)[name] for name, seed in seeds.items()})
 
 

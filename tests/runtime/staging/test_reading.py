@@ -1,4 +1,4 @@
-"""Reading into an arena: small and large tensors, ties, other strides; digests against BLAKE3 of each block."""
+"""Reads into an arena: small and large tensors, ties, other strides; digests equal BLAKE3 of each block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks_of(data: bytes, size: int = 64) -> list[bytes]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code paths as for gigabytes."""
+    """Use the code paths of gigabytes for small tensors."""
     for module in (reading, digests):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(local.LocalFile, "unit", 200)

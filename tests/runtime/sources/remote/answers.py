@@ -1,4 +1,4 @@
-"""Answers of a web server that misbehaves."""
+"""Faulty responses of a web server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.servers import Answer, Asked, Content, Fault, Handler
 INDEX = "model.safetensors.index.json"
 
 
-DATA_START = 4096  # of a weight file in canonical layout
+DATA_START = 4096  # data offset of a weight file in canonical layout
 
 
 def is_data(asked: Asked) -> bool:
@@ -17,7 +17,7 @@ def is_data(asked: Asked) -> bool:
 
 
 def for_the_first(count: int, answer: Answer) -> Fault:
-    """Answer the first requests for data like this; each range is asked for again."""
+    """Answer the first requests for data with this fault; the client requests each range again."""
     lock = threading.Lock()
     left = [count]
 
@@ -49,7 +49,7 @@ def truncated(handler: Handler, asked: Asked) -> None:
 
 
 def shorter_than_asked(handler: Handler, asked: Asked) -> None:
-    """All of what is announced, but not all of the range."""
+    """Send all that is announced, but less than the range."""
     content = handler.web.contents[asked.path]
     data = content.data[asked.start : asked.stop][:-1]
     handler.reply(206, data, handler.headers_of(content, asked))
@@ -73,11 +73,11 @@ def too_much(handler: Handler, asked: Asked) -> None:
     handler.reply(206, content.data[asked.start : asked.stop] + b"x", handler.headers_of(content, asked))
 
 
-ENDLESS_PIECES, PIECE = 64, bytes(1 << 20)  # of an answer that would be endless if somebody read on
+ENDLESS_PIECES, PIECE = 64, bytes(1 << 20)  # bytes of a response that would be endless if the client read on
 
 
 def endless(handler: Handler, asked: Asked) -> None:
-    """The range that was asked for, and far more than it."""
+    """Send the requested range, and far more."""
     content = handler.web.contents[asked.path]
     handler.send_response(206)
     for name, value in (handler.headers_of(content, asked) | {"Transfer-Encoding": "chunked"}).items():
@@ -100,7 +100,7 @@ def without_a_range(handler: Handler, asked: Asked) -> None:
 
 
 def stalled(handler: Handler, asked: Asked) -> None:
-    """Send the head of the answer and a byte, then nothing until the test lets it go on."""
+    """Send the header and one byte, then nothing until the test releases the response."""
     content = handler.web.contents[asked.path]
     data = content.data[asked.start : asked.stop]
     handler.send_response(206)
@@ -113,7 +113,7 @@ def stalled(handler: Handler, asked: Asked) -> None:
 
 
 def changing(before: Content, after: Content, at: int) -> Fault:
-    """Put other content in place of `v.safetensors` when the `at`th request for data comes."""
+    """Replace the content of `v.safetensors` at the `at`th request for data."""
     lock = threading.Lock()
     seen = [0]
 
@@ -127,7 +127,7 @@ def changing(before: Content, after: Content, at: int) -> Fault:
 
 
 def after_the_data(before: Content, after: Content) -> Fault:
-    """Put other content in place when it is asked whether it is still the same."""
+    """Replace the content when the client checks whether it has changed."""
 
     def fault(handler: Handler, asked: Asked) -> bool:
         handler.web.contents["/v.safetensors"] = after if (asked.start, asked.stop) == (0, 1) else before

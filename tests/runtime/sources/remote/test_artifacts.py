@@ -20,7 +20,7 @@ from weightswap_tools.inspect.command import inspect_command
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch, _small: None) -> None:
-    """Files of an artifact are read whole: in few ranges."""
+    """Read an artifact's files, which are read whole, in few ranges."""
     monkeypatch.setattr(objects, "RANGE_BYTES", 1 << 20)
 
 

@@ -88,8 +88,8 @@ def test_what_was_just_written_is_given_time(
     url = server.put("v.safetensors", unstamped(weight_file(2)), modified=time.time() + 1, **how)
     model.swap(url)
     assert serves(model, 2)
-    assert opening_requests(server) == 2  # before the wait, and after it
-    assert probes(server) == 1  # after the data
+    assert opening_requests(server) == 2  # two requests: before the wait, and after it
+    assert probes(server) == 1  # the check after the data
 
 
 def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
@@ -113,7 +113,7 @@ def test_what_is_replaced_within_its_second_never_makes_a_mixture(
     weight_file: WriteWeights,
     server: WebServer,
 ) -> None:
-    """The first answer, or the rest of a long header, is of one content; what comes after the wait of the other."""
+    """The first response, or the rest of a long header, has one content; all after the wait have the other."""
     monkeypatch.setattr(web, "CLOCK_TICK", 0.05)
     monkeypatch.setattr(web, "HEAD_BYTES", head)
     before, after = unstamped(weight_file(2)), unstamped(weight_file(3))

@@ -1,4 +1,4 @@
-"""A web server that misbehaves: what is tried again, and what is refused."""
+"""Faults of a web server: which requests are retried, and which are refused."""
 
 from __future__ import annotations
 

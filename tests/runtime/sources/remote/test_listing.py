@@ -1,4 +1,4 @@
-"""Listings of folders behind URLs: what they say of a file, and of a store that is away."""
+"""Listings of folders behind URLs: information on files, and stores that are unreachable."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, mo
 
 
 def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
-    """Whoever looks again and again can be stopped in between."""
+    """A caller that polls can be stopped between two listings."""
     hf_bucket.put("run/a.safetensors", b"1")
     hf_bucket.server.fault = lambda handler, asked: "/tree/" in asked.path and status(403)(handler, asked) is None
     with pytest.raises(WeightFileError, match=r"cannot be listed \(HfHubHTTPError: 403"):
@@ -57,7 +57,7 @@ def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
 
 
 class Away(MemoryFileSystem):  # type: ignore[misc]
-    """A store that one logs into, and that is away."""
+    """Store with a login that is unreachable."""
 
     protocol = "away"
     logins = looks = 0
@@ -82,7 +82,7 @@ def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeyp
     for _ in range(3):
         with pytest.raises(WeightFileError):
             list_files(Url("away://d"))
-    assert Away.logins == logins + 1  # fsspec keeps one for each thread
+    assert Away.logins == logins + 1  # fsspec caches one instance per thread
 
 
 def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:

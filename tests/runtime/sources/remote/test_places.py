@@ -1,4 +1,4 @@
-"""URLs: which are taken, what they show, and what reading them needs."""
+"""URLs: which are accepted, what they show, and what reading them needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that do not come: cancelled at once, written nowhere."""
+"""Responses that never come: waits are cancelled at once, and nothing is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_staging_that_waits_for_its_first_answer_is_cancelled_at_once(model: M
 
 def test_an_answer_that_comes_too_late_is_written_nowhere(server: WebServer) -> None:
     class Enough(Exception):
-        """Somebody has given up."""
+        """Error that a caller raises to end a wait."""
 
     target = bytearray(4000)
 

@@ -1,4 +1,4 @@
-"""Weight files on a web server: what is asked for, how it is pinned, what it costs."""
+"""Weight files on a web server: which requests are made, how content is pinned, what it costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_weights_are_loaded_and_swapped_from_a_web_server(
 
 
 def asked_for_weights(server: WebServer) -> list[Asked]:
-    """All but whether there are goldens."""
+    """Return all requests except those for goldens."""
     return [asked for asked in server.asked if "goldens" not in asked.path]
 
 
@@ -47,7 +47,7 @@ def test_the_data_comes_in_ranges_that_are_pinned(model: Model, weight_file: Wri
     assert sorted(asked.start for asked in ranges) == list(range(DATA_START, len(data), 16))
     etag = server.contents["/v2.safetensors"].etag
     assert {asked.headers.get("If-Match") for asked in ranges} == {etag}
-    assert (last.start, last.stop) == (0, 1)  # whether it is still the same
+    assert (last.start, last.stop) == (0, 1)  # the check whether it has changed
 
 
 def test_a_part_reads_its_bytes_alone(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
@@ -102,7 +102,7 @@ def test_large_objects_arrive_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def side_by_side(handler: Handler, asked: Asked) -> bool:
-    """Answer for data only when several requests have been under way at once."""
+    """Answer requests for data only when several are open at the same time."""
     if is_data(asked):
         until(lambda: handler.web.busiest >= 4)
     return False
@@ -151,11 +151,11 @@ def test_fifty_swaps_leave_no_threads_and_no_connections(
     for round_ in range(50):
         model.swap(urls[round_ % 2])
     assert threads_of_ours() <= threads
-    assert open_files() <= files + 2 * objects.MOST_REQUESTS  # both ends of the connections that are kept
+    assert open_files() <= files + 2 * objects.MOST_REQUESTS  # both ends of the connections that are kept alive
 
 
 def threads_of_ours() -> int:
-    return sum("process_request" not in thread.name for thread in threading.enumerate())  # not the server's
+    return sum("process_request" not in thread.name for thread in threading.enumerate())  # without the server's threads
 
 
 def open_files() -> int:
