@@ -66,9 +66,9 @@ WAYS: dict[str, Callable[[], Way]] = {"ours": ours, "norms": norms, "statistics"
 def main(way: str, before: str, after: str) -> None:
     compare = WAYS[way]()
     start = time.perf_counter()
-    found = compare(Path(before), Path(after))
+    result = compare(Path(before), Path(after))
     seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": _peak(), "found": found}))
+    print(json.dumps({"seconds": seconds, "peak": _peak(), "found": result}))
 
 
 def _peak() -> int:

@@ -65,7 +65,7 @@ def commit_skew(nodes: int, milliseconds: float) -> float:
 
 
 def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
-    made = Table(box=box.MARKDOWN)
+    grid = Table(box=box.MARKDOWN)
     for heading in (
         "machines",
         "each reads the bucket",
@@ -73,7 +73,7 @@ def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
         "one reads, a chain",
         "commits apart",
     ):
-        made.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right")
     for nodes in (1, 10, 100, 1000):
         times = (
             from_bucket(nodes, gigabytes, rates),
@@ -81,8 +81,8 @@ def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
             through_tree(nodes, gigabytes, rates, fanout=1),
         )
         apart = f"{commit_skew(nodes, milliseconds):.0f} ms"
-        made.add_row(f"{nodes:,}", *(f"{seconds:,.0f} s" for seconds in times), apart)
-    return made
+        grid.add_row(f"{nodes:,}", *(f"{seconds:,.0f} s" for seconds in times), apart)
+    return grid
 
 
 def main() -> None:

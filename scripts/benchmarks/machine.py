@@ -39,11 +39,14 @@ def _version(package: str) -> str:
 
 def _accelerator() -> dict[str, str | int | float]:
     """Return the accelerator's name, capability, memory in GB, and CUDA's version and driver."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return {}
-    facts: dict[str, str | int | float] = {"accelerator": found.type, "accelerators": torch.accelerator.device_count()}
-    if found.type == "cuda":
+    facts: dict[str, str | int | float] = {
+        "accelerator": accelerator.type,
+        "accelerators": torch.accelerator.device_count(),
+    }
+    if accelerator.type == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {
             "gpu": properties.name,

@@ -27,8 +27,8 @@ async def infer(request: Request) -> Response:
     except (KeyError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
     with torch.no_grad():
-        found = model(torch.from_numpy(rows)).numpy()
-    return written(found, document.get("parameters", {}).get("binary_data_output", False))
+        output = model(torch.from_numpy(rows)).numpy()
+    return written(output, document.get("parameters", {}).get("binary_data_output", False))
 
 
 def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
@@ -47,16 +47,16 @@ def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.nda
     return document, np.frombuffer(bytearray(body[end:]), np.float32).reshape(shape)
 
 
-def written(found: np.ndarray[Any, Any], binary: bool) -> Response:
+def written(output: np.ndarray[Any, Any], binary: bool) -> Response:
     """Return a response, as JSON or with binary data."""
-    tensor: dict[str, Any] = {"name": "output", "datatype": "FP32", "shape": list(found.shape)}
+    tensor: dict[str, Any] = {"name": "output", "datatype": "FP32", "shape": list(output.shape)}
     document = {"model_name": "net", "outputs": [tensor]}
     if not binary:
-        tensor["data"] = found.reshape(-1).tolist()
+        tensor["data"] = output.reshape(-1).tolist()
         return JSONResponse(document)
-    tensor["parameters"] = {SIZE: found.nbytes}
+    tensor["parameters"] = {SIZE: output.nbytes}
     head = json.dumps(document).encode()
-    return Response(head + found.tobytes(), headers={HEADER: str(len(head))}, media_type="application/octet-stream")
+    return Response(head + output.tobytes(), headers={HEADER: str(len(head))}, media_type="application/octet-stream")
 
 
 if __name__ == "__main__":

@@ -95,18 +95,18 @@ class Taker:
         def read(offset: int) -> None:
             source.read_into([self._content[offset : offset + CHUNK]], offset)
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(read, range(0, NBYTES, CHUNK)))
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def receive(self, port: int) -> float:
         """Return the seconds to receive all bytes over a connection."""
-        began, done = time.perf_counter(), 0
+        start, done = time.perf_counter(), 0
         with socket.create_connection(("127.0.0.1", port)) as connection:
             while done < NBYTES:
                 done += connection.recv_into(self._content[done:])
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def has_all(self) -> bool:
         """Return True if the bytes have arrived, and forget them."""

@@ -73,18 +73,18 @@ def compared(
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Return the rows as a table that is also Markdown."""
-    made = Table(title=title, title_justify="left", box=box.MARKDOWN)
+    grid = Table(title=title, title_justify="left", box=box.MARKDOWN)
     for heading in ("what", "median", "p99", "unit", "goal", "met", "peer", "peer's median", "ratio"):
         numeric = heading in {"median", "p99", "peer's median", "ratio"}
-        made.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
+        grid.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
     for row in rows:
         goal = str(row.goal) if row.goal else ""
         met = {True: "yes", False: "NO", None: ""}[row.met]
         peer, peer_median = row.peer or "", _figure(row.peer_median)
-        made.add_row(
+        grid.add_row(
             row.what, _figure(row.median), _figure(row.p99), row.unit, goal, met, peer, peer_median, _figure(row.ratio)
         )
-    return made
+    return grid
 
 
 def line(row: Row) -> str:

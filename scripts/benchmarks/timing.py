@@ -26,14 +26,14 @@ def in_turn(measures: Mapping[str, Measure], rounds: int) -> dict[str, list[floa
     Figures with the same index are neighbours in time. Every other round goes backwards, because the order of measures
     can help or harm. The first round is discarded.
     """
-    taken: dict[str, list[float]] = {name: [] for name in measures}
+    timings: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
         order = list(measures.items())
         for name, measure in order if number % 2 else reversed(order):
             figure = measure()
             if number:
-                taken[name].append(figure)
-    return taken
+                timings[name].append(figure)
+    return timings
 
 
 def per_call(function: Callable[[], object], calls: int) -> Measure:

@@ -59,8 +59,8 @@ class Checker:
         claimed = self._generations[answer.generation] if answer.generation < len(self._generations) else None
         if claimed and self._equal(answer, claimed):
             return Verdict.RIGHT if answer.weights_id == claimed.weights_id else Verdict.WRONG
-        known = any(self._equal(answer, weights) for weights in self._weights.values())
-        return Verdict.WRONG if known else Verdict.MIXED
+        of_any_generation = any(self._equal(answer, weights) for weights in self._weights.values())
+        return Verdict.WRONG if of_any_generation else Verdict.MIXED
 
     def hits(self, answer: Answer) -> int:
         """Return how many digits an answer recognised."""

@@ -55,22 +55,22 @@ def train(epochs: int, folder: Path, artifact: Artifact, held_out: Digits) -> di
     digits, _ = split_digits()
     model = DigitsNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    found = {}
+    checkpoints = {}
     for epoch in range(epochs + 1):
         if epoch:
             train_epoch(model, optimizer, digits)
         checkpoint = folder / f"epoch-{epoch}.pt"
         save(model, checkpoint)
         packed = pack_checkpoint(checkpoint, artifact, folder / f"v{epoch}.safetensors", epoch)
-        found[packed.weights_id] = Checkpoint(folder / f"v{epoch}.safetensors", _logits(model, held_out))
-    return found
+        checkpoints[packed.weights_id] = Checkpoint(folder / f"v{epoch}.safetensors", _logits(model, held_out))
+    return checkpoints
 
 
 def _logits(model: nn.Module, held_out: Digits) -> NDArray[Any]:
     model.eval()
     with torch.no_grad():
-        found: NDArray[Any] = model(held_out.images).numpy()
-    return found
+        logits: NDArray[Any] = model(held_out.images).numpy()
+    return logits
 
 
 class Client(threading.Thread):
@@ -163,8 +163,10 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
         "nodes that were late": sum(len(row.receipt.late) for row in rows if row.receipt),
         "changes without all nodes": sum(len(row.receipt.nodes) != REPLICAS for row in rows if row.receipt),
     }
-    found = [f"{number} {what}" for what, number in problems.items() if number]
-    return found if any(row.what.startswith("refused") for row in rows) else [*found, "the damaged file was taken"]
+    failures = [f"{number} {what}" for what, number in problems.items() if number]
+    return (
+        failures if any(row.what.startswith("refused") for row in rows) else [*failures, "the damaged file was taken"]
+    )
 
 
 @contextmanager
@@ -177,16 +179,16 @@ def _cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": 1, "object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
         for _ in range(REPLICAS - 1):
-            made.add_node(**options)
-        ray.init(made.address, log_to_driver=False, logging_level="error")
+            cluster.add_node(**options)
+        ray.init(cluster.address, log_to_driver=False, logging_level="error")
         yield
         serve.shutdown()
     finally:
         ray.shutdown()
-        made.shutdown()
+        cluster.shutdown()
 
 
 def main() -> int:

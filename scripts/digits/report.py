@@ -71,11 +71,11 @@ def _server_failures(outcome: Outcome) -> Iterator[str]:
 def summarise(outcome: Outcome, options: Options, seconds: float) -> Document:
     """Return the content of `summary.json`. Times have their unit in their name; accuracies are 0 to 1."""
     ledger = outcome.ledger
-    found = failures(outcome, options)
+    problems = failures(outcome, options)
     last = ledger.generations[-1]
     return {
-        "ok": not found,
-        "failures": found,
+        "ok": not problems,
+        "failures": problems,
         "seconds": round(seconds, 2),
         "options": {
             "epochs": options.epochs,

@@ -37,10 +37,10 @@ class Inbox:
 
     def take(self) -> Path | None:
         """Return the next file if it has arrived. Files get such a name only when they are complete."""
-        found = next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
-        if found is not None:
+        path = next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
+        if path is not None:
             self._next += 1
-        return found
+        return path
 
 
 class Server:

@@ -150,8 +150,8 @@ class Story:
             self._serve_on(self._options.pace / 2)
 
     def _answered(self, count: int) -> bool:
-        taken = len(self._ledger.refusals) + len(self._ledger.generations)
-        return len(self._ledger.refusals) == count or taken == self._delivered
+        handled = len(self._ledger.refusals) + len(self._ledger.generations)
+        return len(self._ledger.refusals) == count or handled == self._delivered
 
     def _put(self, file: Path) -> None:
         deliver(file, self._folder / "inbox", self._delivered, file.stem)

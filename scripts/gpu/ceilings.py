@@ -86,17 +86,19 @@ def _digests(view: memoryview) -> None:
 
 
 def _transfers(locked: torch.Tensor, nbytes: int) -> Iterator[Figure]:
-    there = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
     for step in sorted({MB, 8 * MB, 16 * MB, 64 * MB, nbytes}):
 
         def copy(step: int = step) -> None:
             for at in range(0, nbytes, step):
-                there[at : at + step].copy_(locked[at : at + step], non_blocking=True)
+                on_device[at : at + step].copy_(locked[at : at + step], non_blocking=True)
 
         yield Figure(f"to the device, page-locked, pieces of {step // MB} MiB", _rate(nbytes, copy), "GB/s")
-    yield Figure("from the device, page-locked", _rate(nbytes, lambda: locked.copy_(there, non_blocking=True)), "GB/s")
+    yield Figure(
+        "from the device, page-locked", _rate(nbytes, lambda: locked.copy_(on_device, non_blocking=True)), "GB/s"
+    )
     pageable = torch.zeros(nbytes, dtype=torch.uint8)
-    yield Figure("to the device, pageable", _rate(nbytes, lambda: there.copy_(pageable)), "GB/s")
+    yield Figure("to the device, pageable", _rate(nbytes, lambda: on_device.copy_(pageable)), "GB/s")
     large = _large(nbytes)
     one, two = (torch.empty(large, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     what = f"on the device, {large / 1e9:.1f} GB, counted once"
@@ -113,8 +115,8 @@ def _launches() -> Iterator[Figure]:
         stream.wait_event(event)
 
     for what, work in (("a kernel", lambda: x.add_(1)), ("an event, and another stream that waits for it", waits)):
-        taken = _best(lambda: [work() for _ in range(LAUNCHES)])  # noqa: B023
-        yield Figure(f"the host asks for {what}", taken / LAUNCHES * 1e6, "us")
+        duration = _best(lambda: [work() for _ in range(LAUNCHES)])  # noqa: B023
+        yield Figure(f"the host asks for {what}", duration / LAUNCHES * 1e6, "us")
     event = torch.cuda.Event(blocking=True)
 
     def one() -> None:
@@ -139,13 +141,13 @@ def _locking(nbytes: int) -> Iterator[Figure]:
         with _beat() as gaps:
             start = time.perf_counter()
             codes = {int(runtime.cudaHostRegister(address + at, min(piece, nbytes - at), 0)) for at in begins}
-            taken = time.perf_counter() - start
+            duration = time.perf_counter() - start
         for at in begins:
             runtime.cudaHostUnregister(address + at)
         what = f"page-locking in pieces of {piece // MB} MiB"
         if codes != {0}:
             what += f", refused with {codes}"
-        yield Figure(what, taken / nbytes * 1e9, "s for each GB")
+        yield Figure(what, duration / nbytes * 1e9, "s for each GB")
         yield Figure(f"{what}: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
 
 
@@ -155,15 +157,15 @@ def _allocating(nbytes: int) -> Iterator[Figure]:
     with _beat() as gaps:
         start = time.perf_counter()
         memory = torch.empty(large, dtype=torch.uint8, device=DEVICE)
-        taken = time.perf_counter() - start
-    yield Figure(f"cudaMalloc of {large / 1e9:.1f} GB", taken * 1e3, "ms")
+        duration = time.perf_counter() - start
+    yield Figure(f"cudaMalloc of {large / 1e9:.1f} GB", duration * 1e3, "ms")
     yield Figure("cudaMalloc: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
     del memory
     with _beat() as gaps:
         start = time.perf_counter()
         torch.cuda.empty_cache()
-        taken = time.perf_counter() - start
-    yield Figure(f"cudaFree of {large / 1e9:.1f} GB", taken * 1e3, "ms")
+        duration = time.perf_counter() - start
+    yield Figure(f"cudaFree of {large / 1e9:.1f} GB", duration * 1e3, "ms")
     yield Figure("cudaFree: another thread's call of CUDA waited", max(gaps) * 1e3, "ms")
 
 
@@ -222,14 +224,14 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
 
 def _best(work: Callable[[], object]) -> float:
     """Return the seconds until the device is done, the minimum of some rounds."""
-    taken = []
+    durations = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        durations.append(time.perf_counter() - start)
+    return min(durations)
 
 
 def main(path: Path, megabytes: int) -> None:

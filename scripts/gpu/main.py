@@ -66,9 +66,9 @@ def _prepare(site: Path) -> None:
         for wheel in wheels:  # a wheel for another interpreter must not prevent the others
             if not _installed([wheel], site):
                 print(f"{wheel.name}: pip does not install it; what needs it is skipped", file=sys.stderr)
-    found = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
-    sys.path += found  # for the search for packages
-    os.environ["PYTHONPATH"] = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
+    sources = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
+    sys.path += sources  # for the search for packages
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some images set it; results would differ from the CPU's
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # gives the same bits in every stream

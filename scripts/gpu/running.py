@@ -76,13 +76,13 @@ class Run:
 
     def _wait(self, running: list[_Process]) -> None:
         self.changed()
-        told = time.monotonic()
+        changed_at = time.monotonic()
         while running:
-            left = [process for process in running if not process.ended()]
-            if len(left) < len(running) or time.monotonic() > told + self.every:
+            still_running = [process for process in running if not process.ended()]
+            if len(still_running) < len(running) or time.monotonic() > changed_at + self.every:
                 self.changed()
-                told = time.monotonic()
-            running = left
+                changed_at = time.monotonic()
+            running = still_running
             time.sleep(TICK if running else 0)
 
 
@@ -152,5 +152,5 @@ class _Process:
 
 def _counted(text: str) -> str:
     """Return pytest's last line, with the number of tests that passed, failed and were skipped."""
-    found = [match[1] for line in text.splitlines() if (match := COUNTED.match(line))]
-    return found[-1] if found else ""
+    counts = [match[1] for line in text.splitlines() if (match := COUNTED.match(line))]
+    return counts[-1] if counts else ""

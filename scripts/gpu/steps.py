@@ -85,6 +85,6 @@ def _memcheck() -> Step:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
     files = ("tests/devices/test_accelerator.py", "tests/devices/test_device_digests.py")
-    found = tuple(file for file in files if Path(file).exists())
-    command = (program, *options, *PYTEST, *found, "-k", "streams or every_kind or digests")
+    existing = tuple(file for file in files if Path(file).exists())
+    command = (program, *options, *PYTEST, *existing, "-k", "streams or every_kind or digests")
     return Step("memcheck", command, 240, TESTS, (program,), tests=True)

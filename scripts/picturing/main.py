@@ -127,10 +127,10 @@ def picture_demo(folder: str) -> None:
     command = [sys.executable, SCRIPTS / "digits" / "main.py", "--serve", "--out", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        said = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
-        found = re.search(r"(http://\S+)  token: (\S+)", said)
-        assert found is not None
-        picture_operator(found[1], found[2], IMAGES / "operator.png")
+        address = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
+        match = re.search(r"(http://\S+)  token: (\S+)", address)
+        assert match is not None
+        picture_operator(match[1], match[2], IMAGES / "operator.png")
         demo.send_signal(signal.SIGINT)
     shutil.copy("timeline.png", IMAGES / "swaps.png")
 

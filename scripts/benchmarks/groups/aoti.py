@@ -44,8 +44,8 @@ def _rows(settings: Settings) -> Iterator[Row]:
         }
         for what, subject in subjects.items():
             close(subject(), eager(x), what)
-        taken = in_turn({what: per_call(subject, 15) for what, subject in subjects.items()}, 6 * settings.rounds)
-    micros = {what: [second * 1e6 for second in values] for what, values in taken.items()}
+        timings = in_turn({what: per_call(subject, 15) for what, subject in subjects.items()}, 6 * settings.rounds)
+    micros = {what: [second * 1e6 for second in values] for what, values in timings.items()}
     what = f"model(x), engine aoti, 12 layers, {TOKENS} tokens"
     yield compared(what, "us", micros["model"], "AOTInductor, weights inside", micros["bare"], NEAR)
     yield compared(what, "us", micros["model"], "engine torch", micros["torch"])

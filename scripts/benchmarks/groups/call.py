@@ -56,8 +56,8 @@ def _prologue(blocks: int) -> Iterator[Row]:
         models = {"with": load(artifact, weights), "without": load(artifact, weights, prologue=False)}
         for name, model in models.items():
             equal(model(x), eager(x), f"{name} prologue")
-        taken = in_turn({name: per_call(partial(model, x), 15) for name, model in models.items()}, blocks)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(partial(model, x), 15) for name, model in models.items()}, blocks)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     what = "model(x), 12-layer encoder, normalised weights"
     yield compared(what, "us", micros["with"], "prologue=False", micros["without"])
 
@@ -85,8 +85,8 @@ def _calls(
         measures = {key: per_call(call, calls) for key, call in subjects.items()}
         # measured apart: another module's calls leave caches in which the next block starts slower
         alone = in_turn({key: measures[key] for key in ("model", "bare")}, blocks)
-        taken = in_turn(measures, blocks)
-    micros = {key: [second * 1e6 for second in values] for key, values in taken.items()}
+        timings = in_turn(measures, blocks)
+    micros = {key: [second * 1e6 for second in values] for key, values in timings.items()}
     over = [(one - other) * 1e6 for one, other in zip(alone["model"], alone["bare"], strict=True)]
     what = f"model(x) minus bare graph, {name}"
     yield Row(

@@ -43,10 +43,10 @@ def rows(settings: Settings) -> Iterator[Row]:
 
     Raises SystemExit if torch finds no accelerator, and an ExceptionGroup of the parts' errors.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         raise SystemExit("scripts/bench cuda needs a GPU, and torch finds none here")
-    device, errors = found.type, list[Exception]()
+    device, errors = accelerator.type, list[Exception]()
     with stored(settings.megabytes * 1_000_000) as large:
         parts = [
             partial(part, large) for part in (_staging, _commits, _in_place, _from_host, _calls, _whole, _constants)
@@ -105,22 +105,22 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure staging from the page cache to the device with digests, beside one copy from page-locked memory."""
     model, paths = _opened(stored, device), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
 
     def stage() -> float:
         start = time.perf_counter()
         staged = model.stage(next(paths))
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         staged.commit()
-        return taken
+        return elapsed
 
     def stage_hashing_on_host() -> float:
         with mock.patch.object(Accelerator, "hasher", return_value=None):
             return stage()
 
-    copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
-    taken = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
+    timings = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     peer = "page-locked copy_ to the device"
     yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
     yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], "digests on the host", rate["on host"])
@@ -151,8 +151,8 @@ def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         staged = model.stage(next(paths))
         return _settled(lambda: held.append(staged.commit().seconds_paused))
 
-    taken = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, {stored.size}"
     yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], ONE_COPY)
     yield spread(f"{what}: new calls could wait", "us", [second * 1e6 for second in held])
@@ -163,7 +163,7 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure commits in single residency, staged in host memory, beside a copy of page-locked memory to the device."""
     model, paths = _opened(stored, device, residency="single", staging="host"), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
     kinds: set[str] = set()
 
     def commit() -> float:
@@ -173,9 +173,9 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         torch.accelerator.synchronize()
         return time.perf_counter() - start
 
-    copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
-    taken = in_turn({"commit": commit, "copy": copy}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
+    timings = in_turn({"commit": commit, "copy": copy}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"commit in single residency from host memory ({', '.join(sorted(kinds))}), {stored.size}"
     yield compared(what, "GB/s", rate["commit"], "page-locked copy_ to the device", rate["copy"], FROM_THE_HOST)
     _check(stored, model)
@@ -192,12 +192,12 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         "load_state_dict(torch.load())": lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True)),
     }
     if device == "cuda":  # safetensors loads to no other accelerator
-        there = partial(safetensors.torch.load_file, first.path, device=device)
-        peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(there())
+        load_first = partial(safetensors.torch.load_file, first.path, device=device)
+        peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(load_first())
     measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
     measures |= {name: partial(_settled, work) for name, work in peers.items()}
-    taken = in_turn(measures, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn(measures, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         goal = FOUR_TIMES if name == plain else None
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name], goal)
@@ -235,8 +235,8 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         work()
         close(call(tokens).cpu(), first.expected, name)
     measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
-    taken = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
     _check(stored, model)
@@ -275,8 +275,8 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     model, paths, tokens = _opened(stored, device), _paths(stored), stored.tokens.to(device)
 
     def slowest() -> float:
-        taken = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
-        return percentile(taken, 0.99)
+        timings = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
+        return percentile(timings, 0.99)
 
     def slowest_while_staging() -> float:
         stop = Event()
@@ -293,8 +293,8 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
             stop.set()
             thread.join()
 
-    taken = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+    timings = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     what, peer = f"p99 of a call, staging {stored.size} without a pause", "p99 without staging"
     yield compared(what, "us", micros["staging"], peer, micros["alone"], UNDISTURBED)
 
@@ -307,24 +307,24 @@ def _encoder(device: str, rounds: int) -> Iterator[Row]:
         with quiet():
             artifact = export(eager, (x,), out=Path(folder) / "encoder.artifact")
         file = pack(eager, artifact, out=Path(folder) / "v.safetensors").path
-        there, eager = x.to(device), eager.to(device)
-        expected = eager(there).cpu()
+        on_device, eager = x.to(device), eager.to(device)
+        expected = eager(on_device).cpu()
         models = {"plain": load(artifact, file, device=device)}
         if device == "cuda":
             models["captured"] = load(artifact, file, device=device, cuda_graphs="auto")
         for name, model in models.items():
-            close(model(there).cpu(), expected, name)
+            close(model(on_device).cpu(), expected, name)
 
         def settled(function: Callable[[torch.Tensor], object]) -> Callable[[], None]:
             def call() -> None:
-                function(there)
+                function(on_device)
                 torch.accelerator.synchronize()
 
             return call
 
         calls = {"eager": settled(eager)} | {name: settled(model) for name, model in models.items()}
-        taken = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     for name in models:
         goal = FOUR_TIMES if name == "captured" else None
         what = f"model(x), 12-layer encoder, {name}"

@@ -24,23 +24,23 @@ CLOSE = 1e-3  # torch computes norms of 32-bit floats in 32 bits
 def rows(settings: Settings) -> Iterator[Row]:
     """Run each comparison in a process of its own; imports count in its memory, but not in its time."""
     with stored(settings.megabytes * 1_000_000) as large:
-        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ("ours", *PEERS)}
-        taken = in_turn({way: partial(_measure, way, large, found) for way in found}, settings.rounds)
+        results: dict[str, list[dict[str, Any]]] = {way: [] for way in ("ours", *PEERS)}
+        timings = in_turn({way: partial(_measure, way, large, results) for way in results}, settings.rounds)
         for way, peer in PEERS.items():
-            _check(found["ours"][0], found[way][0], peer)
-            yield compared(f"diff of two files of {large.size}, time", "s", taken["ours"], peer, taken[way])
+            _check(results["ours"][0], results[way][0], peer)
+            yield compared(f"diff of two files of {large.size}, time", "s", timings["ours"], peer, timings[way])
         for way, peer in PEERS.items():
-            ours, theirs = ([item["peak"] / 1e6 for item in found[name]] for name in ("ours", way))
+            ours, theirs = ([item["peak"] / 1e6 for item in results[name]] for name in ("ours", way))
             yield compared(f"diff of two files of {large.size}, peak memory", "MB", ours, peer, theirs)
 
 
-def _measure(way: str, large: Stored, found: dict[str, list[dict[str, Any]]]) -> float:
+def _measure(way: str, large: Stored, results: dict[str, list[dict[str, Any]]]) -> float:
     paths = [str(version.path) for version in large.versions]
     done = subprocess.run([sys.executable, str(ONE), way, *paths], capture_output=True, text=True, check=False)
     if done.returncode:
         raise WrongOutput(f"{way}: {done.stderr.strip()[-500:]}")
     figures: dict[str, Any] = json.loads(done.stdout)
-    found[way].append(figures)
+    results[way].append(figures)
     return float(figures["seconds"])
 
 

@@ -32,9 +32,9 @@ def rows(settings: Settings) -> Iterator[Row]:
             "ONNX Runtime, a new InferenceSession": _onnx(large),
         }
         measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
-        taken = in_turn(measures | {name: partial(seconds, work) for name, work in others.items()}, settings.rounds)
+        timings = in_turn(measures | {name: partial(seconds, work) for name, work in others.items()}, settings.rounds)
         large.check(model)
-        millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+        millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
         for name in others:
             yield compared(f"swap {large.size}, engine torch", "ms", millis["swap"], name, millis[name])
 
@@ -87,8 +87,8 @@ def _graph(large: Stored) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def _check(found: np.ndarray, large: Stored, what: str) -> None:
+def _check(output: np.ndarray, large: Stored, what: str) -> None:
     """Compare outputs approximately: other engines compute in another order."""
     expected = large.versions[0].expected.numpy()
-    if not np.allclose(found, expected, rtol=CLOSE, atol=CLOSE * float(np.abs(expected).max())):
+    if not np.allclose(output, expected, rtol=CLOSE, atol=CLOSE * float(np.abs(expected).max())):
         raise RuntimeError(f"{what}: not the output of the eager model")

@@ -79,9 +79,9 @@ def _family(name: str, build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]
         def bare() -> None:
             torch.export.export(model, (x,), dynamic_shapes=shapes, strict=False)
 
-        taken = in_turn({"ours": partial(seconds, ours), "bare": partial(seconds, bare)}, rounds)
+        timings = in_turn({"ours": partial(seconds, ours), "bare": partial(seconds, bare)}, rounds)
     return compared(
-        f"{name}: model to artifact, time", "s", taken["ours"], "torch.export.export", taken["bare"], NEARLY_BARE
+        f"{name}: model to artifact, time", "s", timings["ours"], "torch.export.export", timings["bare"], NEARLY_BARE
     )
 
 
@@ -89,13 +89,13 @@ def _one_size(size: Size, rounds: int) -> Iterator[Row]:
     figures: dict[str, list[Figures]] = {"ours": [], "bare": []}
 
     def measure(way: str) -> float:
-        found = _run(way, size)
-        figures[way].append(found)
-        return found.seconds
+        result = _run(way, size)
+        figures[way].append(result)
+        return result.seconds
 
-    taken = in_turn({way: partial(measure, way) for way in figures}, rounds)
+    timings = in_turn({way: partial(measure, way) for way in figures}, rounds)
     what = f"{size}: class to artifact"
-    yield compared(f"{what}, time", "s", taken["ours"], "torch.export.export", taken["bare"], NEARLY_BARE)
+    yield compared(f"{what}, time", "s", timings["ours"], "torch.export.export", timings["bare"], NEARLY_BARE)
     saved = _run("saved", size) if _has_room(size) else None
     ours = figures["ours"]
     goals = (SMALL, TINY) if size is SIZES[-1] else (None, None)

@@ -73,12 +73,12 @@ def _given(rounds: int) -> Row:
     rates: tuple[list[float], list[float]] = [], []
     for turn in range(rounds + 1):  # the first one is a warm-up
         ray.get(giver.open.remote(f"memory://{turn}"))
-        given = ray.get(taker.take.remote(f"memory://{turn}"))
+        relayed = ray.get(taker.take.remote(f"memory://{turn}"))
         whole = ray.get(taker.has_all.remote())
         sent = ray.get(taker.receive.remote(ray.get(giver.listen.remote())))
         if not (whole and ray.get(taker.has_all.remote())):
             raise RuntimeError("other bytes have arrived than were given")
-        for rate, took in zip(rates, (given, sent), strict=True):
+        for rate, took in zip(rates, (relayed, sent), strict=True):
             rate.append(NBYTES / took / 1e9)
     what = f"{NBYTES >> 20} MiB from a node to another, in chunks"
     return compared(what, "GB/s", rates[0][1:], "a socket", rates[1][1:])
@@ -116,16 +116,16 @@ def _cluster() -> Iterator[None]:
         from ray.cluster_utils import Cluster
 
         options = {"num_cpus": 4, "object_store_memory": 1 << 30}
-        made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
         try:
             for _ in range(NODES - 1):
-                made.add_node(**options)
-            ray.init(made.address, log_to_driver=False, logging_level="error")
+                cluster.add_node(**options)
+            ray.init(cluster.address, log_to_driver=False, logging_level="error")
             yield
             serve.shutdown()
         finally:
             ray.shutdown()
-            made.shutdown()
+            cluster.shutdown()
 
 
 def _written(folder: Path, number: int) -> nn.Module:
@@ -147,9 +147,9 @@ class _Fleet:
         self.parts: list[tuple[float, float]] = []
 
     def swap(self, number: int) -> Change:
-        began = time.perf_counter()
+        start = time.perf_counter()
         receipt = self._fleet.swap(self._folder / f"{number}.safetensors")
-        whole = time.perf_counter() - began
+        whole = time.perf_counter() - start
         if receipt.late or len(receipt.nodes) != NODES:
             raise RuntimeError(f"not all nodes took part: {receipt}")
         self.parts.append((receipt.seconds_staged * 1e3, receipt.seconds_committed * 1e3))
@@ -240,10 +240,10 @@ class _Peer:
         _get_global_client().deploy_apps(ServeDeploySchema.parse_obj({"applications": [application]}))
 
     def _changed(self, number: int, change: Callable[[], object]) -> Change:
-        began = time.time()
+        start = time.time()
         change()
         since = self._wait(number)
-        return Change((max(since) - began) * 1e3, (max(since) - min(since)) * 1e3)
+        return Change((max(since) - start) * 1e3, (max(since) - min(since)) * 1e3)
 
     def _wait(self, number: int) -> list[float]:
         """Wait until all replicas serve the weights, and return when each began to."""

@@ -68,14 +68,14 @@ def _calls(served: Model, path: Path, eager: Encoder, rounds: int) -> Iterator[R
     for tokens in TOKENS:
         x = torch.randn(1, tokens, WIDTH)
         array = x.numpy()
-        for what, found in (("model", served(array)), ("session", peer.run(None, {"x": array})[0])):
-            close(found, eager(x), f"{what}, {tokens} tokens")
+        for what, output in (("model", served(array)), ("session", peer.run(None, {"x": array})[0])):
+            close(output, eager(x), f"{what}, {tokens} tokens")
         subjects: dict[str, Callable[[], object]] = {
             "model": partial(served, array),
             "session": lambda array=array: peer.run(None, {"x": array}),  # type: ignore[misc]
         }
-        taken = in_turn({name: per_call(call, 8) for name, call in subjects.items()}, 4 * rounds)
-        micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(call, 8) for name, call in subjects.items()}, 4 * rounds)
+        micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
         goal = NEAR if tokens == 64 else None
         what = f"model(x), engine onnx, 12 layers, {tokens} tokens"
         yield compared(what, "us", micros["model"], "ONNX Runtime, weights inside", micros["session"], goal)
@@ -107,8 +107,8 @@ def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
         engine: partial(seconds, partial(subprocess.run, [*command, engine], capture_output=True, check=True))
         for engine in ("onnx", "torch")
     }
-    taken = {name: [second * 1e3 for second in values] for name, values in in_turn(measures, rounds).items()}
-    yield spread("weightswap run --engine onnx, start to end", "ms", taken["onnx"], SOON)
+    timings = {name: [second * 1e3 for second in values] for name, values in in_turn(measures, rounds).items()}
+    yield spread("weightswap run --engine onnx, start to end", "ms", timings["onnx"], SOON)
     yield compared(
-        "weightswap run --engine onnx, start to end", "ms", taken["onnx"], "--engine torch", taken["torch"], THIRD
+        "weightswap run --engine onnx, start to end", "ms", timings["onnx"], "--engine torch", timings["torch"], THIRD
     )

@@ -41,8 +41,8 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _one_size(size: Size, artifact: Path, rounds: int) -> Iterator[Row]:
-    taken = in_turn({way: partial(_run, way, artifact) for way in ("ours", "torch")}, rounds)
-    millis = {way: [second * 1e3 for second in values] for way, values in taken.items()}
+    timings = in_turn({way: partial(_run, way, artifact) for way in ("ours", "torch")}, rounds)
+    millis = {way: [second * 1e3 for second in values] for way, values in timings.items()}
     peer = "torch.export.load().module()"
     for goal in (AT_ONCE, FORTIETH) if size is SIZES[-1] else (None,):
         yield compared(f"open the graph, {size}", "ms", millis["ours"], peer, millis["torch"], goal)
@@ -60,10 +60,10 @@ def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
         "run": ["-c", program, "run", files[0], "-w", files[1], "-i", files[2]],
         "torch": ["-c", "import torch"],
     }
-    taken = in_turn({name: partial(_seconds, command) for name, command in commands.items()}, rounds)
-    over = [(one - other) * 1e3 for one, other in zip(taken["run"], taken["torch"], strict=True)]
-    bare = median(taken["torch"]) * 1e3
-    ratio = median(one / other for one, other in zip(taken["run"], taken["torch"], strict=True))
+    timings = in_turn({name: partial(_seconds, command) for name, command in commands.items()}, rounds)
+    over = [(one - other) * 1e3 for one, other in zip(timings["run"], timings["torch"], strict=True)]
+    bare = median(timings["torch"]) * 1e3
+    ratio = median(one / other for one, other in zip(timings["run"], timings["torch"], strict=True))
     what = "weightswap run, start to end, minus import torch"
     yield Row(what, "ms", median(over), rounds, goal=SOON, peer="import torch", peer_median=bare, ratio=ratio)
 

@@ -77,14 +77,14 @@ def _alone(
     for name, subject in subjects.items():
         close(subject(), expected, name)
     measures = {name: partial(_milliseconds, subject) for name, subject in subjects.items()}
-    taken = in_turn(measures, settings.rounds)
+    figures = in_turn(measures, settings.rounds)
     for name, goal in (("http", HTTP), ("grpc", GRPC)):
-        if name in taken:
-            beyond = [one - bare for one, bare in zip(taken[name], taken["bare"], strict=True)]
+        if name in figures:
+            beyond = [one - bare for one, bare in zip(figures[name], figures["bare"], strict=True)]
             yield spread(f"tritonclient.{name}, binary, 1 client: beyond model(x)", "ms", beyond, goal)
-    yield spread("model(x)", "ms", taken["bare"])
+    yield spread("model(x)", "ms", figures["bare"])
     for peer in _peers():
-        yield compared("serve, HTTP, binary, 1 client", "ms", taken["ours"], peer, taken[peer], SOONER)
+        yield compared("serve, HTTP, binary, 1 client", "ms", figures["ours"], peer, figures[peer], SOONER)
 
 
 def _loaded(settings: Settings, folder: Path, weights: Path, x: torch.Tensor) -> Iterator[Row]:
@@ -105,13 +105,13 @@ def _loaded(settings: Settings, folder: Path, weights: Path, x: torch.Tensor) ->
             measures = {
                 name: partial(_calls_per_second, request, clients, waits[name]) for name, request in requests.items()
             }
-            taken = in_turn(measures, max(1, settings.rounds // 3))
+            figures = in_turn(measures, max(1, settings.rounds // 3))
             slowest = {name: [percentile(calls, 0.99) for calls in rounds] for name, rounds in waits.items()}
             load = "1 client" if clients == 1 else f"{clients} clients"
             for name in ours:
                 yield spread(f"{name}, {load}: a call", "ms", list(chain(*waits[name])))
                 for peer in peers:
-                    yield compared(f"{name}, {load}: calls", "1/s", taken[name], peer, taken[peer], AHEAD)
+                    yield compared(f"{name}, {load}: calls", "1/s", figures[name], peer, figures[peer], AHEAD)
                     yield compared(f"{name}, {load}: p99 of a call", "ms", slowest[name], peer, slowest[peer], SOONER)
             for peer in peers:
                 yield spread(f"{peer}, {load}: a call", "ms", list(chain(*waits[peer])))
@@ -136,19 +136,19 @@ def _calls_per_second(request: Bodies, clients: int, waits: list[list[float]]) -
 async def _ask_for_a_while(request: Bodies, clients: int, waits: list[list[float]]) -> float:
     url, body, headers = request
     until = time.perf_counter() + SECONDS
-    found: list[float] = []
+    waits_ms: list[float] = []
 
     async def ask(session: aiohttp.ClientSession) -> None:
-        while (began := time.perf_counter()) < until:
+        while (start := time.perf_counter()) < until:
             async with session.post(url, data=body, headers=headers) as reply:
                 await reply.read()
                 reply.raise_for_status()
-            found.append((time.perf_counter() - began) * 1e3)
+            waits_ms.append((time.perf_counter() - start) * 1e3)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
         await asyncio.gather(*(ask(session) for _ in range(clients)))
-    waits.append(found)
-    return len(found) / SECONDS
+    waits.append(waits_ms)
+    return len(waits_ms) / SECONDS
 
 
 def _our_request(x: torch.Tensor) -> Bodies:

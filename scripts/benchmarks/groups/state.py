@@ -84,8 +84,8 @@ def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
         "plain, bare": partial(bound.run, "plain", [x]),
         "fresh": partial(model, x),
     }
-    taken = in_turn({what: per_call(subject, 50) for what, subject in subjects.items()}, 4 * settings.rounds)
-    micros = {what: [second * 1e6 for second in values] for what, values in taken.items()}
+    timings = in_turn({what: per_call(subject, 50) for what, subject in subjects.items()}, 4 * settings.rounds)
+    micros = {what: [second * 1e6 for second in values] for what, values in timings.items()}
     what = f"model(x, context=...), {TENSORS} tensors of state"
     over = {
         kind: [one - bare for one, bare in zip(micros[kind], micros[f"{kind}, bare"], strict=True)]

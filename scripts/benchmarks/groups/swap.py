@@ -68,7 +68,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     peers = Peers()
     path = stored.versions[0].path
     memory = Memory(path.stat().st_size, touched=True)
-    taken = in_turn(
+    timings = in_turn(
         {
             "stage": _stage(model, _paths(stored)),
             "read": lambda: seconds(lambda: peers.read(path, memory)),
@@ -77,7 +77,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
         },
         rounds,
     )
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what, read = f"stage {stored.size}, warm arena", f"preadv, {peers.threads} threads"
     yield compared(what, "GB/s", rate["stage"], read, rate["read"], NEARLY_AS_FAST)
     yield compared(what, "GB/s", rate["stage"], "preadv + BLAKE3, no checks", rate["both"])
@@ -93,8 +93,8 @@ def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
         with patch.object(reading, "count_nonfinite", lambda *_: None):
             return stage()
 
-    taken = in_turn({"stage": stage, "blind": blind}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    timings = in_turn({"stage": stage, "blind": blind}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"looking for NaN while {stored.size} are staged"
     yield compared(what, "GB/s", rate["stage"], "without looking", rate["blind"], NEARLY_FREE)
 
@@ -107,8 +107,8 @@ def _kinds(rounds: int) -> Iterator[Row]:
             "look": per_call(partial(count_nonfinite, dtype, block), 200),
             "hash": per_call(lambda: blake3(block).digest(), 200),
         }
-        taken = in_turn(measures, rounds)
-        rate = {name: [BLOCK / second / 1e9 for second in values] for name, values in taken.items()}
+        timings = in_turn(measures, rounds)
+        rate = {name: [BLOCK / second / 1e9 for second in values] for name, values in timings.items()}
         yield compared(f"looking for NaN, {dtype}, in the cache", "GB/s", rate["look"], "BLAKE3", rate["hash"])
 
 
@@ -124,8 +124,8 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
         memory = Memory(path.stat().st_size, touched=False)
         return seconds(lambda: peers.read(path, memory))
 
-    taken = in_turn({"stage": stage, "read": read}, -(-rounds // 2))
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    timings = in_turn({"stage": stage, "read": read}, -(-rounds // 2))
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what, peer = f"stage {stored.size}, fresh arena", "preadv into fresh memory"
     yield compared(what, "GB/s", rate["stage"], peer, rate["read"])
 
@@ -151,11 +151,11 @@ def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
 
 def _staged_commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     paths = _paths(stored)
-    taken = []
+    timings = []
     for _ in range(COMMITS * rounds):
         staged = model.stage(next(paths))
-        taken.append(seconds(staged.commit) * 1e6)
-    yield spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", taken, INSTANT)
+        timings.append(seconds(staged.commit) * 1e6)
+    yield spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", timings, INSTANT)
 
 
 def _single(stored: Stored, rounds: int) -> Iterator[Row]:
@@ -164,7 +164,7 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
     model = load(stored.artifact, next(paths), residency="single")
     target, source = (Memory(stored.nbytes, touched=True) for _ in range(2))
     target_tensor, source_tensor = target.tensor(), source.tensor()
-    taken = in_turn(
+    timings = in_turn(
         {
             "commit": lambda: model.swap(next(paths)).seconds_paused,
             "copy_": lambda: seconds(lambda: target_tensor.copy_(source_tensor)),
@@ -174,7 +174,7 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
         rounds,
     )
     stored.check(model)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, {stored.size}"
     yield compared(what, "ms", millis["commit"], "one torch copy_", millis["copy_"], ONE_COPY)
     yield compared(what, "ms", millis["commit"], f"memcpy, {peers.threads} threads", millis["threads"])
@@ -198,10 +198,10 @@ def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     }
     measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
     measures |= {name: partial(seconds, work) for name, work in others.items()}
-    taken = in_turn(measures, rounds)
+    timings = in_turn(measures, rounds)
     with torch.no_grad():
         equal(eager(stored.tokens), first.expected, "the eager model after its own load")
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in others:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
 
@@ -216,8 +216,8 @@ def _stage(model: Model, paths: Iterator[Path]) -> Measure:
     def measure() -> float:
         start = time.perf_counter()
         staged = model.stage(next(paths))
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         staged.commit()
-        return taken
+        return elapsed
 
     return measure

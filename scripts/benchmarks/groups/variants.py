@@ -74,8 +74,8 @@ def _adding(settings: Settings, model: Model, weights: Path, variant: Path, _: t
         "add": partial(model.add_variant, "lora", "one", variant),
         "swap": partial(model.swap, weights),
     }
-    taken = in_turn({what: per_call(subject, 1) for what, subject in subjects.items()}, settings.rounds)
-    millis = {what: [second * 1e3 for second in values] for what, values in taken.items()}
+    timings = in_turn({what: per_call(subject, 1) for what, subject in subjects.items()}, settings.rounds)
+    millis = {what: [second * 1e3 for second in values] for what, values in timings.items()}
     share = variant.stat().st_size / weights.stat().st_size
     what = f"add_variant, {share:.1%} of {weights.stat().st_size / 1e6:.0f} MB"
     return compared(what, "ms", millis["add"], "a full swap", millis["swap"], ADDING)
@@ -88,7 +88,7 @@ def _choosing(settings: Settings, model: Model, _: Path, variant: Path, x: torch
         "chosen": partial(model, x, variants=choice),
         "base": partial(model, x),
     }
-    taken = in_turn({what: per_call(subject, 200) for what, subject in subjects.items()}, 4 * settings.rounds)
-    more = [(one - other) * 1e6 for one, other in zip(taken["chosen"], taken["base"], strict=True)]
-    base = [second * 1e6 for second in taken["base"]]
+    timings = in_turn({what: per_call(subject, 200) for what, subject in subjects.items()}, 4 * settings.rounds)
+    more = [(one - other) * 1e6 for one, other in zip(timings["chosen"], timings["base"], strict=True)]
+    base = [second * 1e6 for second in timings["base"]]
     return compared(f"choosing {2 * LAYERS} tensors in a call, added", "us", more, "the call itself", base, CHOOSING)

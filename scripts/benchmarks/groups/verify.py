@@ -42,10 +42,10 @@ def rows(settings: Settings) -> Iterator[Row]:
         folder = Path(name)
         with quiet():
             megabytes = _prepare(folder, width)
-        taken = in_turn({"verify": partial(_verify, folder), "run": partial(_run, folder)}, min(settings.rounds, 3))
+        timings = in_turn({"verify": partial(_verify, folder), "run": partial(_run, folder)}, min(settings.rounds, 3))
     what = f"weightswap verify, 12-layer encoder, {megabytes:.0f} MB, {len(ENGINES)} engines"
     peer = "weightswap run, once for each engine"
-    yield compared(what, "s", taken["verify"], peer, taken["run"], WITHIN_A_MINUTE)
+    yield compared(what, "s", timings["verify"], peer, timings["run"], WITHIN_A_MINUTE)
 
 
 def _prepare(folder: Path, width: int) -> float:
