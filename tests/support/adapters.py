@@ -26,8 +26,8 @@ class Net(nn.Module):
         self.second = nn.Linear(8, 5, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.second(torch.relu(self.first(x)))
-        return found
+        output: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return output
 
 
 def base(seed: int) -> Net:
@@ -39,8 +39,8 @@ def with_lora(model: nn.Module, **options: Any) -> Any:
     """Return a PEFT model over a network, by default with adapters of the graph's rank and a scale of 2."""
     from peft import LoraConfig, get_peft_model
 
-    given = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["first", "second"]} | options
-    return get_peft_model(model, LoraConfig(**given)).eval()  # type: ignore[arg-type]
+    config = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["first", "second"]} | options
+    return get_peft_model(model, LoraConfig(**config)).eval()  # type: ignore[arg-type]
 
 
 def write_adapter(path: Path, seed: int, **options: Any) -> Path:
@@ -80,5 +80,5 @@ class Adapters:
                 warnings.simplefilter("ignore")
                 model = PeftModel.from_pretrained(model, str(path)).eval()
         with torch.no_grad():
-            found: torch.Tensor = model(X)
-        return found
+            output: torch.Tensor = model(X)
+        return output

@@ -33,12 +33,12 @@ def collecting() -> Iterator[Collected]:
     """Run a collector during the block."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as collector:
         where = f"http://127.0.0.1:{collector.server_address[1]}"
-        found = Collected([], {"OTEL_EXPORTER_OTLP_ENDPOINT": where})
-        collector.posts = found.posts  # type: ignore[attr-defined]
+        collected = Collected([], {"OTEL_EXPORTER_OTLP_ENDPOINT": where})
+        collector.posts = collected.posts  # type: ignore[attr-defined]
         thread = Thread(target=collector.serve_forever)
         thread.start()
         try:
-            yield found
+            yield collected
         finally:
             collector.shutdown()
             thread.join()

@@ -56,8 +56,8 @@ ROWS, ROW = torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 1, 4)
 def specs(**engines: tuple[str, ...]) -> dict[str, MethodSpec]:
     """Return the specs of the decoder's methods; `engines` maps some of them to engines."""
     rows = {"rows": {0: Dim("rows", min=1, max=ROOM)}}
-    found = {"prefill": MethodSpec("prefill", (ROWS,), dynamic_shapes=rows, engines=engines.get("prefill"))}
-    return found | {name: MethodSpec(name, (ROW,), engines=engines.get(name)) for name in ("decode", "plain")}
+    methods = {"prefill": MethodSpec("prefill", (ROWS,), dynamic_shapes=rows, engines=engines.get("prefill"))}
+    return methods | {name: MethodSpec(name, (ROW,), engines=engines.get(name)) for name in ("decode", "plain")}
 
 
 class Files:
@@ -104,10 +104,10 @@ class Caller:
 
     def __call__(self, method: str, x: torch.Tensor, **options: Any) -> torch.Tensor:
         array = self.model.engine == "onnx" and self.model.device == "cpu"
-        found = self.model.method(method)(x.numpy() if array else x.to(self.model.device), **options)
-        assert isinstance(found, np.ndarray) == array
-        return torch.as_tensor(found).cpu()
+        output = self.model.method(method)(x.numpy() if array else x.to(self.model.device), **options)
+        assert isinstance(output, np.ndarray) == array
+        return torch.as_tensor(output).cpu()
 
 
-def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def near(output: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

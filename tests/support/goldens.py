@@ -184,13 +184,13 @@ every = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def recorded(setting: Setting, folder: Path, **options: Any) -> tuple[Artifact, nn.Module, Goldens]:
     model = different(setting.build, 1)
     artifact = export(model, methods=setting.methods, out=folder / "m.artifact", goldens=setting.goldens, **options)
-    found = artifact_goldens(artifact)
-    assert found is not None
-    return artifact, model, found
+    goldens = artifact_goldens(artifact)
+    assert goldens is not None
+    return artifact, model, goldens
 
 
-def verified(found: Goldens, model: Model) -> str:
-    return verify(found, bound_of(model), engine_of(model), model.artifact.manifest, str(model.weights_id))
+def verified(goldens: Goldens, model: Model) -> str:
+    return verify(goldens, bound_of(model), engine_of(model), model.artifact.manifest, str(model.weights_id))
 
 
 def everything_in(model: nn.Module) -> Any:

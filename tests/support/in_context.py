@@ -32,9 +32,9 @@ class Layer(nn.Module):
         self.values.copy_(pad(heads(self.value(rows)), room))
 
     def forward(self, rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        there = torch.arange(CAPACITY) < known
-        found = scaled_dot_product_attention(heads(self.query(rows)), self.keys, self.values, there)
-        rows = rows + found.transpose(0, 1).flatten(1)
+        known_rows = torch.arange(CAPACITY) < known
+        attended = scaled_dot_product_attention(heads(self.query(rows)), self.keys, self.values, known_rows)
+        rows = rows + attended.transpose(0, 1).flatten(1)
         mlp: torch.Tensor = self.mlp(rows)
         return rows + mlp
 
@@ -66,16 +66,16 @@ class InContext(nn.Module):
         for layer in self.layers:
             layer.remember(rows)  # type: ignore[operator]
             rows = layer(rows, self.known)
-        found: torch.Tensor = self.head(rows)
-        return found
+        scores: torch.Tensor = self.head(rows)
+        return scores
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scores, [n, classes], for rows, [n, features]."""
         rows = self.encode((x - self.mean) / self.spread)
         for layer in self.layers:
             rows = layer(rows, self.known)
-        found: torch.Tensor = self.head(rows)
-        return found
+        scores: torch.Tensor = self.head(rows)
+        return scores
 
 
 def task(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

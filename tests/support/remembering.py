@@ -82,14 +82,14 @@ class Served:
         self.model = load(files.artifact, files.weights[0], engine=engine, **options)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor = X, context: Context | None = None, of: Any = None) -> torch.Tensor:
-        given = x.numpy() if self.model.engine == "onnx" else x
-        return torch.as_tensor((of or self.model)(given, context=context) if context else (of or self.model)(given))
+        inputs = x.numpy() if self.model.engine == "onnx" else x
+        return torch.as_tensor((of or self.model)(inputs, context=context) if context else (of or self.model)(inputs))
 
     def peek(self, context: Context) -> tuple[torch.Tensor, int]:
         total, calls = self.model.peek(context=context)
         return torch.as_tensor(total), int(calls)
 
-    def equal(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    def equal(self, output: torch.Tensor, expected: torch.Tensor) -> bool:
         if self.model.engine == "torch":
-            return torch.equal(found, expected)
-        return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+            return torch.equal(output, expected)
+        return torch.allclose(output, expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """Request: its path, the range of bytes, of which `stop` is the end, and its headers."""
 
     path: str
@@ -39,8 +39,8 @@ class Content:
         return {name: value for name, value in found.items() if value is not None}
 
 
-Answer = Callable[["Handler", Asked], None]
-Fault = Callable[["Handler", Asked], bool]
+Answer = Callable[["Handler", Request], None]
+Fault = Callable[["Handler", Request], bool]
 
 
 class WebServer(AbstractContextManager["WebServer"]):
@@ -50,7 +50,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self.contents: dict[str, Content] = {}
         self.fault: Fault | None = None
         self.preconditions = True
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []
         self.sent = 0
         self.busy = self.busiest = 0
         self.released = Event()
@@ -101,33 +101,33 @@ class Handler(BaseHTTPRequestHandler):
         web = self.web
         path = self.path.partition("?")[0]
         first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        asked = Asked(path, int(first), int(last) + 1 if last else 1 << 60, dict(self.headers))
+        request = Request(path, int(first), int(last) + 1 if last else 1 << 60, dict(self.headers))
         with web.lock:
-            web.asked.append(asked)
+            web.requests.append(request)
             web.busy += 1
             web.busiest = max(web.busiest, web.busy)
         try:
             with suppress(ConnectionError):
-                if web.fault is None or not web.fault(self, asked):
-                    self.serve(asked)
+                if web.fault is None or not web.fault(self, request):
+                    self.serve(request)
         finally:
             with web.lock:
                 web.busy -= 1
 
-    def serve(self, asked: Asked) -> None:
-        content = self.web.contents.get(asked.path)
+    def serve(self, request: Request) -> None:
+        content = self.web.contents.get(request.path)
         if content is None:
             self.reply(404)
         elif self.web.preconditions and not self.holds(content):
             self.reply(412)
-        elif asked.start >= len(content.data):
+        elif request.start >= len(content.data):
             self.reply(416, headers={"Content-Range": f"bytes */{len(content.data)}"})
         else:
-            self.reply(206, content.data[asked.start : asked.stop], self.headers_of(content, asked))
+            self.reply(206, content.data[request.start : request.stop], self.headers_of(content, request))
 
-    def headers_of(self, content: Content, asked: Asked) -> dict[str, str]:
-        stop = min(asked.stop, len(content.data))
-        return {"Content-Range": f"bytes {asked.start}-{stop - 1}/{len(content.data)}", **content.validators}
+    def headers_of(self, content: Content, request: Request) -> dict[str, str]:
+        stop = min(request.stop, len(content.data))
+        return {"Content-Range": f"bytes {request.start}-{stop - 1}/{len(content.data)}", **content.validators}
 
     def holds(self, content: Content) -> bool:
         """Return True if the preconditions of the request are met."""
@@ -240,16 +240,16 @@ class CloudStorage(Handler):
     https://cloud.google.com/storage/docs/json_api/v1/objects
     """
 
-    def serve(self, asked: Asked) -> None:
+    def serve(self, request: Request) -> None:
         query = dict(parse_qsl(urlsplit(self.path).query))
-        folder, _, key = unquote(asked.path).partition("/b/weights/o")
+        folder, _, key = unquote(request.path).partition("/b/weights/o")
         content = self.web.contents.get(key)
         if folder == "/storage/v1" and not key:
             self.list(query["prefix"])
         elif content is None or query.get("generation", content.etag) != content.etag:
             self.reply(404, b"{}")
         elif query.get("alt") == "media":
-            super().serve(asked._replace(path=key))
+            super().serve(request._replace(path=key))
         else:
             self.reply(200, json.dumps(self.described(key)).encode())
 
@@ -293,15 +293,15 @@ class Hub(Handler):
     https://huggingface.co/docs/hub/api
     """
 
-    def serve(self, asked: Asked) -> None:
+    def serve(self, request: Request) -> None:
         query = dict(parse_qsl(urlsplit(self.path).query))
-        path = unquote(asked.path)
+        path = unquote(request.path)
         if path == "/api/models/org/weights":
             self.reply(200, json.dumps({"id": "org/weights"}).encode())
         elif path.startswith("/api/models/org/weights/tree/main"):
             self.list(path.removeprefix("/api/models/org/weights/tree/main").strip("/"), query["expand"] == "true")
         elif path.startswith("/org/weights/resolve/main/"):
-            super().serve(asked._replace(path=path.removeprefix("/org/weights/resolve/main")))
+            super().serve(request._replace(path=path.removeprefix("/org/weights/resolve/main")))
         else:
             self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
 

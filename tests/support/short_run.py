@@ -36,10 +36,10 @@ def _leave(group: Sequence[pytest.Item], chosen: set[int]) -> None:
         group[number].add_marker(pytest.mark.slow)
 
 
-def spread(there: int, wanted: int) -> set[int]:
-    """Return evenly spaced numbers below `there`, beginning with the first."""
-    wanted = min(there, wanted)
-    return {number * there // wanted for number in range(wanted)}
+def spread(total: int, count: int) -> set[int]:
+    """Return evenly spaced numbers below `total`, beginning with the first."""
+    count = min(total, count)
+    return {number * total // count for number in range(count)}
 
 
 def _pairs(item: pytest.Item) -> Pairs:
@@ -49,11 +49,11 @@ def _pairs(item: pytest.Item) -> Pairs:
 
 def covering(combinations: Sequence[Pairs]) -> set[int]:
     """Return the numbers of few combinations that cover every pair, greedily: the one with most new pairs first."""
-    left = set().union(*combinations)
+    uncovered = set().union(*combinations)
     numbers = random.Random(0).sample(range(len(combinations)), len(combinations))
     chosen = set()
-    while left:
-        best = max(numbers, key=lambda number: len(combinations[number] & left))
+    while uncovered:
+        best = max(numbers, key=lambda number: len(combinations[number] & uncovered))
         chosen.add(best)
-        left -= combinations[best]
+        uncovered -= combinations[best]
     return chosen

@@ -173,11 +173,11 @@ def serves(model: Model, files: RichFiles, origin: Origin) -> None:
 
 def open_descriptors() -> set[tuple[str, str]]:
     """Return the descriptors of temporary files, such as weights; threads of libraries have others."""
-    found = set()
+    descriptors = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor that reads this directory
-            found.add((entry.name, str(entry.readlink())))
-    return {(name, target) for name, target in found if target.startswith(tempfile.gettempdir())}
+            descriptors.add((entry.name, str(entry.readlink())))
+    return {(name, target) for name, target in descriptors if target.startswith(tempfile.gettempdir())}
 
 
 @functools.cache

@@ -111,13 +111,13 @@ def test_outputs_share_no_memory_with_weights_state_or_constants(tmp_path: Path,
     setup = Setup(tmp_path, Views, {"forward": MethodSpec("forward", (torch.zeros(4),))}, 3)
     model = load(setup.artifact, setup.files[0], residency=residency)
     x = torch.randn(4)
-    kept = model(x)
-    before = [output.clone() for output in kept]
+    outputs = model(x)
+    before = [output.clone() for output in outputs]
     for file in setup.files[1:]:
         model.swap(file)
         model(x)
-    assert equal(list(kept), before)
-    assert kept[4] is x
+    assert equal(list(outputs), before)
+    assert outputs[4] is x
     for output in model(x):
         output.fill_(7)
     with torch.no_grad():

@@ -142,10 +142,10 @@ def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
 
     def load_floats(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         with torch.device("meta"):
-            made = floats(0)
-        made.load_state_dict(checkpoint, assign=True)
-        KINDS["int8 dynamic"](made)
-        model.load_state_dict(made.state_dict(), assign=True)
+            quantised_floats = floats(0)
+        quantised_floats.load_state_dict(checkpoint, assign=True)
+        KINDS["int8 dynamic"](quantised_floats)
+        model.load_state_dict(quantised_floats.state_dict(), assign=True)
 
     artifact = exported("int8 dynamic", tmp_path / "a.artifact", load=load_floats, checkpoint=floats(0).state_dict())
     assert not artifact.manifest.adapter.untraceable

@@ -189,19 +189,19 @@ def use(artifact: Path, setting: Setting) -> None:
 
 def texts(document: Any) -> list[tuple[list[Any], bool]]:
     """Yield the position of every text in a document, and True for keys."""
-    found: list[tuple[list[Any], bool]] = []
+    positions: list[tuple[list[Any], bool]] = []
 
     def walk(value: Any, way: list[Any]) -> None:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, item in items:
             if isinstance(key, str):
-                found.append(([*way, key], True))
+                positions.append(([*way, key], True))
             if isinstance(item, str):
-                found.append(([*way, key], False))
+                positions.append(([*way, key], False))
             walk(item, [*way, key])
 
     walk(document, [])
-    return found
+    return positions
 
 
 def planted(document: Any, way: list[Any], key: bool, payload: str) -> None:

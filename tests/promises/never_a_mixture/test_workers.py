@@ -68,11 +68,11 @@ class _Crew:
 
 
 def _lines(folder: Path, role: str) -> list[tuple[str, float, int]]:
-    found: list[Any] = []
+    events: list[Any] = []
     for path in folder.glob(f"{role}.*"):
         whole = path.read_bytes().rpartition(b"\n")[0]
-        found += [json.loads(line) for line in whole.splitlines()]
-    return found
+        events += [json.loads(line) for line in whole.splitlines()]
+    return events
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])

@@ -271,9 +271,9 @@ class Emptied(nn.Module):
         self.register_buffer("held", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.held.view(4).add_(x)
+        output = self.held.view(4).add_(x)
         self.held.resize_(0)
-        return found
+        return output
 
 
 @torch.no_grad()
@@ -282,7 +282,7 @@ def test_an_output_that_lies_in_emptied_state_is_copied(residency: Any, tmp_path
     artifact = export(eager, (torch.ones(4),), out=tmp_path / "a")
     served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path, residency=residency)
     context = served.new_context()
-    found = served(torch.ones(4), context=context)
+    output = served(torch.ones(4), context=context)
     (state,) = (tensor for _, tensor in context._state.values())  # type: ignore[union-attr]
-    assert found.untyped_storage().data_ptr() != state.untyped_storage().data_ptr()
-    assert torch.equal(found, torch.full((4,), 2.0))
+    assert output.untyped_storage().data_ptr() != state.untyped_storage().data_ptr()
+    assert torch.equal(output, torch.full((4,), 2.0))

@@ -89,9 +89,9 @@ def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
             stage.tiny.manifest,
             stage.document["weights_id"],
         )
-    found = model(X)
-    row = int((found - Y)[:, 3].abs().argmax())
-    expected, got = Y[row, 3].item(), found[row, 3].item()
+    output = model(X)
+    row = int((output - Y)[:, 3].abs().argmax())
+    expected, got = Y[row, 3].item(), output[row, 3].item()
     assert refused.value.problems == (
         f"case 0, forward, output[{row}, 3]: expected {expected}, found {got}, absolute difference "
         f"{got - expected:.6g}, relative {(got - expected) / abs(expected):.6g}; 2 of 10 elements differ, compared bit "
@@ -188,11 +188,11 @@ def test_every_case_begins_with_the_initial_state_and_a_cancel_ends_it(stage: St
 
 def test_inputs_are_where_torch_allocates_tensors(stage: Stage) -> None:
     probe = Probe(lambda: [Y.clone()])
-    kept = []
+    inputs = []
     for _ in range(16):
         stage.judge(probe)
-        kept.append(probe.inputs[0])
-    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in kept)
+        inputs.append(probe.inputs[0])
+    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in inputs)
 
 
 def test_every_case_is_reported_and_what_an_operator_raises_is_a_mismatch(stage: Stage) -> None:

@@ -168,9 +168,9 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
         with pytest.raises(Unsupported, match="replace a file that it is made of"):
             write_delta(weight_file(0), weight_file(1), place)
     assert weight_file(0).read_bytes() == before
-    made = write_delta(weight_file(0), weight_file(1), out).path
+    delta_file = write_delta(weight_file(0), weight_file(1), out).path
     with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
-        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
+        write_delta(delta_file, weight_file(1), tmp_path / "dd.safetensors")
     with pytest.raises(Unsupported, match="files are written locally"):
         write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
 

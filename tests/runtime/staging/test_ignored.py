@@ -26,8 +26,8 @@ def old(tiny: TinyArtifact, tmp_path: Path) -> Path:
 
 
 def staged(model: Model, path: Path) -> SwapReceipt:
-    with model.stage(path, ignore=["*.position_ids"]) as found:
-        return found.commit()
+    with model.stage(path, ignore=["*.position_ids"]) as staged:
+        return staged.commit()
 
 
 def watched(model: Model, path: Path) -> SwapReceipt:

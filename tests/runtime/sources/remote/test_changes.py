@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.sources.remote.answers import DATA_START, after_the_data, changing
 from tests.runtime.sources.remote.contents import unstamped
-from tests.support.servers import Asked, Content, Handler, WebServer
+from tests.support.servers import Content, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DigestMismatch, Model, WeightFileError
 from weightswap_runtime.sources.remote import web
@@ -66,11 +66,11 @@ def test_an_object_that_nothing_pins_is_proven_by_its_digests(
 
 
 def probes(server: WebServer) -> int:
-    return sum((asked.start, asked.stop) == (0, 1) for asked in server.asked)
+    return sum((request.start, request.stop) == (0, 1) for request in server.requests)
 
 
 def opening_requests(server: WebServer) -> int:
-    return sum(asked.start == 0 and asked.stop > 1 and "goldens" not in asked.path for asked in server.asked)
+    return sum(request.start == 0 and request.stop > 1 and "goldens" not in request.path for request in server.requests)
 
 
 SAME_SECOND: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def test_what_is_replaced_within_its_second_never_makes_a_mixture(
     modified = time.time() + 1
     contents = [Content(data, modified=modified, **how) for data in (before, after)]
 
-    def fault(handler: Handler, asked: Asked) -> bool:
+    def fault(handler: Handler, request: Request) -> bool:
         handler.web.contents["/v.safetensors"] = contents[opening_requests(handler.web) > 1]
         return False
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.handmade import hand_made, written
-from tests.support.servers import Asked, Bucket, Handler, WebServer
+from tests.support.servers import Bucket, Handler, Request, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import GoldenMismatch, Model, WeightFileError, load, write_delta
 
@@ -42,10 +42,10 @@ def test_goldens_that_do_not_fit_refuse_the_weights(
 def test_goldens_that_may_not_be_read_are_none(
     status: int, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        if "goldens" in asked.path:
+    def fault(handler: Handler, request: Request) -> bool:
+        if "goldens" in request.path:
             handler.reply(status)
-        return "goldens" in asked.path
+        return "goldens" in request.path
 
     server.fault = fault
     assert model.swap(server.put("v2.safetensors", weight_file(2).read_bytes())).verified == "none"
@@ -55,10 +55,10 @@ def test_goldens_that_may_not_be_read_are_none(
 def test_goldens_that_cannot_be_read_refuse_the_weights(
     model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        if "goldens" in asked.path:
+    def fault(handler: Handler, request: Request) -> bool:
+        if "goldens" in request.path:
             handler.reply(503)
-        return "goldens" in asked.path
+        return "goldens" in request.path
 
     server.fault = fault
     with pytest.raises(WeightFileError, match=r"v2\.goldens\.safetensors: cannot be opened, after 6 attempt"):

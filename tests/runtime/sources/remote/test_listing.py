@@ -50,10 +50,10 @@ def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, mo
 def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
     """A caller that polls can be stopped between two listings."""
     hf_bucket.put("run/a.safetensors", b"1")
-    hf_bucket.server.fault = lambda handler, asked: "/tree/" in asked.path and status(403)(handler, asked) is None
+    hf_bucket.server.fault = lambda handler, request: "/tree/" in request.path and status(403)(handler, request) is None
     with pytest.raises(WeightFileError, match=r"cannot be listed \(HfHubHTTPError: 403"):
         list_files(Url(hf_bucket.url("run")))
-    assert len([asked for asked in hf_bucket.server.asked if "/tree/" in asked.path]) == 1
+    assert len([request for request in hf_bucket.server.requests if "/tree/" in request.path]) == 1
 
 
 class Away(MemoryFileSystem):  # type: ignore[misc]
@@ -74,10 +74,10 @@ class Away(MemoryFileSystem):  # type: ignore[misc]
 def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("away", Away, clobber=True)
     monkeypatch.setattr(Away, "looks", 0)
-    told: list[int] = []
-    with model.watch("away://d", interval=0.01, callback=lambda event: told.append(Away.looks)):
-        until(lambda: bool(told))
-    assert told[0] == 1
+    looks: list[int] = []
+    with model.watch("away://d", interval=0.01, callback=lambda event: looks.append(Away.looks)):
+        until(lambda: bool(looks))
+    assert looks[0] == 1
     logins = Away.logins
     for _ in range(3):
         with pytest.raises(WeightFileError):

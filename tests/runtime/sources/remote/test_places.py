@@ -59,8 +59,8 @@ def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> Non
 def test_what_is_packed_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"copy it here|a URI of MLflow"):
         pack(url, tiny.path, out=tmp_path / "v.safetensors")
-    said = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
-    assert (said.exit_code, url in said.stderr) == (2, True)
+    result = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
+    assert (result.exit_code, url in result.stderr) == (2, True)
 
 
 def test_a_url_as_a_path_is_named(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +162,11 @@ def test_no_secret_leaves_with_a_refusal_or_a_receipt(
     receipt = model.swap(url)
     errors = []
     for answer in (dropped, status(403), other_range, compressed, too_much, everything):
-        server.fault = lambda handler, asked, answer=answer: answer(handler, asked) is None
+        server.fault = lambda handler, request, answer=answer: answer(handler, request) is None
         with pytest.raises((WeightFileError, Unsupported)) as refused:
             model.swap(url)
         errors.append("".join(traceback.format_exception(refused.value)))
-    assert server.asked[0].headers["Authorization"] == "Basic bWU6aHVudGVyMg=="
+    assert server.requests[0].headers["Authorization"] == "Basic bWU6aHVudGVyMg=="
     texts = [receipt, *events, *map(str, events), *errors, caplog.text]
     shown = re.sub(r"hunter2@\{server", "", "\n".join(map(str, texts)))
     assert f"http://***@{server.address}/v2.safetensors?X-Amz-Signature=***" in shown
