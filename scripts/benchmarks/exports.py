@@ -36,7 +36,6 @@ def build(layers: int, width: int) -> LlamaForCausalLM:
 
 
 def inputs() -> dict[str, Any]:
-    """Return sample inputs and dynamic shapes."""
     shape = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=8192)}
     return {"kwargs": {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}, "dynamic_shapes": {"input_ids": shape}}
 

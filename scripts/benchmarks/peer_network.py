@@ -14,12 +14,10 @@ def network() -> nn.Module:
 
 
 def loaded(weights: str) -> nn.Module:
-    """Return the network with the weights of a state dict."""
     model = network()
     model.load_state_dict(torch.load(weights))
     return model
 
 
 def as_rows(body: bytes) -> torch.Tensor:
-    """Decode the body of a request."""
     return torch.frombuffer(bytearray(body), dtype=torch.float32).view(-1, WIDTH)

@@ -51,8 +51,6 @@ class _Between(_Transfer):
 
 
 class Giver:
-    """Node that has the bytes."""
-
     def __init__(self) -> None:
         self._content = memoryview(np.random.default_rng(0).bytes(NBYTES))
         self._transfer = _Between()
@@ -82,8 +80,6 @@ class Giver:
 
 
 class Taker:
-    """Node that receives the bytes."""
-
     def __init__(self, giver: ActorHandle[Any]) -> None:
         self._giver, self._relay = giver, Relay("taker", _Between(giver))
         self._content = memoryview(bytearray(NBYTES))
@@ -116,7 +112,6 @@ class Taker:
 
 
 def pair() -> tuple[ActorHandle[Any], ActorHandle[Any]]:
-    """Return a giver and a taker, on two nodes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     one, other = [node["NodeID"] for node in ray.nodes() if node["Alive"]][:2]

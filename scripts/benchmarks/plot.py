@@ -25,7 +25,6 @@ def plot_groups(groups: Mapping[str, Sequence[Row]], folder: Path) -> None:
 
 
 def read_groups(path: Path) -> dict[str, list[Row]]:
-    """Read the rows of a `bench.json`, by group."""
     rows = json.loads(path.read_text())["rows"]
     return {name: [_row(each) for each in members] for name, members in groupby(rows, lambda each: str(each["group"]))}
 

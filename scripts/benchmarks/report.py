@@ -88,7 +88,6 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def line(row: Row) -> str:
-    """Return a row in words."""
     p99 = f", p99 {_figure(row.p99)}" if row.p99 is not None else ""
     peer = f"; {row.peer}: {_figure(row.peer_median)}, ratio {_figure(row.ratio)}" if row.peer else ""
     return f"{row.what}: {_figure(row.median)}{p99} {row.unit}{peer}"
@@ -97,7 +96,6 @@ def line(row: Row) -> str:
 def document(
     machine: Mapping[str, Any], settings: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]
 ) -> dict[str, Any]:
-    """Return the content of `bench.json`."""
     rows = [{"group": group} | asdict(row) | {"met": row.met} for group, members in groups.items() for row in members]
     return {"machine": dict(machine), "settings": dict(settings), "rows": rows}
 

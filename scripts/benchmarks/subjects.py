@@ -63,8 +63,6 @@ class Table(nn.Module):
 
 
 class Encoder(nn.Module):
-    """12-layer pre-norm transformer encoder."""
-
     def __init__(self, width: int = 128, layers: int = 12) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
@@ -75,8 +73,6 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward layer."""
-
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -113,7 +109,6 @@ class Stored:
 
     @property
     def size(self) -> str:
-        """Size of the weights as text."""
         return f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.1f} MB"
 
     def changed(self, share: float, *, scattered: bool) -> Path:
@@ -150,12 +145,10 @@ def close(output: np.ndarray[Any, Any] | torch.Tensor, expected: torch.Tensor, w
 
 
 def stored(nbytes: int) -> AbstractContextManager[Stored]:
-    """A `Stack` of about `nbytes`."""
     return _stored(Stack, nbytes)
 
 
 def tabled(nbytes: int) -> AbstractContextManager[Stored]:
-    """A `Table` of about `nbytes`."""
     return _stored(Table, nbytes)
 
 
@@ -181,7 +174,7 @@ def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """torch's operators run on the calling thread alone."""
+    """Run torch's operators on the calling thread only."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -192,7 +185,7 @@ def on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that torch.export gives about its own code."""
+    """Suppress the warnings that torch.export gives about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

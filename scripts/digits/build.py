@@ -21,7 +21,6 @@ def export_topology(out: Path) -> Artifact:
 
 
 def pack_checkpoint(checkpoint: Path, artifact: Artifact, out: Path, epoch: int) -> Packed:
-    """Pack the checkpoint of one epoch into a weight file."""
     return pack(checkpoint, artifact, out=out, labels={"epoch": str(epoch)})
 
 
@@ -48,5 +47,4 @@ def flipped_copy(source: Path, out: Path) -> Path:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

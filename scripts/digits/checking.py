@@ -51,11 +51,9 @@ class Checker:
         self._generations.append(self._weights[epoch])
 
     def expected_ids(self) -> list[str]:
-        """Expected weights id of each generation."""
         return [weights.weights_id for weights in self._generations]
 
     def judge(self, answer: Answer) -> Verdict:
-        """Compare an answer bit for bit."""
         claimed = self._generations[answer.generation] if answer.generation < len(self._generations) else None
         if claimed and self._equal(answer, claimed):
             return Verdict.RIGHT if answer.weights_id == claimed.weights_id else Verdict.WRONG

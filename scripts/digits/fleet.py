@@ -39,8 +39,6 @@ class Checkpoint(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Row of the table."""
-
     what: str
     revision: int
     epoch: str
@@ -110,8 +108,6 @@ class Client(threading.Thread):
 
 
 class Story:
-    """Sequence of events of the fleet."""
-
     def __init__(self, fleet: Fleet, checkpoints: dict[str, Checkpoint], clients: list[Client], pace: float) -> None:
         self._fleet, self._checkpoints, self._clients, self._pace = fleet, list(checkpoints.values()), clients, pace
         self._steps: list[tuple[str, int, str, FleetReceipt | None]] = []

@@ -47,7 +47,6 @@ class Children(AbstractContextManager["Children"]):
         Thread(target=self._listen, args=(name, process), daemon=True).start()
 
     def send(self, name: str, command: str) -> None:
-        """Write one line to a child's standard input."""
         stdin = self._running[name].stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # the death of a child is reported by its own event

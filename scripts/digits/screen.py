@@ -26,7 +26,6 @@ HEADINGS = (
 
 
 def table(ledger: Ledger, title: str) -> Table:
-    """Return a table with one row per generation."""
     grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     for heading in HEADINGS:
         grid.add_column(heading, justify="left" if heading == "weights id" else "right", no_wrap=True)

@@ -14,7 +14,6 @@ ARCHIVE = "all.tar.gz"
 
 
 def write(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> None:
-    """Write `report.md`, and the archive of the folder and of the steps' output."""
     _replace(out / "report.md", _text(out, facts, results).encode())
     _pack(out, [result.log for result in results if result.log.exists()])
 

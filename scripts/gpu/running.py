@@ -38,7 +38,6 @@ class Result:
         return self.state == "passed"
 
     def tail(self, lines: int = 40) -> str:
-        """End of the output."""
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -96,14 +96,12 @@ def opened(url: str) -> Iterator[Page]:
 
 
 def picture(page: Path, image: Path) -> None:
-    """Take a screenshot of a report."""
     with opened(page.as_uri()) as tab:
         tab.wait_for_selector("html[data-ready]")
         tab.screenshot(path=image)
 
 
 def call(address: str, token: str, path: str, body: object = None) -> Any:
-    """Call an admin plane."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{address}admin/{path}", data, {"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request) as answer:

@@ -17,7 +17,6 @@ on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param(ACCELER
 
 
 def moved(tree: Any, device: str) -> Any:
-    """Return the tree with its tensors on a device."""
     return pytree.tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, tree)
 
 

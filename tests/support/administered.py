@@ -48,7 +48,6 @@ def call(
 
 
 def change(server: Server, what: str, model: str = "tiny", **fields: Any) -> Reply:
-    """Request a change of a model, like an operator."""
     return call(server, f"/admin/models/{model}/{what}", fields)
 
 

@@ -27,7 +27,6 @@ def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
-    """Write a weight file of any arrays."""
     rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
     data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
     write_weight_file(path, rows, data, graph_id=graph_id)

@@ -40,7 +40,6 @@ def saved_distributed(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def flipped(path: Path, tensor: torch.Tensor) -> Path:
-    """Flip one bit of a tensor in a file."""
     raw = bytearray(path.read_bytes())
     raw[raw.index(tensor.detach().numpy().tobytes()) + 1] ^= 1
     path.write_bytes(raw)

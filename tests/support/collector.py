@@ -30,7 +30,6 @@ class _Collector(BaseHTTPRequestHandler):
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Run a collector during the block."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as collector:
         where = f"http://127.0.0.1:{collector.server_address[1]}"
         collected = Collected([], {"OTEL_EXPORTER_OTLP_ENDPOINT": where})

@@ -57,7 +57,6 @@ class Mixture(nn.Module):
 
 
 def sample(rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return random inputs."""
     return torch.randint(0, WORDS, (rows,)), torch.rand(3, 4), 3
 
 

@@ -46,7 +46,6 @@ class Decoder(nn.Module):
         return (self.cache @ self.norm).sum(0)
 
     def plain(self, row: torch.Tensor) -> torch.Tensor:
-        """Compute without state."""
         return self.key(row) * 2
 
 

@@ -82,8 +82,6 @@ class Scaled(nn.Module):
 
 
 class Changing(nn.Module):
-    """Linear layer that writes to its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
@@ -94,8 +92,6 @@ class Changing(nn.Module):
 
 
 class Setting(NamedTuple):
-    """Model, its methods, and the goldens to record."""
-
     build: Callable[[], nn.Module]
     methods: dict[str, MethodSpec]
     goldens: Any

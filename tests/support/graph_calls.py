@@ -18,7 +18,6 @@ class HeldCalls(NamedTuple):
 
 
 def hold_calls(patch: pytest.MonkeyPatch) -> HeldCalls:
-    """Hold each later call of a graph."""
     held, original = HeldCalls(threading.Event(), threading.Event()), GraphCall.__call__
 
     def call(self: GraphCall, *args: Any) -> Any:

@@ -31,11 +31,9 @@ class Everything(nn.Module):
         return {"logits": y, "scaled": (y + torch.tensor([0.25])) * scale}
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Use the tied weights in another method."""
         return self.head(self.embed(ids))
 
     def both(self, x: torch.Tensor) -> torch.Tensor:
-        """Call forward from a method."""
         return self(x)["logits"] + self.forward(x)["logits"]
 
 

@@ -1,4 +1,4 @@
-"""Marks for tests of optional packages, which are looked up but not imported: each test process collects all tests."""
+"""Mark for tests of optional packages, which are looked up but not imported: each test process collects all tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ import pytest
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """Skip the test if one of the packages is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")

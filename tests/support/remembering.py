@@ -64,7 +64,6 @@ class Files:
         ]
 
     def compile(self, engine: str) -> None:
-        """Add another engine to the artifact."""
         if engine not in self.compiled:
             self.artifact = compile_engines(self.artifact, [engine])
             self.compiled.add(engine)

@@ -27,7 +27,6 @@ def serving(models: Mapping[str, Model], warm: bool = True, **settings: Any) -> 
 
 
 def await_ready(server: Server) -> None:
-    """Wait until all models are ready."""
     limit = time.monotonic() + 20
     while not server.service.ready:
         assert time.monotonic() < limit
@@ -76,7 +75,6 @@ def ask(
 
 
 def as_json(**inputs: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return a JSON request with FP32 inputs."""
     tensors = [
         {"name": name, "datatype": "FP32", "shape": list(value.shape), "data": value.reshape(-1).tolist()}
         for name, value in inputs.items()

@@ -158,16 +158,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Bucket(Protocol):
-    """Store of objects behind URLs."""
-
     def put(self, name: str, data: bytes) -> Any: ...
     def remove(self, name: str) -> None: ...
     def url(self, name: str) -> str: ...
 
 
 class MemoryBucket:
-    """Empty in-memory file system of fsspec."""
-
     def __init__(self) -> None:
         import fsspec
 
@@ -186,8 +182,6 @@ class MemoryBucket:
 
 
 class S3Bucket:
-    """Bucket `weights` of an S3 server."""
-
     def __init__(self, client: Any) -> None:
         self.client = client
 

@@ -71,7 +71,6 @@ for line in sys.stdin:
 
 
 def weights_id_of(path: Path) -> str:
-    """Return the weights id in the header of a packed file."""
     with WeightFile(path) as file:
         assert file.stamp is not None
         return file.stamp.weights_id

@@ -7,6 +7,5 @@ from weightswap_runtime.engines.engine import Bound
 
 
 def bound_of(model: Model) -> Bound:
-    """Return the session that new calls get."""
     assert model._gate.current is not None
     return model._gate.current.session.bound[model._member.id]

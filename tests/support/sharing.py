@@ -40,7 +40,6 @@ WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
 
 @contextmanager
 def segment(workers: int = 2) -> Iterator[Segment]:
-    """Create shared memory for WEIGHTS."""
     made = Segment.create(WEIGHTS, workers)
     try:
         yield made
@@ -49,12 +48,10 @@ def segment(workers: int = 2) -> Iterator[Segment]:
 
 
 def session(arena: Arena) -> Session:
-    """Return a session without engines."""
     return Session(arena, {})
 
 
 def numbers(of: Session) -> NDArray[np.int64]:
-    """Return the content of a session's arena."""
     assert isinstance(of.arena, HostArena)
     return np.frombuffer(of.arena.memory, np.int64, 1 << 14)
 
@@ -77,7 +74,6 @@ class BareKeeper:
 
     @property
     def next(self) -> int:
-        """Generation of the next commit."""
         return 0 if self.gate.current is None else self.gate.current.generation + 1
 
     def stage(
@@ -185,7 +181,6 @@ def _work(segment: Segment, slot: int, log: int) -> None:
 
 
 def main(role: str, descriptors: str, slot: str, path: str) -> None:
-    """Run a role until it is killed."""
     control, first, second = map(int, descriptors.split(","))
     log = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     shared = Segment(control, (first, second))

@@ -48,8 +48,6 @@ class Memory:
 
 
 class Queue:
-    """Stream of the device."""
-
     keys = count()
 
     def __init__(self) -> None:
@@ -76,7 +74,6 @@ class StandIn:
         self._random = random.Random(seed)
 
     def stream(self) -> Queue:
-        """Create a stream."""
         self._queues.append(Queue())
         return self._queues[-1]
 

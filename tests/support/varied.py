@@ -109,7 +109,6 @@ class RichFiles:
         return tuple(seed if any(fnmatchcase(name, pattern) for name in weight.names) else old for weight, old in pairs)
 
     def weights_id(self, origin: Origin) -> str:
-        """Return the id of weights that come from several sets."""
         rows = zip(self.artifact.manifest.weights, origin, strict=True)
         return weights_id((row.row, self._digests[seed][row.name]) for row, seed in rows)
 
@@ -157,5 +156,4 @@ def live_bytes(model: Model) -> dict[str, bytes]:
 
 
 def addresses(model: Model) -> list[int]:
-    """Return the addresses of the arenas that calls can reach."""
     return [session.arena.address for session in model._store._residency.sessions]

@@ -146,7 +146,6 @@ def take(asked: Any, streams: Sequence[int]) -> None:
 
 
 def run() -> None:
-    """Run the program and exit."""
     status, to_the_end = 1, sys.argv[0] == "-e"
     del sys.argv[:to_the_end]
     try:
@@ -173,7 +172,6 @@ def run() -> None:
 
 
 def prepare() -> None:
-    """Import what programs need."""
     import onnxscript  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch._dynamo

@@ -142,7 +142,6 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
 
 
 def _choose(path: Location, names: Sequence[str]) -> str:
-    """Choose the file of a directory to open."""
     if SINGLE_NAME in names:
         return SINGLE_NAME
     if MANIFEST_NAME in names:

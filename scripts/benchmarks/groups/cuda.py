@@ -254,7 +254,6 @@ def _lacks() -> str | None:
 
 
 def _compiled(stored: Stored, device: str) -> Path:
-    """Compile a package of AOTInductor without weights."""
     with torch.device(device), torch.no_grad():
         eager = Stack(stored.nbytes).eval()
     with quiet(), torch.no_grad():

@@ -129,7 +129,6 @@ def _cluster() -> Iterator[None]:
 
 
 def _written(folder: Path, number: int) -> nn.Module:
-    """Write a set of weights in the format of each side."""
     torch.manual_seed(number)
     model = network()
     if not (folder / "net.artifact").exists():
@@ -140,8 +139,6 @@ def _written(folder: Path, number: int) -> nn.Module:
 
 
 class _Fleet:
-    """The fleet of weightswap."""
-
     def __init__(self, folder: Path, fleet: Any) -> None:
         self._folder, self._fleet = folder, fleet
         self.parts: list[tuple[float, float]] = []

@@ -26,8 +26,6 @@ MOST_ROUNDS = 5
 
 
 class Size(NamedTuple):
-    """Llama topology."""
-
     billions: float
     layers: int
     width: int

@@ -209,7 +209,6 @@ def _served(peer: str, folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _process(command: list[str], port: int) -> Iterator[None]:
-    """Run a server during the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True) as process:
         try:

@@ -34,7 +34,6 @@ def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def killed(write: Callable[[], object], seconds: float) -> None:
-    """Let a child write until it is killed."""
     child = os.fork()
     if not child:
         try:

@@ -27,8 +27,6 @@ BROKEN = raises(OSError(errno.EIO, "Input/output error"))
 
 
 class File:
-    """File whose methods can be made to fail."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 

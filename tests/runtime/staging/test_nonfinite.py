@@ -37,7 +37,6 @@ def wider(values: torch.Tensor) -> torch.Tensor:
 
 
 def counts(values: torch.Tensor) -> Counts:
-    """Return the counts by torch."""
     wide = wider(values)
     return Counts(int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum()))
 

@@ -60,7 +60,6 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 @pytest.fixture
 def s3_like(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
-    """Web server for the objects of S3 buckets."""
     options = {
         "endpoint_url": server.url,
         "key": "test",

@@ -14,7 +14,6 @@ from weightswap_runtime import GoldenMismatch, Model, WeightFileError, load, wri
 
 @pytest.fixture
 def goldens(tiny: TinyArtifact, tmp_path: Path) -> bytes:
-    """Goldens of the weights of seed 1."""
     tensors, document = hand_made(tiny, tmp_path)
     return written(tmp_path / "v1.goldens.safetensors", tensors, document).read_bytes()
 
