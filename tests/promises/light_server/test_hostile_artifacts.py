@@ -287,7 +287,7 @@ def test_no_text_of_an_artifact_runs_or_reaches_a_file(name: str, setting: Setti
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", FILES)
-def test_no_text_at_all_does(name: str, seed: int, setting: Setting, tmp_path: Path) -> None:
+def test_no_text_at_all_runs_or_reaches_a_file(name: str, seed: int, setting: Setting, tmp_path: Path) -> None:
     check(setting, name, None, seed, tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_a_part_of_b_in_a_is_what_eager_makes_of_both(
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("end", ["refused", "discarded", "cancelled"])
-def test_what_a_staging_has_left_is_not_taken_for_what_lay_there_before(
+def test_leftovers_of_a_staging_are_not_mistaken_for_earlier_weights(
     end: str, residency: Literal["double", "single"], files: RichFiles
 ) -> None:
     """Live weights and those in the other arena share most blocks, which the next part does not copy."""
@@ -201,7 +201,7 @@ def give_up(model: Model, path: Path, end: str) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("part", ["conv.*", "scale"])
-def test_what_a_rollback_has_restored_is_known(
+def test_the_arena_content_after_a_restoring_rollback_is_known(
     part: str, residency: Literal["double", "single"], files: RichFiles
 ) -> None:
     """C was staged over A, and A restored: a part of C must not find C's blocks in the arena."""

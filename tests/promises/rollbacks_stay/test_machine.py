@@ -283,11 +283,11 @@ def run(tiny: TinyArtifact, follower: type[Process] | type[Node], examples: int,
 
 
 @both
-def test_what_is_desired_is_what_was_said_last(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+def test_the_desired_state_is_the_last_one_written(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
     run(tiny, follower, 15 if follower is Process else 5, 25)
 
 
 @both
 @pytest.mark.slow
-def test_that_for_long(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+def test_what_is_desired_in_a_long_run(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
     run(tiny, follower, 500 if follower is Process else 50, 50)

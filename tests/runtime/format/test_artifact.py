@@ -112,7 +112,7 @@ def test_contradictory_manifests_are_refused(alter: Callable[[Document], None], 
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b'{"format_version": "1"}', b"[" * 5000])
-def test_what_is_no_manifest_is_refused(raw: bytes, tiny: TinyArtifact) -> None:
+def test_other_documents_are_refused(raw: bytes, tiny: TinyArtifact) -> None:
     tiny.write_manifest(raw)
     with pytest.raises(ArtifactError, match="not a weightswap manifest"):
         Artifact.open(tiny.path)

@@ -38,7 +38,7 @@ from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.tensors.content import TensorBytes
 
 
-def test_names_beside_weight_files() -> None:
+def test_goldens_have_the_name_of_their_weight_file() -> None:
     for weights, goldens in {
         "a/v1.safetensors": "a/v1.goldens.safetensors",
         "model.safetensors.index.json": "model.goldens.safetensors",
@@ -57,7 +57,7 @@ def test_a_hand_made_file_is_read_and_reproduced(stage: Stage) -> None:
     assert stage.verify(goldens) == "goldens"
 
 
-def test_what_is_written_is_read_by_others_and_by_us(stage: Stage) -> None:
+def test_written_goldens_are_read_by_others_and_by_us(stage: Stage) -> None:
     read = stage.open()
     record = read.record
     contents = {name: (tensor.dtype, tensor.shape, read.tensors[name].data) for name, tensor in read.tensors.items()}

@@ -111,7 +111,7 @@ ROWS = st.dictionaries(
 
 
 @given(ROWS, st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
-def test_what_is_rendered_is_parsed_again(
+def test_a_rendered_header_can_be_parsed(
     rows: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
 ) -> None:
     placed = pack_ranges([(name, dtype, shape) for name, (dtype, shape) in rows.items()])

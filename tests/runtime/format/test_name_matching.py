@@ -131,7 +131,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("names", WRAPPED.values(), ids=WRAPPED)
-def test_what_wrappers_add_is_stripped(names: list[str], tiny: TinyArtifact) -> None:
+def test_prefixes_of_wrappers_are_stripped(names: list[str], tiny: TinyArtifact) -> None:
     types = tensors(*PLAIN, "weight", "again")
     match = resolve({name: types[name.split(".")[-1]] for name in names}, tiny.manifest, "file")
     assert {key for keys in match.found.values() for key in keys} == {n for n in names if not n.endswith("extra")}
@@ -175,7 +175,7 @@ def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifac
     }
 
 
-def test_loading_code_that_was_not_recorded_leaves_weight_files_and_what_is_said_to_be_fqns(tiny: TinyArtifact) -> None:
+def test_without_recorded_loading_code_only_weight_files_and_declared_fqns_are_accepted(tiny: TinyArtifact) -> None:
     fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
     adapter = Adapter(sources=tiny.manifest.adapter.sources, untraceable="hook (model.py, line 3): wants values")
     manifest = Manifest(**{**fields, "adapter": adapter})
@@ -191,7 +191,7 @@ def with_layers(manifest: Manifest, count: int) -> Manifest:
     return msgspec.structs.replace(manifest, weights=rows, adapter=adapter)
 
 
-def test_many_problems_show_what_the_file_has_beside_what_is_wanted(tiny: TinyArtifact) -> None:
+def test_many_problems_show_both_missing_and_unexpected_names(tiny: TinyArtifact) -> None:
     stored = tensors(*(f"blocks.{i}.w" for i in range(90)))
     with pytest.raises(WeightsMismatch) as refused:
         resolve(stored, with_layers(tiny.manifest, 80), "file")
@@ -204,7 +204,7 @@ def test_many_problems_show_what_the_file_has_beside_what_is_wanted(tiny: TinyAr
 PEFT = "base_model.model.layers.0.lora_A.default.weight"
 
 
-def test_names_of_an_adapter_are_told_with_what_to_do(tiny: TinyArtifact) -> None:
+def test_names_of_a_peft_adapter_are_reported_with_advice(tiny: TinyArtifact) -> None:
     stored = tensors(
         *(f"base_model.model.layers.{i}.{kind}.weight" for i in range(60) for kind in ("base_layer", "lora_A.default"))
     )

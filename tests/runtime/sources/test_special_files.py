@@ -78,7 +78,7 @@ SPECIAL = {"pipe": pipe, "device": device, "socket": bound_socket}
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_what_is_no_file_is_not_replaced(
+def test_special_files_are_not_replaced(
     write: Write, linked: bool, special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.safetensors"
@@ -95,7 +95,7 @@ def test_what_is_no_file_is_not_replaced(
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
-def test_goldens_that_are_no_file_are_not_replaced(
+def test_special_files_as_goldens_are_not_replaced(
     special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
 ) -> None:
     out = tmp_path / "v.safetensors"
@@ -164,7 +164,7 @@ def test_a_report_may_go_to_a_device(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_report_is_no_socket(tmp_path: Path) -> None:
+def test_a_report_to_a_socket_is_refused(tmp_path: Path) -> None:
     with bound_socket(tmp_path / "socket"), pytest.raises(Unsupported, match="is a socket"):
         write_report(tmp_path / "socket", REPORT)
 

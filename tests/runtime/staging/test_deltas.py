@@ -115,7 +115,7 @@ def test_a_refused_delta_leaves_the_rollback(
     assert serves(model, 0)
 
 
-def test_trying_a_staged_delta(
+def test_a_staged_delta_can_be_called(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
     model = load(tiny.path, weight_file(0), residency=residency)

@@ -136,7 +136,7 @@ def test_broken_deltas_are_refused(
     assert serves(model, 1)
 
 
-def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
+def test_a_delta_for_another_graph_is_accepted_on_request(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     model = load(tiny.path, weight_file(0))
@@ -144,7 +144,9 @@ def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
     assert serves(model, 1)
 
 
-def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+def test_files_without_a_possible_delta_are_refused(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
     out = tmp_path / "d.safetensors"
     plain = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file({"a": np.ones(3)}, plain)
@@ -185,7 +187,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, weight_file: WriteWe
 
 
 @pytest.mark.parametrize("asked", [{"only": "weight"}, {"expect": "0" * 64}])
-def test_what_a_header_tells_is_refused_before_the_files_that_lead_to_it_are_read(
+def test_problems_of_a_header_are_found_before_the_base_files_are_read(
     asked: dict[str, Any], tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     model = load(tiny.path, weights=weight_file(2))

@@ -209,7 +209,7 @@ def test_tools_read_what_numpy_lacks_as_ml_dtypes(tmp_path: Path) -> None:
     assert read_weights(path, framework="torch")["a"].tolist() == [0, 1, 2]
 
 
-def test_tools_are_told_what_no_array_holds(tmp_path: Path) -> None:
+def test_dtypes_that_no_array_holds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "quarter.safetensors"
     header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}   '
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x12")

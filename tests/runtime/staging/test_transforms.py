@@ -120,7 +120,7 @@ def weights(seed: int) -> Values:
     ],
     ids=["autocast", "inference", "gradients", "device"],
 )
-def test_what_the_caller_has_switched_on_changes_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
+def test_torch_modes_of_the_caller_change_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.safetensors", checkpoint(1))
     expected = load(artifact, path)
     with mode():
@@ -149,7 +149,7 @@ class Chain(nn.Module):
         return tuple(((one * 2).exp() + other).t() for one, other in pairwise(inputs))
 
 
-def test_no_more_is_held_than_a_weight_and_what_it_is_made_of(tiny: TinyArtifact) -> None:
+def test_only_one_weight_and_its_inputs_are_held(tiny: TinyArtifact) -> None:
     count = 8
     inputs = tuple(AdapterInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
     rows = tuple(type(tiny.manifest.weights[0])(name=f"w{i}", dtype="F32", shape=(5, 3)) for i in range(count))

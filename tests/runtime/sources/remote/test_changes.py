@@ -81,7 +81,7 @@ SAME_SECOND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", SAME_SECOND.values(), ids=SAME_SECOND)
-def test_what_was_just_written_is_given_time(
+def test_a_new_object_is_waited_for(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     monkeypatch.setattr(web, "CLOCK_TICK", 0.05)
@@ -92,7 +92,7 @@ def test_what_was_just_written_is_given_time(
     assert probes(server) == 1  # the check after the data
 
 
-def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
+def test_an_old_or_stamped_object_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     model.swap(server.put("old.safetensors", unstamped(weight_file(2)), etag=None))
@@ -105,7 +105,7 @@ def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", [16, DATA_START + 4], ids=["header", "data"])
 @pytest.mark.parametrize("how", SAME_SECOND.values(), ids=SAME_SECOND)
-def test_what_is_replaced_within_its_second_never_makes_a_mixture(
+def test_an_object_replaced_within_its_second_never_makes_a_mixture(
     how: dict[str, Any],
     head: int,
     monkeypatch: pytest.MonkeyPatch,

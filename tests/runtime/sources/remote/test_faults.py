@@ -44,7 +44,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
-def test_what_may_pass_is_tried_again(
+def test_transient_failures_are_retried(
     answer: Answer, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     data = weight_file(2).read_bytes()
@@ -68,7 +68,7 @@ def test_pauses_leave_the_random_numbers_of_others_alone() -> None:
     assert random.getstate() == before
 
 
-def test_what_has_arrived_is_not_asked_for_again(server: WebServer) -> None:
+def test_bytes_that_arrived_are_not_requested_again(server: WebServer) -> None:
     server.fault = for_the_first(1, truncated)
     data = bytes(range(256)) * 20
     source = open_source(server.put("v", data))
@@ -99,7 +99,7 @@ LASTING: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize(("answer", "says"), LASTING.values(), ids=LASTING)
-def test_what_lasts_is_refused_and_the_model_serves_on(
+def test_lasting_failures_are_refused_and_the_model_keeps_serving(
     answer: Answer, says: str, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     server.fault = always(answer)
@@ -127,7 +127,7 @@ OPENING: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING.values(), ids=OPENING)
-def test_what_cannot_be_opened_is_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
+def test_objects_that_cannot_be_opened_are_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
     server.fault = lambda handler, request: answer(handler, request) is None
     with pytest.raises(WeightFileError, match=says):
         model.swap(server.put("v2.safetensors", bytes(9000)))
@@ -168,7 +168,7 @@ def test_a_web_page_is_named(answer: Answer, model: Model, server: WebServer) ->
     assert serves(model, 1)
 
 
-def test_what_is_no_web_page_is_not_called_one(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
+def test_only_web_pages_are_called_web_pages(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
     server.fault = lambda handler, request: of_unknown_length("text/plain")(handler, request) is None
     with pytest.raises(WeightFileError, match="does not say how large it is"):
         model.swap(f"{server.url}/v.safetensors")
@@ -211,7 +211,7 @@ OPENING_S3 = {what: OPENING[what] for what in ("no size", "another range", "more
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING_S3.values(), ids=OPENING_S3)
-def test_what_cannot_be_opened_in_a_bucket_is_refused(
+def test_objects_of_a_bucket_that_cannot_be_opened_are_refused(
     answer: Answer, says: str, model: Model, s3_like: WebServer
 ) -> None:
     s3_like.put("weights/v2.safetensors", bytes(9000))

@@ -18,7 +18,9 @@ def goldens(tiny: TinyArtifact, tmp_path: Path) -> bytes:
     return written(tmp_path / "v1.goldens.safetensors", tensors, document).read_bytes()
 
 
-def test_goldens_are_tried(tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket) -> None:
+def test_remote_goldens_are_verified(
+    tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket
+) -> None:
     model = load(tiny.path, weight_file(2))
     bucket.put("v1.safetensors", weight_file(1).read_bytes())
     assert model.swap(bucket.url("v1.safetensors")).verified == "none"
@@ -38,7 +40,7 @@ def test_goldens_that_do_not_fit_refuse_the_weights(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_goldens_that_may_not_be_read_are_none(
+def test_goldens_without_access_count_as_none(
     status: int, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     def fault(handler: Handler, request: Request) -> bool:

@@ -32,7 +32,7 @@ def test_files_are_listed_with_what_shows_a_change(bucket: Bucket) -> None:
         assert file.read() == b"2"
 
 
-def test_what_is_no_folder_cannot_be_listed(bucket: Bucket) -> None:
+def test_only_folders_can_be_listed(bucket: Bucket) -> None:
     bucket.put("v.safetensors", b"1")
     with pytest.raises(WeightFileError, match=r"nowhere: cannot be listed \(FileNotFoundError"):
         list_files(Url(bucket.url("nowhere")))
@@ -47,7 +47,7 @@ def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, mo
     assert expanded.modified == datetime.fromisoformat("2026-01-01T00:00:00Z").timestamp()
 
 
-def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
+def test_a_listing_is_not_retried(hf_bucket: HubBucket) -> None:
     """A caller that polls can be stopped between two listings."""
     hf_bucket.put("run/a.safetensors", b"1")
     hf_bucket.server.fault = lambda handler, request: "/tree/" in request.path and status(403)(handler, request) is None
@@ -71,7 +71,7 @@ class Away(MemoryFileSystem):  # type: ignore[misc]
         raise ConnectionError("secret")
 
 
-def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_reported_at_the_first_poll(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("away", Away, clobber=True)
     monkeypatch.setattr(Away, "looks", 0)
     looks: list[int] = []

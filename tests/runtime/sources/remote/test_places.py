@@ -56,7 +56,7 @@ def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> Non
 
 
 @pytest.mark.parametrize("url", ["nothing://a/b", "models:/classifier/3", "https://h/a.pt"])
-def test_what_is_packed_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_the_packed_source_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"copy it here|a URI of MLflow"):
         pack(url, tiny.path, out=tmp_path / "v.safetensors")
     result = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
@@ -141,7 +141,7 @@ def test_an_at_sign_elsewhere_is_taken(url: str) -> None:
     assert as_location(url) == Url(url)
 
 
-def test_of_what_a_library_says_of_half_a_password_nothing_is_shown() -> None:
+def test_a_library_message_with_half_a_password_is_hidden() -> None:
     assert redact("Cannot connect to host me:12", "http://me:12/34@host/a") == "***"
     assert redact("Cannot connect to host host:12", "http://me:34@host:12/a") == "Cannot connect to host host:12"
 
@@ -205,7 +205,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(("module", "url"), EXTRA.items(), ids=EXTRA)
-def test_without_the_extra_it_is_named(module: str, url: str) -> None:
+def test_a_missing_extra_is_named(module: str, url: str) -> None:
     code = f"import sys\nsys.modules[{module!r}] = None\nfrom weightswap_runtime import WeightFile, MissingExtra\n"
     code += f"try:\n    WeightFile({url!r})\nexcept MissingExtra as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -108,9 +108,7 @@ def side_by_side(handler: Handler, request: Request) -> bool:
     return False
 
 
-def test_what_arrives_is_not_gathered_beside_the_memory_it_is_for(
-    monkeypatch: pytest.MonkeyPatch, server: WebServer
-) -> None:
+def test_responses_are_not_buffered_beside_their_memory(monkeypatch: pytest.MonkeyPatch, server: WebServer) -> None:
     monkeypatch.setattr(objects, "RANGE_BYTES", 8 << 20)
     data = bytes(48 << 20)
     monkeypatch.setattr(Handler, "serve", without_copies)
