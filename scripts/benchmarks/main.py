@@ -96,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     names = f"{', '.join(GROUPS)} ({', '.join(ALL)})"
     parser.add_argument("groups", nargs="*", type=_group, metavar="GROUP", help=names)
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for the report (%(default)s)")
-    parser.add_argument("--size-mb", type=_positive, default=800, help="weights of the large model (%(default)s)")
-    parser.add_argument("--rounds", type=_positive, default=10, help="of each subject with its peers (%(default)s)")
-    parser.add_argument("--billions", type=float, default=8.0, help="of parameters, exported at most (%(default)s)")
+    parser.add_argument("--size-mb", type=_positive, default=800, help="size of the large model (%(default)s)")
+    parser.add_argument("--rounds", type=_positive, default=10, help="rounds of each subject (%(default)s)")
+    parser.add_argument("--billions", type=float, default=8.0, help="parameters of the largest export (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     return parser
 

@@ -191,7 +191,7 @@ def main() -> int:
     """Run the demo. Exit status: 0 if every promise was kept, else 1."""
     parser = argparse.ArgumentParser(prog="scripts/demo_fleet", description=__doc__)
     parser.add_argument("--epochs", type=int, default=4, help="epochs to train (4)")
-    parser.add_argument("--pace", type=float, default=1.5, help="seconds that each version serves at least (1.5)")
+    parser.add_argument("--pace", type=float, default=1.5, help="minimum seconds that each version serves (1.5)")
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs: at least 2, or there is nothing to roll back to")

@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoints", type=Path, help="the folder to save epoch-N.pt in")
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--pace", type=float, required=True, help="seconds that an epoch takes at least")
+    parser.add_argument("--pace", type=float, required=True, help="minimum seconds of an epoch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

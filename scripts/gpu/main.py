@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("cuda-report"), help="for the report (%(default)s)"
     )
-    parser.add_argument("--steps", default="", help="the names of some, with commas; else all")
+    parser.add_argument("--steps", default="", help="names of the steps to run, separated by commas (all)")
     return parser
 
 

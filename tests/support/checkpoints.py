@@ -34,7 +34,7 @@ def saved_safetensors(path: Path, state: Mapping[str, Any]) -> Path:
 
 def saved_distributed(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
+        warnings.simplefilter("ignore")  # the warning that there is only one process
         torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 

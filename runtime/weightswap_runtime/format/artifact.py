@@ -103,10 +103,10 @@ class Artifact:
             raw = read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
         if raw is None:
             raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
-        found = blake3(raw).hexdigest()
-        if found != expected:
+        digest = blake3(raw).hexdigest()
+        if digest != expected:
             raise ArtifactError(
-                f"{path}: altered since the export (expected digest {expected[:12]}, found {found[:12]}). {_AGAIN}"
+                f"{path}: altered since the export (expected digest {expected[:12]}, found {digest[:12]}). {_AGAIN}"
             )
         return raw
 

@@ -124,7 +124,7 @@ class LocalFile:
         before, now = self._identity, self._fingerprint()
         if now[:2] != before[:2]:
             raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
-        # a write changes ctime even if mtime is set back; a change of the names does, too, but proves no innocence
+        # a write changes ctime even if mtime is set back; a change of the names does, too, and could hide a write
         if not proven and now != before:
             names = f"from {before.links} to {now.links} names" if now.links != before.links else "its mode, or more"
             raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")

@@ -140,7 +140,7 @@ def _tensor_problem(
     engine: Engine, recorded: TensorBytes | None, value: Any, compare: Callable[[Any, TensorBytes], str | None]
 ) -> str | None:
     try:
-        found = engine.content(value)
+        content = engine.content(value)
     except Unsupported as error:  # files cannot hold the dtype
         return f": expected {describe(recorded)}, but {error}" if recorded else None
-    return compare(recorded, found)
+    return compare(recorded, content)

@@ -77,9 +77,9 @@ class Part(NamedTuple):
 
 
 def read_tensors(
-    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: WorkerThreads, job: Job
+    weights: WeightSet, names: Mapping[str, tuple[str, ...]], arena: Arena, workers: WorkerThreads, job: Job
 ) -> Findings:
-    """Read each weight from its first name in `found` into the arena, and return the findings by name in the file.
+    """Read each weight from its first name in `names` into the arena, and return the findings by name in the file.
 
     The other names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
     WeightFileError for a file that ends early, that cannot be read, or that was written to during the read; the arena's
@@ -88,12 +88,12 @@ def read_tensors(
     rows = arena.layout.weights
     slots = arena.layout.slots
     plain = [
-        new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
+        new_piece(weights, keys[0], arena, slots[name]) for name, keys in names.items() if rows[name].stride is None
     ]
     _read_plain(plain, arena, workers, job)
     findings = Findings.of(plain)
-    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
-    others += [(None, key) for keys in found.values() for key in keys[1:]]
+    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in names.items() if rows[name].stride is not None]
+    others += [(None, key) for keys in names.values() for key in keys[1:]]
     for batch in _batches(weights, others):
         findings.add(_read_batch(weights, batch, arena, workers, job))
     weights.check_unchanged(proven=weights.stamp is not None)

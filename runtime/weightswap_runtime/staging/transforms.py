@@ -87,11 +87,10 @@ class Transforms:
         return result
 
     def _check_result(self, row: NamedTensor, value: torch.Tensor) -> None:
-        found = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
-        if found != (row.dtype, row.shape):
+        dtype, shape = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
+        if (dtype, shape) != (row.dtype, row.shape):
             raise ArtifactError(
-                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected {describe(row)}. Export "
-                "again."
+                f"{self._where}: computes {dtype}{list(shape)} for {row.name}, expected {describe(row)}. Export again."
             )
 
 
