@@ -10,7 +10,7 @@ import pytest
 
 
 def left_for_other_days(items: Sequence[pytest.Item], share: int, day: int | None = None) -> set[pytest.Item]:
-    """Return all slow tests but every `share`-th: of the parameters of a test with so many, and of all others.
+    """Return all slow tests but every `share`-th: of the parameters of tests with as many, and of all others.
 
     day: a number, instead of today's.
     """
