@@ -15,7 +15,7 @@ Pairs = frozenset[Hashable]
 def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
     """Mark superfluous combinations as slow.
 
-    Tests marked `pairwise` keep enough combinations for every pair of values, those marked `sampled(number)` that number.
+    Tests marked `pairwise` keep enough combinations for every pair of values, `sampled(number)` that number of them.
     """
     for group in _marked("pairwise", items):
         _leave(group, covering([_pairs(item) for item in group]))

@@ -18,7 +18,7 @@ CYCLES = 2_000_000_000  # at least a second of a GPU's clock
 
 
 def keep_busy(seconds: float) -> None:
-    """Block the thread's current stream for so long."""
+    """Block the thread's current stream for some seconds."""
     torch.cuda._sleep(int(seconds * CYCLES))
 
 
