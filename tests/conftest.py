@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import warm
 from tests.support.blocks import make_blocks_small
-from tests.support.desk import Desk
 from tests.support.handmade import Stage
+from tests.support.intake_rig import IntakeRig
 from tests.support.quick import quick_exports
 from tests.support.shares import left_for_other_days
 from tests.support.short_run import mark_the_rest_slow
@@ -172,5 +172,5 @@ def directory(tiny: TinyArtifact, tmp_path: Path) -> Directory:
 
 
 @pytest.fixture
-def desk(tiny: TinyArtifact, tmp_path: Path) -> Desk:
-    return Desk(tiny, tmp_path / "run")
+def rig(tiny: TinyArtifact, tmp_path: Path) -> IntakeRig:
+    return IntakeRig(tiny, tmp_path / "run")

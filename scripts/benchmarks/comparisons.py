@@ -1,7 +1,7 @@
-"""Compares two weight files in one way: `comparisons.py WAY A B` prints seconds, the most memory, and what was found.
+"""Compares two weight files in one way: `comparisons.py WAY A B` prints seconds, peak memory, and the result.
 
-Ways: `ours`, `norms` (relative changes alone), `statistics` (about what ours tells, in 64-bit floats). Each runs in a
-process of its own, which imports what it needs before the clock starts: ours needs no torch.
+Ways: `ours`, `norms` (only relative changes), `statistics` (about the figures of ours, in 64-bit floats). Each runs in
+a process of its own, which imports what it needs before the clock starts: ours needs no torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Way = Callable[[Path, Path], Found]
 
 
 def ours() -> Way:
-    """Relative changes by weightswap, with everything else that it tells."""
+    """Compare with weightswap: relative changes, and everything else that it reports."""
     from weightswap_tools.diff import compare_weights
 
     return lambda before, after: {tensor.name: tensor.rel_change for tensor in compare_weights(before, after).tensors}
 
 
 def norms() -> Way:
-    """Load both files, subtract."""
+    """Load both files and subtract."""
     from safetensors.torch import load_file
 
     def compare(before: Path, after: Path) -> Found:
@@ -39,7 +39,7 @@ def norms() -> Way:
 
 
 def statistics() -> Way:
-    """Load both files; for each tensor what a person would ask for, one after another."""
+    """Load both files, and compute for each tensor the statistics that a person would, one after another."""
     from safetensors.torch import load_file
 
     def compare(before: Path, after: Path) -> Found:
@@ -66,13 +66,13 @@ WAYS: dict[str, Callable[[], Way]] = {"ours": ours, "norms": norms, "statistics"
 def main(way: str, before: str, after: str) -> None:
     compare = WAYS[way]()
     start = time.perf_counter()
-    found = compare(Path(before), Path(after))
+    result = compare(Path(before), Path(after))
     seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": _peak(), "found": found}))
+    print(json.dumps({"seconds": seconds, "peak": _peak(), "found": result}))
 
 
 def _peak() -> int:
-    """The most memory of this process in bytes. What getrusage tells counts the parent's, too."""
+    """Return the peak memory of this process in bytes; that of getrusage includes the parent's."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) << 10
 

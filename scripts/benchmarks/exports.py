@@ -1,4 +1,4 @@
-"""One export of a Llama topology in a process of its own, as peak memory belongs to a process. Prints JSON."""
+"""One export of a Llama topology, in a process of its own because peak memory is per process. Prints JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightswap_exporter import export, skeleton
 
 
 def build(layers: int, width: int) -> LlamaForCausalLM:
-    """A model in bfloat16 with grouped keys and values; 32 layers of width 4096 are 8.0 billion parameters."""
+    """Return a model in bfloat16 with grouped keys and values; 32 layers of width 4096 are 8.0 billion parameters."""
     config = LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -36,13 +36,12 @@ def build(layers: int, width: int) -> LlamaForCausalLM:
 
 
 def inputs() -> dict[str, Any]:
-    """Sample inputs and dynamic shapes."""
     shape = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=8192)}
     return {"kwargs": {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}, "dynamic_shapes": {"input_ids": shape}}
 
 
 def ours(layers: int, width: int, folder: Path) -> float:
-    """From the class to the artifact."""
+    """Export from the class to the artifact."""
     start = time.perf_counter()
     with skeleton():
         model = build(layers, width)
@@ -51,7 +50,7 @@ def ours(layers: int, width: int, folder: Path) -> float:
 
 
 def bare(layers: int, width: int, _: Path) -> float:
-    """`torch.export.export` of the same skeleton, and nothing else."""
+    """Run `torch.export.export` on the same skeleton, and nothing else."""
     with skeleton():
         model = build(layers, width)
     start = time.perf_counter()
@@ -60,7 +59,7 @@ def bare(layers: int, width: int, _: Path) -> float:
 
 
 def saved(layers: int, width: int, folder: Path) -> float:
-    """`torch.export.save` of the model with real weights, whose making is not timed."""
+    """Run `torch.export.save` on the model with real weights, whose creation is not timed."""
     with skeleton():
         model = build(layers, width)
     for module in model.modules():
@@ -78,13 +77,13 @@ WAYS: dict[str, Callable[[int, int, Path], float]] = {"ours": ours, "bare": bare
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had, mapped files included."""
+    """Return the peak memory of this process in bytes, mapped files included."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Arguments: the way, layers, width, and a folder for what is written."""
+    """Run one export. Arguments: the way, layers, width, and an output folder."""
     way, layers, width, place = sys.argv[1:]
     with TemporaryDirectory(prefix="weightswap-bench-", dir=place) as folder:
         seconds = WAYS[way](int(layers), int(width), Path(folder))

@@ -1,4 +1,4 @@
-"""Small models of families whose captures differ: with their own writes in place, residuals, attention."""
+"""Small models of families whose captures differ: in-place operators, residuals, attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMAGE = (2, 16, 16, 16)
 
 
 class Block(nn.Module):
-    """As in a ResNet."""
+    """Residual block, as in a ResNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 def chain() -> tuple[nn.Module, torch.Tensor]:
-    """Twenty convolutions with norms and activations in place, as in MobileNet."""
+    """Return twenty convolutions with norms and in-place activations, as in MobileNet."""
     parts = [
         part
         for _ in range(20)
@@ -36,28 +36,23 @@ def chain() -> tuple[nn.Module, torch.Tensor]:
 
 
 def residual() -> tuple[nn.Module, torch.Tensor]:
-    """Eight blocks of two convolutions."""
     return nn.Sequential(*(Block() for _ in range(8))).eval(), torch.randn(*IMAGE)
 
 
 def transformer() -> tuple[nn.Module, torch.Tensor]:
-    """Six layers of an encoder."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).eval(), torch.randn(2, 8, 32)
 
 
 def perceptron() -> tuple[nn.Module, torch.Tensor]:
-    """Twenty layers."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(20))), torch.randn(2, 32)
 
 
 def recurrent() -> tuple[nn.Module, torch.Tensor]:
-    """Two layers of an LSTM."""
     return nn.LSTM(32, 32, 2, batch_first=True).eval(), torch.randn(2, 8, 32)
 
 
 def bert() -> tuple[nn.Module, torch.Tensor]:
-    """Two layers of transformers' BERT."""
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -65,7 +60,6 @@ def bert() -> tuple[nn.Module, torch.Tensor]:
 
 
 def resnet() -> tuple[nn.Module, torch.Tensor]:
-    """transformers' ResNet of eight bottlenecks."""
     from transformers import ResNetConfig, ResNetModel
 
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [2, 2, 2, 2]}

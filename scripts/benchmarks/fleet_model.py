@@ -1,8 +1,8 @@
-"""A model of a fleet that is larger than any that was measured: how long weights take to reach it, and a commit.
+"""Model of a fleet larger than any that was measured: the time until all nodes have new weights, and of a commit.
 
-`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages (`scripts/bench swap`),
-what one message costs, and what one node gives another (`scripts/bench fleet`); what networks and buckets give is
-assumed, and can be said.
+`python scripts/benchmarks/fleet_model.py` prints it. The staging of one node (`scripts/bench swap`), the cost of a
+message and the transfer between nodes (`scripts/bench fleet`) are measured; the rates of networks and buckets are
+assumptions, which options change.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from rich.table import Table
 
 
 class Rates(NamedTuple):
-    """In GB/s: of a node's network, each way; of a bucket for one reader, and for all; of staging with digests; of
-    chunks from one node to another through Ray's object store, on a network that is no limit.
+    """Rates in GB/s.
+
+    Of a node's network, each way; of a bucket for one reader, and for all; of staging with digests; of chunks from one
+    node to another through Ray's object store, on an unlimited network.
     """
 
     network: float = 3.1  # 25 Gbit/s
@@ -29,12 +31,12 @@ class Rates(NamedTuple):
 
 
 def from_bucket(nodes: int, gigabytes: float, rates: Rates) -> float:
-    """Seconds until all nodes have read a bucket that gives all of them the same share."""
+    """Return the seconds until all nodes have read from a bucket that gives each the same share."""
     return gigabytes / min(rates.reader, rates.bucket / nodes, rates.network, rates.staging)
 
 
 def through_tree(nodes: int, gigabytes: float, rates: Rates, fanout: int = 2, chunks: int = 200) -> float:
-    """Seconds until all nodes have every chunk, where one reads the bucket and each passes chunks on to its children.
+    """Return the seconds until all nodes have every chunk, if one reads the bucket and nodes relay chunks to children.
 
     Simulated chunk by chunk: a node sends whole chunks, the oldest first, to one child after another, over a network
     that does one thing at a time each way. Node 0 reads; the children of n are n * fanout + 1 and those after it.
@@ -58,12 +60,12 @@ def _children(node: int, nodes: int, fanout: int) -> Iterator[int]:
 
 
 def commit_skew(nodes: int, milliseconds: float) -> float:
-    """Milliseconds from the first node's commit to the last one's, where one process sends a message to each."""
+    """Return the milliseconds between the first and the last node's commit, if one process sends each a message."""
     return (nodes - 1) * milliseconds
 
 
 def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
-    made = Table(box=box.MARKDOWN)
+    grid = Table(box=box.MARKDOWN)
     for heading in (
         "machines",
         "each reads the bucket",
@@ -71,7 +73,7 @@ def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
         "one reads, a chain",
         "commits apart",
     ):
-        made.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right")
     for nodes in (1, 10, 100, 1000):
         times = (
             from_bucket(nodes, gigabytes, rates),
@@ -79,8 +81,8 @@ def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
             through_tree(nodes, gigabytes, rates, fanout=1),
         )
         apart = f"{commit_skew(nodes, milliseconds):.0f} ms"
-        made.add_row(f"{nodes:,}", *(f"{seconds:,.0f} s" for seconds in times), apart)
-    return made
+        grid.add_row(f"{nodes:,}", *(f"{seconds:,.0f} s" for seconds in times), apart)
+    return grid
 
 
 def main() -> None:

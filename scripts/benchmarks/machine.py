@@ -1,4 +1,4 @@
-"""Facts about the machine and the software that a figure depends on. Nothing that names the machine."""
+"""Facts about the machine and the software that figures depend on, without the machine's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def facts() -> dict[str, str | int | float]:
-    """Memory in GB, the date in UTC."""
+    """Return the facts; memory in GB, the date in UTC."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu(),
@@ -33,17 +33,20 @@ def facts() -> dict[str, str | int | float]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from its sources, or not needed by what is measured
+    except PackageNotFoundError:  # run from its sources, or not needed here
         return "not installed"
 
 
 def _accelerator() -> dict[str, str | int | float]:
-    """Its name, what it can do, its memory in GB, and CUDA's version and driver."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    """Return the accelerator's name, capability, memory in GB, and CUDA's version and driver."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return {}
-    facts: dict[str, str | int | float] = {"accelerator": found.type, "accelerators": torch.accelerator.device_count()}
-    if found.type == "cuda":
+    facts: dict[str, str | int | float] = {
+        "accelerator": accelerator.type,
+        "accelerators": torch.accelerator.device_count(),
+    }
+    if accelerator.type == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {
             "gpu": properties.name,
@@ -61,19 +64,19 @@ def _driver() -> str:
 
 
 class Others:
-    """How much of the processors other processes have used since this object was made."""
+    """Share of the processors used by other processes since this object was created."""
 
     def __init__(self) -> None:
         self._start = _cpu_seconds()
 
     def percent(self) -> float:
-        """Of all processors' time, time stolen by a hypervisor included."""
+        """Percentage of all processors' time, including time stolen by a hypervisor."""
         total, busy, own = (now - then for now, then in zip(_cpu_seconds(), self._start, strict=True))
         return round(100 * max(0.0, busy - own) / max(total, 1e-9), 1)
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """In all, not idle, and used by this process."""
+    """Return the seconds in total, those not idle, and those used by this process."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, idle, waiting, *rest = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
     busy = user + nice + system + sum(rest)

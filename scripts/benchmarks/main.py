@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints a table, writes `bench.json` after each row. No time makes it fail; a wrong output does.
+"""Runs the benchmarks, prints a table, writes `bench.json` after each row. Only a wrong output fails, never a time.
 
 To add a group: a module in `groups/` with `rows(settings)`, which yields `report.Row`s, and its name in GROUPS.
 """
@@ -34,13 +34,13 @@ NAMED = (
     "generate",
     "serve",
     "fleet",
-)  # parts of `engines`, and what is asked for
+)  # parts of `engines`, and groups that run only on request
 GROUPS = (*ALL, *NAMED)
-WIDTH = 200  # columns of a table that goes to no terminal
+WIDTH = 200  # columns of the table if there is no terminal
 
 
 class Progress:
-    """What was measured so far, also in `bench.json`."""
+    """Measurements so far, also in `bench.json`."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.facts, self._others = machine.facts(), machine.Others()
@@ -56,7 +56,7 @@ class Progress:
         return text
 
     def measure(self, name: str, settings: Settings) -> None:
-        """Add a group. After a wrong output it has no rows."""
+        """Run a group and add its rows; after a wrong output it has none."""
         rows = self.groups[name] = []
         try:
             for row in _rows(name, settings):
@@ -68,7 +68,7 @@ class Progress:
 
 
 def main() -> int:
-    """Returns 0, 1 when an output differs from the eager model's, or 130 when interrupted."""
+    """Run the benchmarks. Returns 0, 1 if an output differs from the eager model's, or 130 when interrupted."""
     options = _parser().parse_args()
     settings = Settings(options.size_mb, options.rounds, options.billions)
     progress = Progress(options.out, settings)
@@ -96,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     names = f"{', '.join(GROUPS)} ({', '.join(ALL)})"
     parser.add_argument("groups", nargs="*", type=_group, metavar="GROUP", help=names)
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for the report (%(default)s)")
-    parser.add_argument("--size-mb", type=_positive, default=800, help="weights of the large model (%(default)s)")
-    parser.add_argument("--rounds", type=_positive, default=10, help="of each subject with its peers (%(default)s)")
-    parser.add_argument("--billions", type=float, default=8.0, help="of parameters, exported at most (%(default)s)")
+    parser.add_argument("--size-mb", type=_positive, default=800, help="size of the large model (%(default)s)")
+    parser.add_argument("--rounds", type=_positive, default=10, help="rounds of each subject (%(default)s)")
+    parser.add_argument("--billions", type=float, default=8.0, help="parameters of the largest export (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     return parser
 
@@ -118,7 +118,7 @@ def _positive(text: str) -> int:
 
 
 def _rows(name: str, settings: Settings) -> Iterator[Row]:
-    """A group's rows as they come; the latest one is shown on a terminal, elsewhere all of them are."""
+    """Return a group's rows as they come; a terminal shows the latest one, other outputs all of them."""
     console = Console(stderr=True, highlight=False)
     with console.status(name) as status:
         for row in import_module(f"groups.{name}").rows(settings):

@@ -1,4 +1,4 @@
-"""Opening the graph of an artifact in a process of its own, as caches belong to a process. Prints seconds.
+"""Opening of an artifact's graph, in a process of its own because caches are per process. Prints seconds.
 
 Arguments: `ours` or `torch`, and the artifact. `import torch` is not timed.
 """
@@ -17,12 +17,12 @@ GRAPH = "graphs/forward.pt2"
 
 
 def ours(artifact: Artifact) -> object:
-    """Read, checked against its digest, and compiled."""
+    """Read the graph, check its digest, and compile it."""
     return open_graph(artifact, GRAPH, torch.device("cpu"))
 
 
 def theirs(artifact: Artifact) -> object:
-    """As a user of torch alone would."""
+    """Open the graph with torch alone."""
     return torch.export.load(artifact.path / GRAPH).module()
 
 

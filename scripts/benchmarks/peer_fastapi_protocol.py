@@ -1,6 +1,6 @@
-"""FastAPI that speaks the Open Inference Protocol, by hand: `python peer_fastapi_protocol.py WEIGHTS PORT`.
+"""FastAPI with a hand-written Open Inference Protocol: `python peer_fastapi_protocol.py WEIGHTS PORT`.
 
-It does what a server has to: tensors as JSON or as the bytes behind it are checked, and answered in the same form.
+It does the necessary work of a server: tensors as JSON or as binary data are checked, and answered in the same form.
 """
 
 import json
@@ -27,12 +27,12 @@ async def infer(request: Request) -> Response:
     except (KeyError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
     with torch.no_grad():
-        found = model(torch.from_numpy(rows)).numpy()
-    return written(found, document.get("parameters", {}).get("binary_data_output", False))
+        output = model(torch.from_numpy(rows)).numpy()
+    return written(output, document.get("parameters", {}).get("binary_data_output", False))
 
 
 def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-    """The document, and the rows of its one input. Raises KeyError, TypeError and ValueError."""
+    """Return the document, and the rows of its one input. Raises KeyError, TypeError and ValueError."""
     end = len(body) if header_length is None else int(header_length)
     document = json.loads(body[:end])
     (tensor,) = document["inputs"]
@@ -47,16 +47,16 @@ def read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], np.nda
     return document, np.frombuffer(bytearray(body[end:]), np.float32).reshape(shape)
 
 
-def written(found: np.ndarray[Any, Any], binary: bool) -> Response:
-    """An answer, as JSON or as bytes behind it."""
-    tensor: dict[str, Any] = {"name": "output", "datatype": "FP32", "shape": list(found.shape)}
+def written(output: np.ndarray[Any, Any], binary: bool) -> Response:
+    """Return a response, as JSON or with binary data."""
+    tensor: dict[str, Any] = {"name": "output", "datatype": "FP32", "shape": list(output.shape)}
     document = {"model_name": "net", "outputs": [tensor]}
     if not binary:
-        tensor["data"] = found.reshape(-1).tolist()
+        tensor["data"] = output.reshape(-1).tolist()
         return JSONResponse(document)
-    tensor["parameters"] = {SIZE: found.nbytes}
+    tensor["parameters"] = {SIZE: output.nbytes}
     head = json.dumps(document).encode()
-    return Response(head + found.tobytes(), headers={HEADER: str(len(head))}, media_type="application/octet-stream")
+    return Response(head + output.tobytes(), headers={HEADER: str(len(head))}, media_type="application/octet-stream")
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ class Network(kserve.Model):
     async def predict(self, payload: InferRequest, headers: object = None, response_headers: object = None) -> object:
         rows = torch.from_numpy(payload.inputs[0].as_numpy().copy())
         with torch.no_grad():
-            found = self.network(rows).numpy()
-        output = InferOutput("output", list(found.shape), "FP32")
-        output.set_data_from_numpy(found)
+            output = self.network(rows).numpy()
+        output = InferOutput("output", list(output.shape), "FP32")
+        output.set_data_from_numpy(output)
         return InferResponse("1", self.name, [output], use_binary_outputs=True)
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)  # it writes four lines for each request
+    logging.disable(logging.INFO)  # KServe logs four lines per request
     model = Network("net")
     model.load()
     port = int(sys.argv[2])

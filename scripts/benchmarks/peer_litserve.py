@@ -1,4 +1,4 @@
-"""LitServe, which calls models in a process of their own: `python peer_litserve.py WEIGHTS PORT`."""
+"""LitServe, which calls models in a separate process: `python peer_litserve.py WEIGHTS PORT`."""
 
 import sys
 from base64 import b64decode
@@ -14,7 +14,7 @@ class Network(LitAPI):
         self.model = loaded(sys.argv[1])
 
     def decode_request(self, request: dict[str, str]) -> bytes:
-        return b64decode(request["rows"])  # LitServe takes JSON
+        return b64decode(request["rows"])  # LitServe accepts JSON
 
     def predict(self, x: bytes) -> bytes:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The model that all servers of the group `serve` have. Those of peers take and give the bytes of float32 rows."""
+"""Model of all servers of the group `serve`. Those of the peers exchange the bytes of float32 rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ WIDTH, CLASSES = 64, 10
 
 
 def network() -> nn.Module:
-    """Two layers; [batch, 64] to [batch, 10]."""
+    """Return two layers; [batch, 64] to [batch, 10]."""
     return nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, CLASSES)).eval()
 
 
 def loaded(weights: str) -> nn.Module:
-    """With the weights of a state dict."""
     model = network()
     model.load_state_dict(torch.load(weights))
     return model
 
 
 def as_rows(body: bytes) -> torch.Tensor:
-    """What a request holds."""
     return torch.frombuffer(bytearray(body), dtype=torch.float32).view(-1, WIDTH)

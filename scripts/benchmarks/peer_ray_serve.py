@@ -1,4 +1,4 @@
-"""Ray Serve as people write it: a deployment whose `user_config` says which weights its replicas load."""
+"""Ray Serve as people write it: a deployment whose `user_config` names the weights that its replicas load."""
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ class Network:
         self.weights, self.since = weights, time.time()
 
     def served(self) -> tuple[str, float]:
-        """Which weights, and since when."""
+        """Return the served weights, and since when."""
         return self.weights, self.since
 
     def infer(self, rows: NDArray[Any]) -> NDArray[Any]:
@@ -28,5 +28,5 @@ class Network:
 
 
 def application(arguments: dict[str, str]) -> serve.Application:
-    """For a declarative configuration: `replicas`, and `user_config` beside it."""
+    """Return the application for a declarative configuration with `replicas` and `user_config`."""
     return Network.options(num_replicas=int(arguments["replicas"]), ray_actor_options={"num_cpus": 0.1}).bind()

@@ -1,4 +1,4 @@
-"""Two nodes of Ray, of which one gives the other bytes: in chunks, as nodes of a fleet do, and over a plain socket."""
+"""Transfer of bytes between two nodes of Ray: in chunks, like nodes of a fleet, and over a plain socket."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weightswap_fleet.coordinator.actors import _Transfer
 from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK
-READERS = 2  # threads of a staging that read at once
+READERS = 2  # reading threads of a staging
 
 
 class _Memory:
-    """A `ByteSource` that takes next to no time."""
+    """`ByteSource` that takes almost no time."""
 
     where, unit, size = "memory", CHUNK, NBYTES
 
@@ -40,7 +40,7 @@ class _Memory:
 
 
 class _Between(_Transfer):
-    """A fleet's own, whose nodes are these two."""
+    """Fleet's relay between these two nodes."""
 
     def __init__(self, giver: ActorHandle[Any] | None = None) -> None:
         self._giver = giver
@@ -51,15 +51,13 @@ class _Between(_Transfer):
 
 
 class Giver:
-    """The node that has the bytes."""
-
     def __init__(self) -> None:
         self._content = memoryview(np.random.default_rng(0).bytes(NBYTES))
         self._transfer = _Between()
         self._relay = Relay("giver", self._transfer)
 
     def open(self, url: str) -> None:
-        """The bytes are there under a name, in no chunk yet."""
+        """Offer the bytes under a name, without any chunk yet."""
         self._relay._readings.clear()
         self._relay._readings[url] = _Reading(_Memory(self._content), CHUNK, self._transfer.put)
 
@@ -67,7 +65,7 @@ class Giver:
         return getattr(self._relay, method)(*arguments)
 
     def listen(self) -> int:
-        """The port on which whoever connects first gets the bytes."""
+        """Return the port on which the first client gets the bytes."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def send() -> None:
@@ -82,41 +80,38 @@ class Giver:
 
 
 class Taker:
-    """The node that wants them."""
-
     def __init__(self, giver: ActorHandle[Any]) -> None:
         self._giver, self._relay = giver, Relay("taker", _Between(giver))
         self._content = memoryview(bytearray(NBYTES))
 
     def take(self, url: str) -> float:
-        """Seconds for all of them, chunk by chunk."""
+        """Return the seconds to receive all bytes chunk by chunk."""
         source = RelayedObject(self._relay, "giver", url, ObjectDescription(NBYTES, ""), None)
 
         def read(offset: int) -> None:
             source.read_into([self._content[offset : offset + CHUNK]], offset)
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(read, range(0, NBYTES, CHUNK)))
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def receive(self, port: int) -> float:
-        """Seconds for all of them over a connection."""
-        began, done = time.perf_counter(), 0
+        """Return the seconds to receive all bytes over a connection."""
+        start, done = time.perf_counter(), 0
         with socket.create_connection(("127.0.0.1", port)) as connection:
             while done < NBYTES:
                 done += connection.recv_into(self._content[done:])
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def has_all(self) -> bool:
-        """Whether they have arrived; what is there is forgotten."""
+        """Return True if the bytes have arrived, and forget them."""
         whole: bool = ray.get(self._giver.is_all.remote(np.frombuffer(self._content, np.uint8)))
         self._content[:] = bytes(NBYTES)
         return whole
 
 
 def pair() -> tuple[ActorHandle[Any], ActorHandle[Any]]:
-    """A giver and a taker, on two nodes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     one, other = [node["NodeID"] for node in ray.nodes() if node["Alive"]][:2]

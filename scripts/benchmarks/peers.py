@@ -1,4 +1,4 @@
-"""What weightswap is compared with: plain reads, hashes and copies of the same bytes, on the same number of threads."""
+"""Peers of weightswap: plain reads, hashes and copies of the same bytes, on the same number of threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHED = 1 << 20
 
 
 class Memory:
-    """Anonymous memory of `nbytes` with huge pages wished for, as an arena has them."""
+    """Anonymous memory of `nbytes` that asks for huge pages, like an arena."""
 
     def __init__(self, nbytes: int, *, touched: bool) -> None:
         self.nbytes = nbytes
@@ -33,28 +33,28 @@ class Memory:
         self.bytes = memoryview(self._map)
 
     def tensor(self) -> torch.Tensor:
-        """One flat tensor of bytes over the whole memory."""
+        """Return one flat uint8 tensor over the whole memory."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
 
 class Peers:
-    """Plain work on a number of threads, the library's own number unless told otherwise."""
+    """Plain work on a number of threads, by default the library's own number."""
 
     def __init__(self) -> None:
         self.threads = WorkerThreads().threads
         self._pool = ThreadPoolExecutor(self.threads)
 
     def read(self, path: Path, memory: Memory) -> None:
-        """Parallel `preadv` of a whole file, in pieces as large as keep every thread busy."""
+        """Read a whole file with parallel `preadv`, in pieces large enough to keep every thread busy."""
         with path.open("rb", buffering=0) as file:
             self._each(memory, self._large(memory), lambda part, at: _read(file.fileno(), part, at))
 
     def hash(self, memory: Memory) -> None:
-        """BLAKE3 over the memory, each piece by one thread."""
+        """Hash the memory with BLAKE3, each piece by one thread."""
         self._each(memory, self._large(memory), lambda part, _: blake3(part).digest())
 
     def read_and_hash(self, path: Path, memory: Memory) -> None:
-        """The least that staging has to do: each thread reads a little and hashes it while it is in the cache."""
+        """Do the minimum of a staging: each thread reads a little, and hashes it while it is in the cache."""
         with path.open("rb", buffering=0) as file:
             fd = file.fileno()
 
@@ -69,7 +69,7 @@ class Peers:
             self._each(memory, self._large(memory), work)
 
     def copy(self, target: Memory, source: Memory) -> None:
-        """Parallel memcpy."""
+        """Copy in parallel with memcpy."""
 
         def work(part: memoryview, at: int) -> None:
             ctypes.memmove(target.address + at, source.address + at, len(part))

@@ -1,4 +1,4 @@
-"""A plot of how subjects compare to their peers. `plot.py FOLDER` draws those of a `bench.json` there again."""
+"""Plot of subjects compared with their peers. `plot.py FOLDER` redraws those of a `bench.json` there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from report import Goal, Row
 
 OURS, GOAL = "#3b7dd8", "#d1495b"
-HEIGHT = 0.42  # inches for each row
+HEIGHT = 0.42  # inches per row
 
 
 def plot_groups(groups: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Write `GROUP.svg` for each group with a row that has a ratio; without matplotlib say so."""
+    """Write `GROUP.svg` for each group with a row that has a ratio; without matplotlib print a note."""
     for name, rows in groups.items():
         try:
             if any(row.ratio is not None for row in rows):
@@ -25,7 +25,6 @@ def plot_groups(groups: Mapping[str, Sequence[Row]], folder: Path) -> None:
 
 
 def read_groups(path: Path) -> dict[str, list[Row]]:
-    """The rows in a `bench.json`, by group."""
     rows = json.loads(path.read_text())["rows"]
     return {name: [_row(each) for each in members] for name, members in groupby(rows, lambda each: str(each["group"]))}
 
@@ -37,7 +36,7 @@ def _row(fields: dict[str, object]) -> Row:
 
 
 def plot_ratios(rows: Sequence[Row], path: Path) -> None:
-    """Write an SVG with one bar for each row that has a ratio, and a mark where the ratio's goal is.
+    """Write an SVG with one bar for each row that has a ratio, and a mark at the ratio's goal.
 
     The bar's length is our time over the peer's; left of 1 we are faster. The scale is logarithmic.
     """
@@ -62,7 +61,7 @@ def plot_ratios(rows: Sequence[Row], path: Path) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.margins(x=0.2)
     axes.set_xlabel("time, as a share of the peer's in the same run (median; left of 1: less)")
-    # the same figures give the same bytes
+    # makes the output deterministic
     with mpl.rc_context({"svg.hashsalt": "weightswap", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 

@@ -1,4 +1,4 @@
-"""Rows of figures, and the table and the document made of them."""
+"""Rows of figures, and the table and the document made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timing import percentile
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit for one figure of a row, in the row's unit (a ratio has none)."""
+    """Limit for one figure of a row, in the row's unit (a ratio has none)."""
 
     figure: Literal["median", "p99", "ratio"]
     sense: Literal["at least", "at most"]
@@ -29,7 +29,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured thing. `median`, `p99` and `peer_median` are in `unit`; `ratio` is subject over peer."""
+    """One measurement. `median`, `p99` and `peer_median` are in `unit`; `ratio` is subject over peer."""
 
     what: str
     unit: str
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal was met; None where there is none."""
+        """True if the goal was met; None if there is none."""
         if self.goal is None:
             return None
         value: float | None = getattr(self, self.goal.figure)
@@ -51,14 +51,14 @@ class Row:
 
 
 def spread(what: str, unit: str, values: Sequence[float], goal: Goal | None = None) -> Row:
-    """A row for one subject, with its 99th percentile; `values` in `unit`."""
+    """Return a row for one subject, with its 99th percentile; `values` in `unit`."""
     return Row(what, unit, median(values), len(values), p99=percentile(values, 0.99), goal=goal)
 
 
 def compared(
     what: str, unit: str, values: Sequence[float], peer: str, peer_values: Sequence[float], goal: Goal | None = None
 ) -> Row:
-    """A row for a subject and its peer, values in `unit`; the ratio is the median over neighbours in time."""
+    """Return a row for a subject and its peer, values in `unit`; the ratio is the median over neighbours in time."""
     return Row(
         what=what,
         unit=unit,
@@ -72,23 +72,22 @@ def compared(
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    """The rows as a table that is Markdown too."""
-    made = Table(title=title, title_justify="left", box=box.MARKDOWN)
+    """Return the rows as a table that is also Markdown."""
+    grid = Table(title=title, title_justify="left", box=box.MARKDOWN)
     for heading in ("what", "median", "p99", "unit", "goal", "met", "peer", "peer's median", "ratio"):
         numeric = heading in {"median", "p99", "peer's median", "ratio"}
-        made.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
+        grid.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
     for row in rows:
         goal = str(row.goal) if row.goal else ""
         met = {True: "yes", False: "NO", None: ""}[row.met]
         peer, peer_median = row.peer or "", _figure(row.peer_median)
-        made.add_row(
+        grid.add_row(
             row.what, _figure(row.median), _figure(row.p99), row.unit, goal, met, peer, peer_median, _figure(row.ratio)
         )
-    return made
+    return grid
 
 
 def line(row: Row) -> str:
-    """A row in words."""
     p99 = f", p99 {_figure(row.p99)}" if row.p99 is not None else ""
     peer = f"; {row.peer}: {_figure(row.peer_median)}, ratio {_figure(row.ratio)}" if row.peer else ""
     return f"{row.what}: {_figure(row.median)}{p99} {row.unit}{peer}"
@@ -97,13 +96,12 @@ def line(row: Row) -> str:
 def document(
     machine: Mapping[str, Any], settings: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]
 ) -> dict[str, Any]:
-    """What `bench.json` holds."""
     rows = [{"group": group} | asdict(row) | {"met": row.met} for group, members in groups.items() for row in members]
     return {"machine": dict(machine), "settings": dict(settings), "rows": rows}
 
 
 def _figure(value: float | None) -> str:
-    """Three digits that mean something, without powers of ten."""
+    """Format a number with three significant digits, without powers of ten."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

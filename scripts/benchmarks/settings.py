@@ -1,4 +1,4 @@
-"""What a run was asked to do."""
+"""Settings of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Settings:
     """`megabytes` of float32 weights (10^6 bytes) in the large model; `rounds` of each subject with its peers.
 
-    `billions` of parameters are exported at most.
+    Models for export have at most `billions` of parameters.
     """
 
     megabytes: int

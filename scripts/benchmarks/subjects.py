@@ -1,4 +1,4 @@
-"""The models that are measured: one whose size is chosen, and an encoder whose calls take long enough to matter."""
+"""Measured models: one of a chosen size, and an encoder whose calls take a significant time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PATTERN = 1 << 20
 
 
 class WrongOutput(Exception):
-    """A swapped model's output is not that of the eager model."""
+    """Output of a swapped model that differs from the eager model's."""
 
 
 class Stack(nn.Module):
-    """An embedding and 42 square linear layers that together hold about `nbytes` of float32."""
+    """Embedding and 42 square linear layers that together hold about `nbytes` of float32."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Stack(nn.Module):
 
 
 class Table(nn.Module):
-    """An embedding that holds about `nbytes`, and a small network: a call takes a millisecond, a staging does not."""
+    """Embedding that holds about `nbytes`, and a small network: a call takes a millisecond, a staging far longer."""
 
     def __init__(self, nbytes: int, width: int = 256) -> None:
         super().__init__()
@@ -63,8 +63,6 @@ class Table(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A 12-layer pre-norm transformer encoder."""
-
     def __init__(self, width: int = 128, layers: int = 12) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
@@ -75,8 +73,6 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward layer."""
-
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -94,7 +90,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Version:
-    """A weight file, and what the eager model with these weights returns for the sample inputs."""
+    """Weight file, and the eager model's output with these weights for the sample inputs."""
 
     path: Path
     weights_id: str
@@ -103,7 +99,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Stored:
-    """A model as an artifact with two weight files, and the first weights as a `torch.save` file."""
+    """Model as an artifact with two weight files, and the first weights as a `torch.save` file."""
 
     nbytes: int
     artifact: Artifact
@@ -113,11 +109,10 @@ class Stored:
 
     @property
     def size(self) -> str:
-        """Of the weights, for people."""
         return f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.1f} MB"
 
     def changed(self, share: float, *, scattered: bool) -> Path:
-        """A weight file of which a share of the bytes is not the first's: neighbouring rows of each tensor, or any."""
+        """Write a weight file in which a share of the bytes differs: adjacent rows of each tensor, or any bytes."""
         tensors = load_file(self.versions[0].path)
         generator = torch.Generator().manual_seed(7)
         for tensor in tensors.values():
@@ -137,7 +132,7 @@ class Stored:
 
 
 def equal(output: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-    """Raise WrongOutput unless two tensors are the same bit for bit."""
+    """Raise WrongOutput unless two tensors are equal bit for bit."""
     if not torch.equal(output, expected):
         raise WrongOutput(f"{where}: the output differs from eager's by up to {(output - expected).abs().max()}")
 
@@ -150,12 +145,10 @@ def close(output: np.ndarray[Any, Any] | torch.Tensor, expected: torch.Tensor, w
 
 
 def stored(nbytes: int) -> AbstractContextManager[Stored]:
-    """A `Stack` of about `nbytes`."""
     return _stored(Stack, nbytes)
 
 
 def tabled(nbytes: int) -> AbstractContextManager[Stored]:
-    """A `Table` of about `nbytes`."""
     return _stored(Table, nbytes)
 
 
@@ -181,7 +174,7 @@ def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """torch's operators run on the calling thread alone."""
+    """Run torch's operators on the calling thread only."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -192,7 +185,7 @@ def on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that torch.export gives about its own code."""
+    """Suppress the warnings that torch.export gives about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Measuring: wall-clock seconds, each subject in turn with its peers."""
+"""Measurements of wall-clock seconds, each subject in turn with its peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Measure = Callable[[], float]
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Seconds that one call takes; what it returns is freed after the clock has stopped."""
+    """Return the seconds of one call; its result is freed after the clock has stopped."""
     start = time.perf_counter()
     result = function()
     stop = time.perf_counter()
@@ -21,23 +21,23 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def in_turn(measures: Mapping[str, Measure], rounds: int) -> dict[str, list[float]]:
-    """Every measure once per round, so that what is compared was taken side by side: these machines drift.
+    """Take every measure once per round, so that neighbours can be compared although the machine's speed drifts.
 
-    Figures with the same index are neighbours in time. Every other round goes backwards, as coming after another
-    measure can help or harm. A first round is thrown away.
+    Figures with the same index are neighbours in time. Every other round goes backwards, because the order of measures
+    can help or harm. The first round is discarded.
     """
-    taken: dict[str, list[float]] = {name: [] for name in measures}
+    timings: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
         order = list(measures.items())
         for name, measure in order if number % 2 else reversed(order):
             figure = measure()
             if number:
-                taken[name].append(figure)
-    return taken
+                timings[name].append(figure)
+    return timings
 
 
 def per_call(function: Callable[[], object], calls: int) -> Measure:
-    """Seconds per call in a block of `calls` after an untimed one; the loop's own cost is included."""
+    """Return the seconds per call in a block of `calls` after an untimed one, including the loop's own cost."""
 
     def measure() -> float:
         function()
@@ -50,14 +50,14 @@ def per_call(function: Callable[[], object], calls: int) -> Measure:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least `share` (0..1) of them do not exceed."""
+    """Return the smallest value that at least `share` (0..1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 @contextmanager
 def calling(function: Callable[[], object], threads: int) -> Iterator[None]:
-    """Threads that call `function` without a pause for the length of the block. Their first error is raised."""
+    """Let threads call `function` without pause during the block. Their first error is raised."""
     stop = Event()
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Answers of the server, kept bit for bit and handed to the checker in shards."""
+"""Answers of the server, stored bit for bit and passed to the checker in shards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 
 class Answer(NamedTuple):
-    """One served request: what was asked, what came back, and which weights it claims to come from.
+    """Answered request: the images, the output, and the weights that it claims to come from.
 
-    `started` is in seconds of the monotonic clock, `seconds` is the latency. `indices`: int64 [n], rows of the
-    held-out images. `logits`: float32 [n, 10].
+    `started` is in seconds of the monotonic clock, `seconds` is the latency. `indices`: int64 [n], rows of the held-out
+    images. `logits`: float32 [n, 10].
     """
 
     started: float
@@ -43,7 +43,7 @@ def write_shard(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def read_shard(path: Path) -> list[Answer]:
-    """The answers of one shard, in the order in which they were written."""
+    """Return the answers of one shard, in the order in which they were written."""
     with np.load(path) as shard:
         columns: dict[str, NDArray[Any]] = dict(shard)
     ends = np.cumsum(columns["sizes"])[:-1]

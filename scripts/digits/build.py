@@ -1,4 +1,4 @@
-"""The build side: the topology before there are weights, then a weight file for each checkpoint."""
+"""Build side: it exports the topology before there are weights, then packs a weight file for each checkpoint."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from weightswap_runtime import Artifact
 
 
 def export_topology(out: Path) -> Artifact:
-    """Export the network without weights: there are none, only their shapes."""
+    """Export the network from a skeleton, which has shapes but no weights."""
     with skeleton():
         model = DigitsNet().eval()
     return export(model, (torch.zeros(2, 1, 8, 8),), out=out, dynamic_shapes={"images": {0: Dim("batch", max=256)}})
 
 
 def pack_checkpoint(checkpoint: Path, artifact: Artifact, out: Path, epoch: int) -> Packed:
-    """The weight file of one epoch's checkpoint."""
     return pack(checkpoint, artifact, out=out, labels={"epoch": str(epoch)})
 
 
 def deliver(source: Path, inbox: Path, number: int, name: str) -> None:
-    """Put a copy of a weight file into the server's inbox, where it appears whole."""
+    """Copy a weight file into the server's inbox, where it appears whole."""
     temporary = inbox / f"{number:03d}.tmp"
     shutil.copyfile(source, temporary)
     temporary.replace(inbox / f"{number:03d}-{name}.safetensors")
 
 
 def truncated_copy(source: Path, out: Path) -> Path:
-    """A copy that lacks the last 1000 bytes, as after a transfer that broke off."""
+    """Write a copy without the last 1000 bytes, like an interrupted transfer."""
     out.write_bytes(source.read_bytes()[:-1000])
     return out
 
 
 def flipped_copy(source: Path, out: Path) -> Path:
-    """A copy with one bit flipped, in the middle of the data."""
+    """Write a copy with one flipped bit in the middle of the data."""
     raw = bytearray(source.read_bytes())
     data_start = 8 + int.from_bytes(raw[:8], "little")
     raw[(data_start + len(raw)) // 2] ^= 0x40
@@ -48,5 +47,4 @@ def flipped_copy(source: Path, out: Path) -> Path:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files under a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The check: every answer is computed again, by the eager model of the generation that it claims to come from."""
+"""Checker: every answer is computed again, by the eager model of the generation that it claims to come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from network import DigitsNet
 
 
 class Verdict(Enum):
-    """`WRONG`: another generation's output, or another generation's weights id. `MIXED`: no generation's output."""
+    """Verdict on an answer. `WRONG`: another generation's output or weights id. `MIXED`: no generation's output."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -21,7 +21,7 @@ class Verdict(Enum):
 
 
 class Weights(NamedTuple):
-    """One checkpoint: its epoch, the weights id that pack() gave it, and the eager model with it."""
+    """One checkpoint: its epoch, the weights id from pack(), and the eager model with it."""
 
     epoch: int
     weights_id: str
@@ -29,7 +29,7 @@ class Weights(NamedTuple):
 
 
 class Checker:
-    """Knows which weights each generation must have, from the order of the deliveries; the server is not asked.
+    """Checker that knows each generation's weights from the order of the deliveries, without asking the server.
 
     Bits depend on the shape of the batch and on the number of threads, so both are those of the server.
     """
@@ -41,29 +41,27 @@ class Checker:
         self._generations: list[Weights] = []
 
     def learn(self, epoch: int, weights_id: str, checkpoint: Path) -> None:
-        """Build the eager model of a checkpoint, from the file that the trainer saved."""
+        """Build the eager model of a checkpoint from the trainer's file."""
         model = DigitsNet()
         model.load_state_dict(torch.load(checkpoint, weights_only=True))
         self._weights[epoch] = Weights(epoch, weights_id, model.eval())
 
     def expect(self, epoch: int) -> None:
-        """The next generation must have the weights of this epoch."""
+        """Expect the next generation to have the weights of this epoch."""
         self._generations.append(self._weights[epoch])
 
     def expected_ids(self) -> list[str]:
-        """The weights id that each generation must have."""
         return [weights.weights_id for weights in self._generations]
 
     def judge(self, answer: Answer) -> Verdict:
-        """Compare an answer bit for bit."""
         claimed = self._generations[answer.generation] if answer.generation < len(self._generations) else None
         if claimed and self._equal(answer, claimed):
             return Verdict.RIGHT if answer.weights_id == claimed.weights_id else Verdict.WRONG
-        known = any(self._equal(answer, weights) for weights in self._weights.values())
-        return Verdict.WRONG if known else Verdict.MIXED
+        of_any_generation = any(self._equal(answer, weights) for weights in self._weights.values())
+        return Verdict.WRONG if of_any_generation else Verdict.MIXED
 
     def hits(self, answer: Answer) -> int:
-        """How many digits of the answer were recognised."""
+        """Return how many digits an answer recognised."""
         labels = self._digits.labels[torch.from_numpy(answer.indices)]
         return int((torch.from_numpy(answer.logits).argmax(1) == labels).sum())
 

@@ -1,4 +1,4 @@
-"""The clients: threads that ask the model for answers, at a steady rate and without a break."""
+"""Clients: threads that send requests to the model at a steady rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_IMAGES = 16
 
 
 class Clients:
-    """`count` threads; each sends `rate` requests a second of 1 to 16 images, drawn at random from `images`."""
+    """`count` client threads. Each sends `rate` requests per second with 1 to 16 random images of `images`."""
 
     def __init__(self, model: Model, images: torch.Tensor, *, count: int, rate: float) -> None:
         self._model = model
@@ -32,13 +32,13 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """Returns when the last answer is in."""
+        """Stop the threads, and wait for the last answer."""
         self._stopping.set()
         for thread in self._threads:
             thread.join()
 
     def take(self) -> list[Answer]:
-        """The answers since the last call. Raises what a request raised: no request may fail."""
+        """Return the answers since the last call. Raises the error of a failed request: no request may fail."""
         if self._error is not None:
             raise RuntimeError(f"a request failed: {self._error!r}") from self._error
         return [self._answers.popleft() for _ in range(len(self._answers))]

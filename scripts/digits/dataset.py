@@ -1,4 +1,4 @@
-"""scikit-learn's bundled handwritten digits, split once and for all by a seed."""
+"""scikit-learn's bundled handwritten digits, with a fixed split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Digits(NamedTuple):
 
 
 def split_digits() -> tuple[Digits, Digits]:
-    """The training and the held-out digits; no image is in both."""
+    """Return the training and the held-out digits, which are disjoint."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -34,5 +34,5 @@ def split_digits() -> tuple[Digits, Digits]:
 
 
 def write_images(path: Path, digits: Digits) -> None:
-    """Write the images, not their labels, as the array `images` of an .npz file."""
+    """Write the images without labels, as the array `images` of an .npz file."""
     np.savez(path, images=digits.images.numpy())

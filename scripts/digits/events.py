@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Event(NamedTuple):
-    """`source` is the child's name; `kind` says which fields to expect."""
+    """Event. `source` is the child's name; `kind` determines the fields."""
 
     source: str
     kind: str
@@ -20,11 +20,11 @@ class Event(NamedTuple):
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Tell the parent process; to be called from one thread only."""
+    """Send an event to the parent process; call it from one thread only."""
     print(json.dumps({"event": kind, "at": time.monotonic(), **fields}), flush=True)
 
 
 def parse(source: str, line: str) -> Event:
-    """The event in one line of output. Raises ValueError."""
+    """Parse the event in one line of output. Raises ValueError."""
     fields = json.loads(line)
     return Event(source, fields.pop("event"), fields.pop("at"), fields)

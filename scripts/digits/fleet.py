@@ -1,4 +1,4 @@
-"""The demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
+"""Demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ _NAME = "digits"
 
 
 class Checkpoint(NamedTuple):
-    """A weight file, and what the eager model of its epoch answers to the held-out images."""
+    """Weight file, and the answers of its epoch's eager model for the held-out images."""
 
     path: Path
     logits: NDArray[Any]
 
 
 class Row(NamedTuple):
-    """A line of the table."""
-
     what: str
     revision: int
     epoch: str
@@ -50,38 +48,38 @@ class Row(NamedTuple):
 
 
 def train(epochs: int, folder: Path, artifact: Artifact, held_out: Digits) -> dict[str, Checkpoint]:
-    """The checkpoints, by weights id, in their order; 0 is the untrained model."""
+    """Train, and return the checkpoints in order, by weights id; 0 is the untrained model."""
     torch.manual_seed(0)
     digits, _ = split_digits()
     model = DigitsNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    found = {}
+    checkpoints = {}
     for epoch in range(epochs + 1):
         if epoch:
             train_epoch(model, optimizer, digits)
         checkpoint = folder / f"epoch-{epoch}.pt"
         save(model, checkpoint)
         packed = pack_checkpoint(checkpoint, artifact, folder / f"v{epoch}.safetensors", epoch)
-        found[packed.weights_id] = Checkpoint(folder / f"v{epoch}.safetensors", _logits(model, held_out))
-    return found
+        checkpoints[packed.weights_id] = Checkpoint(folder / f"v{epoch}.safetensors", _logits(model, held_out))
+    return checkpoints
 
 
 def _logits(model: nn.Module, held_out: Digits) -> NDArray[Any]:
     model.eval()
     with torch.no_grad():
-        found: NDArray[Any] = model(held_out.images).numpy()
-    return found
+        logits: NDArray[Any] = model(held_out.images).numpy()
+    return logits
 
 
 class Client(threading.Thread):
-    """Asks for held-out digits all the time, and compares each answer with the eager model that it says it is of."""
+    """Client that asks for held-out digits continuously, and checks each answer against its eager model."""
 
     def __init__(self, fleet: Fleet, checkpoints: dict[str, Checkpoint], held_out: Digits, seed: int) -> None:
         super().__init__(name=f"client {seed}", daemon=True)
         self._client, self._checkpoints, self._held_out = fleet.client(), checkpoints, held_out
         self._dice = np.random.default_rng(seed)
         self._stopped = threading.Event()
-        self.right: dict[int, list[float]] = {}  # by revision, the share of digits that were read rightly
+        self.right: dict[int, list[float]] = {}  # by revision, the share of digits that were recognised
         self.wrong = self.backwards = self.failed = 0
 
     def run(self) -> None:
@@ -110,14 +108,12 @@ class Client(threading.Thread):
 
 
 class Story:
-    """What happens to the fleet, in its order."""
-
     def __init__(self, fleet: Fleet, checkpoints: dict[str, Checkpoint], clients: list[Client], pace: float) -> None:
         self._fleet, self._checkpoints, self._clients, self._pace = fleet, list(checkpoints.values()), clients, pace
         self._steps: list[tuple[str, int, str, FleetReceipt | None]] = []
 
     def play(self, folder: Path) -> list[Row]:
-        """Swap each checkpoint in, offer a damaged one, and roll back."""
+        """Swap in each checkpoint, offer a damaged one, and roll back."""
         self._note("deployed", self._fleet.desired.revision, "0", None)
         for epoch, checkpoint in enumerate(self._checkpoints[1:], 1):
             receipt = self._fleet.swap(checkpoint.path, by="trainer")
@@ -154,7 +150,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
-    """What went wrong."""
+    """Return what went wrong."""
     problems = {
         "wrong answers": sum(client.wrong for client in clients),
         "answers that went back": sum(client.backwards for client in clients),
@@ -163,37 +159,39 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
         "nodes that were late": sum(len(row.receipt.late) for row in rows if row.receipt),
         "changes without all nodes": sum(len(row.receipt.nodes) != REPLICAS for row in rows if row.receipt),
     }
-    found = [f"{number} {what}" for what, number in problems.items() if number]
-    return found if any(row.what.startswith("refused") for row in rows) else [*found, "the damaged file was taken"]
+    failures = [f"{number} {what}" for what, number in problems.items() if number]
+    return (
+        failures if any(row.what.startswith("refused") for row in rows) else [*failures, "the damaged file was taken"]
+    )
 
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """A node of Ray for each replica, all of them on this machine."""
+    """Start a Ray node for each replica, all on this machine."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # a busy machine is slow to start it
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # it starts slowly on a busy machine
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": 1, "object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
         for _ in range(REPLICAS - 1):
-            made.add_node(**options)
-        ray.init(made.address, log_to_driver=False, logging_level="error")
+            cluster.add_node(**options)
+        ray.init(cluster.address, log_to_driver=False, logging_level="error")
         yield
         serve.shutdown()
     finally:
         ray.shutdown()
-        made.shutdown()
+        cluster.shutdown()
 
 
 def main() -> int:
-    """Exit status: 0 if every promise was kept, else 1."""
+    """Run the demo. Exit status: 0 if every promise was kept, else 1."""
     parser = argparse.ArgumentParser(prog="scripts/demo_fleet", description=__doc__)
     parser.add_argument("--epochs", type=int, default=4, help="epochs to train (4)")
-    parser.add_argument("--pace", type=float, default=1.5, help="seconds that each version serves at least (1.5)")
+    parser.add_argument("--pace", type=float, default=1.5, help="minimum seconds that each version serves (1.5)")
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs: at least 2, or there is nothing to roll back to")

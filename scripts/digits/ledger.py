@@ -1,4 +1,4 @@
-"""What the run has shown so far, by generation."""
+"""Results of the run so far, by generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checking import Verdict
 
 
 class Sample(NamedTuple):
-    """One checked answer. `started` in seconds of the monotonic clock, `seconds` is the latency."""
+    """Checked answer. `started` is in seconds of the monotonic clock, `seconds` is the latency."""
 
     started: float
     seconds: float
@@ -21,14 +21,14 @@ class Sample(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Percentiles in milliseconds; not-a-number where there was no answer."""
+    """Percentiles in milliseconds; NaN if there was no answer."""
 
     p50: float
     p99: float
 
 
 def latency(samples: list[Sample]) -> Latency:
-    """The percentiles of some answers' latencies."""
+    """Return the latency percentiles of some answers."""
     if not samples:
         return Latency(float("nan"), float("nan"))
     p50, p99 = np.percentile([sample.seconds * 1e3 for sample in samples], [50, 99])
@@ -36,13 +36,13 @@ def latency(samples: list[Sample]) -> Latency:
 
 
 def accuracy(samples: list[Sample]) -> float:
-    """The share of digits that some answers recognised, 0 to 1."""
+    """Return the share of digits that some answers recognised, 0 to 1."""
     return sum(sample.hits for sample in samples) / max(1, sum(sample.images for sample in samples))
 
 
 @dataclass
 class Generation:
-    """One commit and the answers that claim to come from it. Times in seconds, `at` of the monotonic clock."""
+    """Commit, and the answers that claim to come from it. Times in seconds, `at` of the monotonic clock."""
 
     generation: int
     weights_id: str
@@ -58,7 +58,7 @@ class Generation:
 
 @dataclass
 class Refusal:
-    """A weight file that was refused, and whether serving went on as before."""
+    """Weight file that was refused, and whether serving continued unchanged."""
 
     at: float
     file: str
@@ -71,7 +71,7 @@ class Refusal:
 
 @dataclass
 class Ledger:
-    """Everything that was observed. `strays` are answers that claim a generation which was never committed."""
+    """All observations. `strays` are answers that claim a generation that was never committed."""
 
     generations: list[Generation] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Ledger:
 
     @property
     def samples(self) -> list[Sample]:
-        """All answers, by the time of their requests."""
+        """All answers, ordered by the time of their requests."""
         return sorted(sample for generation in self.generations for sample in generation.samples)
 
     @property
@@ -101,10 +101,10 @@ class Ledger:
         return sum(generation.mixed for generation in self.generations)
 
     def answers_after(self, refusal: Refusal) -> int:
-        """How many requests of the refusal's generation began after it."""
+        """Return how many requests of the refusal's generation began after it."""
         return sum(sample.started > refusal.at for sample in self.generations[refusal.generation].samples)
 
     def longest_silence(self) -> float:
-        """The longest time in which no answer came, in seconds."""
+        """Return the longest time without an answer, in seconds."""
         ends = np.sort([sample.started + sample.seconds for sample in self.samples])
         return float(np.diff(ends).max(initial=0.0))

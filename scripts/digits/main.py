@@ -24,8 +24,8 @@ def _parse() -> Options:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-report"), help="folder of the report (demo-report)")
     parser.add_argument("--epochs", type=int, default=8, help="epochs to train (8)")
-    parser.add_argument("--residency", choices=("double", "single"), default="double", help="(double)")
-    parser.add_argument("--pace", type=float, default=2.5, help="seconds that an epoch takes at least (2.5)")
+    parser.add_argument("--residency", choices=("double", "single"), default="double", help="of the server (double)")
+    parser.add_argument("--pace", type=float, default=2.5, help="minimum seconds of an epoch (2.5)")
     parser.add_argument("--rate", type=float, default=150.0, help="requests per second of each client (150)")
     parser.add_argument("--serve", action="store_true", help="serve over HTTP, too, and keep the operator's page up")
     options = parser.parse_args()
@@ -40,7 +40,7 @@ def _parse() -> Options:
 
 @contextmanager
 def _played(options: Options, started: float) -> Iterator[Outcome]:
-    """A block after the story, in which a server that is operated goes on."""
+    """Play the story; a server with an operator's page stays up during the block."""
     with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name, Children(Path(name)) as children:
         with Screen(started) as screen:
             outcome = Story(options, Path(name), children, screen).play()
@@ -71,7 +71,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 if every promise was kept, else 1."""
+    """Run the demo. Exit status: 0 if every promise was kept, else 1."""
     started = time.monotonic()
     options = _parse()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model's source. The server process never imports this module."""
+"""Source code of the model. The server process never imports this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class DigitsNet(nn.Module):
-    """A small CNN with BatchNorm and dropout: float32 images [n, 1, 8, 8] to logits [n, 10]."""
+    """Small CNN with BatchNorm and dropout: float32 images [n, 1, 8, 8] to logits [n, 10]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The server's side as `weightswap serve` has it: the same model over HTTP, one client, and a page for its operator."""
+"""Server of `weightswap serve` around the same model: HTTP, one client, and a page for the operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATH = "/v2/models/digits/infer"
 
 
 class Operated(NamedTuple):
-    """Where operators find the page, and what they have to enter there."""
+    """Address of the operator's page, and the token to enter there."""
 
     address: str
     token: str
@@ -30,7 +30,7 @@ class Operated(NamedTuple):
 
 @contextmanager
 def operated(model: Model, image: torch.Tensor, folder: Path) -> Iterator[Operated]:
-    """A block in which a model is served, and asked about an image all the time; `folder` has files to be staged."""
+    """Serve a model during the block, with a client that sends an image repeatedly; `folder` has files for staging."""
     token = os.environ["WEIGHTSWAP_ADMIN_TOKEN"] = secrets.token_hex(16)
     server = Server({"digits": model}, Settings(http_port=0), AdminSettings(port=0, allow=(str(folder.resolve()),)))
     ended = Event()
@@ -50,6 +50,6 @@ def _ask(server: Server, image: torch.Tensor, ended: Event) -> None:
     body = json.dumps({"inputs": [tensor]})
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as connection:
         while not ended.wait(PAUSE_SECONDS):
-            if server.service.ready:  # there are weights
+            if server.service.ready:  # weights are loaded
                 connection.request("POST", PATH, body)
                 connection.getresponse().read()

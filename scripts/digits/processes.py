@@ -1,4 +1,4 @@
-"""Child processes that report events; when one dies, that is an event too, and none outlives the demo."""
+"""Child processes that report events, including their deaths; none outlives the demo."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GRACE_SECONDS = 3.0
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """Error that ends the demo; the message says why."""
 
 
 class Children(AbstractContextManager["Children"]):
-    """The processes of one run, and the one queue of their events. Leaving the block ends them all.
+    """Child processes of one run, and the queue of their events. Leaving the block ends them all.
 
-    `folder` is their working directory, and takes their standard error as `<name>.log`.
+    `folder` is their working directory, where their standard error goes to `<name>.log`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Children(AbstractContextManager["Children"]):
         self._running: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, name: str, script: str, arguments: Sequence[str]) -> None:
-        """Run a script of this folder with the interpreter that runs this one."""
+        """Run a script of this folder with this process's interpreter."""
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve().parent / script), *arguments],
@@ -47,14 +47,13 @@ class Children(AbstractContextManager["Children"]):
         Thread(target=self._listen, args=(name, process), daemon=True).start()
 
     def send(self, name: str, command: str) -> None:
-        """Write one line to a child's standard input."""
         stdin = self._running[name].stdin
         assert stdin is not None
-        with suppress(BrokenPipeError):  # a child that has died reports that itself
+        with suppress(BrokenPipeError):  # the death of a child is reported by its own event
             print(command, file=stdin, flush=True)
 
     def next_event(self, timeout: float) -> Event | None:
-        """The next event, or None after `timeout` seconds. Raises DemoError if a child has died before it was done."""
+        """Return the next event, or None after `timeout` seconds. Raises DemoError if a child has died too early."""
         try:
             event = self._events.get(timeout=timeout)
         except Empty:

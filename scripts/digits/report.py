@@ -1,4 +1,4 @@
-"""The report: what went wrong, if anything, and the JSON summary."""
+"""Report: the failures, if any, and the JSON summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 def failures(outcome: Outcome, options: Options) -> list[str]:
-    """Every promise that the run did not keep, one sentence each."""
+    """Return every broken promise of the run, one sentence each."""
     return [*_answer_failures(outcome), *_commit_failures(outcome, options), *_server_failures(outcome)]
 
 
@@ -69,13 +69,13 @@ def _server_failures(outcome: Outcome) -> Iterator[str]:
 
 
 def summarise(outcome: Outcome, options: Options, seconds: float) -> Document:
-    """The content of `summary.json`. Times carry their unit in their name; accuracies are 0 to 1."""
+    """Return the content of `summary.json`. Times have their unit in their name; accuracies are 0 to 1."""
     ledger = outcome.ledger
-    found = failures(outcome, options)
+    problems = failures(outcome, options)
     last = ledger.generations[-1]
     return {
-        "ok": not found,
-        "failures": found,
+        "ok": not problems,
+        "failures": problems,
         "seconds": round(seconds, 2),
         "options": {
             "epochs": options.epochs,

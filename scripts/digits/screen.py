@@ -1,4 +1,4 @@
-"""What the demo prints: a line for each event, and a table that is live on a terminal."""
+"""Screen output of the demo: a line for each event, and a table that is live on a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ HEADINGS = (
 
 
 def table(ledger: Ledger, title: str) -> Table:
-    """One row per generation."""
     grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     for heading in HEADINGS:
         grid.add_column(heading, justify="left" if heading == "weights id" else "right", no_wrap=True)
@@ -52,7 +51,7 @@ def _row(generation: Generation) -> list[str]:
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Standard output. `started` is when the demo's clock was zero, in seconds of the monotonic clock."""
+    """Standard output. `started` is the start of the demo's clock, in seconds of the monotonic clock."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -74,18 +73,18 @@ class Screen(AbstractContextManager["Screen"]):
             self._live = None
 
     def say(self, text: str) -> None:
-        """One line (or a few) about something that happened now."""
+        """Print one line (or a few) about an event."""
         self._console.print(f"[{time.monotonic() - self._started:5.1f} s] {text}", markup=False)
 
     def show(self, ledger: Ledger) -> None:
-        """Bring the live table up to date, a few times a second at most."""
+        """Update the live table, at most a few times per second."""
         now = time.monotonic()
         if self._live and now > self._shown + REFRESH_SECONDS:
             self._shown = now
             self._live.update(table(ledger, "live: every answer is checked against eager"), refresh=True)
 
     def close(self, ledger: Ledger) -> None:
-        """End the live table and print the final one."""
+        """End the live table, and print the final one."""
         self.__exit__()
         self._console.print()
         self._console.print(table(ledger, "every answer was checked bit for bit against the eager model"))

@@ -1,8 +1,8 @@
-"""The server process: answers requests, and takes each weight file that is put into its inbox.
+"""Server process: answers requests, and takes each weight file that is put into its inbox.
 
 It imports the runtime, torch and numpy: neither the model's source code nor the exporter. Commands come on standard
-input, one word a line: `rollback`, `stop`. The end of the input stops it too. With `--operated`, it is served over HTTP
-besides, with a page for its operator, and on after the first `stop`.
+input, one word a line: `rollback`, `stop`. The end of the input stops it, too. With `--operated`, the model is also
+served over HTTP, with a page for its operator, and serving continues after the first `stop`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SHARD_SECONDS = 0.25
 
 
 class Inbox:
-    """A folder whose files are numbered in the order in which they are to be taken: `003-<any name>.safetensors`."""
+    """Folder of files that are numbered in order: `003-<any name>.safetensors`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next = 0
 
     def take(self) -> Path | None:
-        """The next file, if it has arrived. Files appear under such a name only when they are complete."""
-        found = next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
-        if found is not None:
+        """Return the next file if it has arrived. Files get such a name only when they are complete."""
+        path = next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
+        if path is not None:
             self._next += 1
-        return found
+        return path
 
 
 class Server:
-    """Swaps, commands and shards in one thread; the clients have their own."""
+    """Swaps, commands and shards in one thread; the clients have their own threads."""
 
     def __init__(self, model: Model, inbox: Inbox, clients: Clients, probe: torch.Tensor, shards: Path) -> None:
         self._model = model
@@ -57,7 +57,7 @@ class Server:
         self._flushed = time.monotonic()
 
     def run(self, commands: SimpleQueue[str]) -> int:
-        """Serve until told to stop; returns how many answers were given."""
+        """Serve until told to stop; return the number of answers."""
         while (command := _next(commands)) != "stop":
             if command == "rollback":
                 _report("rolled back", self._model.rollback())
@@ -91,7 +91,7 @@ class Server:
             self._clients.start()
 
     def _observe(self) -> tuple[int | None, str | None, bytes]:
-        """What the outside can see: the generation, the weights id, the exact bits of an output."""
+        """Return what clients can observe: the generation, the weights id, the exact bits of an output."""
         output: bytes = self._model(self._probe).numpy().tobytes()
         return self._model.generation, self._model.weights_id, output
 
@@ -126,7 +126,7 @@ def _next(commands: SimpleQueue[str]) -> str | None:
 def _listen(commands: SimpleQueue[str]) -> None:
     for line in sys.stdin:
         commands.put(line.strip())
-    commands.put("stop")  # the parent is gone
+    commands.put("stop")  # the parent has ended
 
 
 def _loaded(names: tuple[str, ...]) -> list[str]:
@@ -147,7 +147,7 @@ def main() -> None:
     torch.set_num_threads(1)
     commands: SimpleQueue[str] = SimpleQueue()
     Thread(target=_listen, args=(commands,), daemon=True).start()
-    # kept, so that a rollback is possible in either residency, and after a damaged file too
+    # allows a rollback in either residency, and after a damaged file
     model = load(options.artifact, residency=options.residency, keep_previous="host")
     with np.load(options.images) as file:
         images = torch.from_numpy(file["images"])

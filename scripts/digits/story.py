@@ -1,4 +1,4 @@
-"""The demo's story, in the order in which it happens; this process exports, packs, delivers and checks."""
+"""Story of the demo, in the order of its events; this process exports, packs, delivers and checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """`pace` is how many seconds an epoch takes at least, so that each generation serves for a while."""
+    """Options of a run. `pace` is the minimum time of an epoch in seconds, so that each generation serves a while."""
 
     out: Path
     epochs: int
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What the story leaves behind. Sizes in bytes; `answers_given` is the server's own count.
+    """Result of the story. Sizes in bytes; `answers_given` is the server's own count.
 
     page: the address of the operator's page, and its token.
     """
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Story:
-    """One run. Every wait ends: with what it waited for, a dead child, or the end of its patience (DemoError)."""
+    """One run. Every wait ends: with its event, a dead child, or a timeout (DemoError)."""
 
     def __init__(self, options: Options, folder: Path, children: Children, screen: Screen) -> None:
         self._options = options
@@ -85,7 +85,7 @@ class Story:
         self._checker = Checker(held_out)
 
     def play(self) -> Outcome:
-        """From the export to the last check. Raises DemoError."""
+        """Run from the export to the last check. Raises DemoError."""
         artifact = self._export()
         self._start()
         last = self._options.epochs
@@ -142,7 +142,7 @@ class Story:
         self._put(self._folder / "packed" / f"epoch-{epoch}.safetensors")
 
     def _deliver_damaged(self, packed: Path) -> None:
-        """The last file arrives again, damaged: first cut off, then with a flipped bit."""
+        """Deliver the last file again, damaged: first truncated, then with a flipped bit."""
         for count, damage in enumerate((truncated_copy, flipped_copy), start=1):
             name = damage.__name__.removesuffix("_copy")
             self._put(damage(packed, packed.with_stem(f"{packed.stem}-{name}")))
@@ -150,8 +150,8 @@ class Story:
             self._serve_on(self._options.pace / 2)
 
     def _answered(self, count: int) -> bool:
-        taken = len(self._ledger.refusals) + len(self._ledger.generations)
-        return len(self._ledger.refusals) == count or taken == self._delivered
+        handled = len(self._ledger.refusals) + len(self._ledger.generations)
+        return len(self._ledger.refusals) == count or handled == self._delivered
 
     def _put(self, file: Path) -> None:
         deliver(file, self._folder / "inbox", self._delivered, file.stem)
@@ -172,7 +172,7 @@ class Story:
         return self._done["server"]
 
     def _until(self, reached: Callable[[], bool], what: str, longer: float = 0.0) -> None:
-        """Handle events and check answers until something is reached. Raises DemoError when it is not."""
+        """Handle events and check answers until a condition holds. Raises DemoError if it does not."""
         deadline = time.monotonic() + PATIENCE_SECONDS + longer
         while not reached():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The plot: accuracy and latency over time, with every commit, refusal and rollback."""
+"""Plot of accuracy and latency over time, with every commit, refusal and rollback."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _draw_latency(axes: Axes, ledger: Ledger, zero: float) -> None:
 def _windows(
     samples: list[Sample], zero: float, measure: Callable[[list[Sample]], float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each window that has answers: their mean time in seconds, and their measure."""
+    """Return the mean time in seconds and the measure of each window that has answers."""
     windows: dict[int, list[Sample]] = {}
     for sample in samples:
         windows.setdefault(int((sample.started - zero) // WINDOW_SECONDS), []).append(sample)

@@ -1,4 +1,4 @@
-"""The trainer process: knows nothing of weightswap, and saves an ordinary checkpoint after each epoch."""
+"""Trainer process: it knows nothing of weightswap, and saves an ordinary checkpoint after each epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEARNING_RATE = 3e-4
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> float:
-    """One pass in random order; returns the mean loss."""
+    """Train one pass in random order, and return the mean loss."""
     model.train()
     total = 0.0
     for batch in torch.randperm(len(digits.labels)).split(BATCH):
@@ -30,7 +30,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digi
 
 
 def save(model: nn.Module, path: Path) -> None:
-    """`torch.save` of the state dict; the file appears whole or not at all."""
+    """Save the state dict with `torch.save`; the file appears whole or not at all."""
     temporary = path.with_suffix(".tmp")
     torch.save(model.state_dict(), temporary)
     temporary.replace(path)
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoints", type=Path, help="the folder to save epoch-N.pt in")
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--pace", type=float, required=True, help="seconds that an epoch takes at least")
+    parser.add_argument("--pace", type=float, required=True, help="minimum seconds of an epoch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Pictures for the documentation: a report of an encoder before and after fine-tuning; a live demo, and its page."""
+"""Pictures for the documentation: a report of an encoder before and after fine-tuning, a live demo, and its page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WIDTH, HEIGHT = 1200, 1180
 
 
 class Encoder(nn.Module):
-    """Tokens to classes."""
+    """Classifier of token sequences."""
 
     def __init__(self, width: int = 64, layers: int = 6) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Encoder(nn.Module):
 
 
 def fine_tune(model: Encoder, rate: float, growth: float, steps: int) -> None:
-    """Train on what the first token is; the rate grows from layer to layer."""
+    """Train to predict the first token; the learning rate grows from layer to layer."""
     layers = enumerate(model.encoder.layers)
     groups = [{"params": layer.parameters(), "lr": rate * growth**depth} for depth, layer in layers]
     optimizer = torch.optim.AdamW([*groups, {"params": model.head.parameters(), "lr": 1e-3}])
@@ -69,7 +69,7 @@ def fine_tune(model: Encoder, rate: float, growth: float, steps: int) -> None:
 
 
 def diff_report(folder: Path) -> Report:
-    """A training that went wrong in two places."""
+    """Write the report of a training that went wrong in two places."""
     torch.manual_seed(0)
     model = Encoder()
     fine_tune(model, 1e-3, 1.0, 60)
@@ -86,7 +86,7 @@ def diff_report(folder: Path) -> Report:
 
 @contextmanager
 def opened(url: str) -> Iterator[Page]:
-    """A block with a page in a browser."""
+    """Open a page in a browser during the block."""
     with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, reduced_motion="reduce")
@@ -96,14 +96,12 @@ def opened(url: str) -> Iterator[Page]:
 
 
 def picture(page: Path, image: Path) -> None:
-    """Photograph a report."""
     with opened(page.as_uri()) as tab:
         tab.wait_for_selector("html[data-ready]")
         tab.screenshot(path=image)
 
 
 def call(address: str, token: str, path: str, body: object = None) -> Any:
-    """A call of an admin plane."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{address}admin/{path}", data, {"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request) as answer:
@@ -111,26 +109,26 @@ def call(address: str, token: str, path: str, body: object = None) -> Any:
 
 
 def picture_operator(address: str, token: str, image: Path) -> None:
-    """Photograph an operator's page, with the weights that were rolled back staged again."""
+    """Take a screenshot of an operator's page, with the rolled-back weights staged again."""
     receipts = call(address, token, "models/digits/history")["receipts"]
     call(address, token, "models/digits/stage", {"source": receipts[-2]["source"], "why": "was it the weights?"})
     with opened(address) as tab:
         tab.get_by_label("Token").fill(token)
         tab.get_by_role("button", name="Enter").click()
         tab.get_by_text("Roll back to this").first.wait_for()
-        tab.wait_for_timeout(2000)  # some seconds' points
+        tab.wait_for_timeout(2000)  # points of some seconds
         tab.screenshot(path=image)
 
 
 def picture_demo(folder: str) -> None:
-    """Photograph the operator's page after a demo, which draws its own picture."""
+    """Take a screenshot of the operator's page after a demo, which draws its own plot."""
     command = [sys.executable, SCRIPTS / "digits" / "main.py", "--serve", "--out", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        said = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
-        found = re.search(r"(http://\S+)  token: (\S+)", said)
-        assert found is not None
-        picture_operator(found[1], found[2], IMAGES / "operator.png")
+        address = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
+        match = re.search(r"(http://\S+)  token: (\S+)", address)
+        assert match is not None
+        picture_operator(match[1], match[2], IMAGES / "operator.png")
         demo.send_signal(signal.SIGINT)
     shutil.copy("timeline.png", IMAGES / "swaps.png")
 

@@ -1,4 +1,4 @@
-"""Two arenas serve every set of weights: swaps make no other and move none."""
+"""Two arenas serve every set of weights: swaps create and move none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls are answered while weights are staged, from those that were served before."""
+"""While weights are staged, calls are answered from the served ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Mode
     return load(tiny.path, weight_file(0), residency=residency)
 
 
-def test_it_returns_at_once_and_is_committed_later(model: Model, weight_file: WriteWeights) -> None:
+def test_a_background_staging_returns_at_once_and_is_committed_later(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True)
     assert staged.wait(30) is staged
     assert staged.done
@@ -28,7 +28,7 @@ def test_it_returns_at_once_and_is_committed_later(model: Model, weight_file: Wr
     assert serves(model, 1)
 
 
-def test_while_it_runs(model: Model, weight_file: WriteWeights) -> None:
+def test_calls_are_answered_while_a_staging_runs(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
     with pytest.raises(StageTimeout, match=r"wait again, or cancel\(\)"):
         staged.wait(0.05)

@@ -1,4 +1,4 @@
-"""The devices that tests run on: the CPU, and the accelerator that torch finds here, which is meant to be CUDA."""
+"""Devices that tests run on: the CPU, and the accelerator that torch finds, normally CUDA."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param(ACCELER
 
 
 def moved(tree: Any, device: str) -> Any:
-    """The tree with its tensors on a device."""
     return pytree.tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, tree)
 
 
 def use_own_stream(device: str) -> None:
-    """Let the calling thread work in a stream that no other thread is in. On the CPU there are none."""
+    """Let the calling thread use a stream of its own. The CPU has no streams."""
     if device != "cpu":
         torch.accelerator.set_stream(torch.Stream(device))

@@ -1,4 +1,4 @@
-"""Two bases and several of PEFT's adapters of a small network, and the eager model of each pair."""
+"""Two base models and several PEFT adapters of a small network, and the eager model of each pair."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Net(nn.Module):
         self.second = nn.Linear(8, 5, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.second(torch.relu(self.first(x)))
-        return found
+        output: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return output
 
 
 def base(seed: int) -> Net:
@@ -36,15 +36,15 @@ def base(seed: int) -> Net:
 
 
 def with_lora(model: nn.Module, **options: Any) -> Any:
-    """A model of PEFT's over a network, by default with adapters of the graph's rank and a scale of 2."""
+    """Return a PEFT model over a network, by default with adapters of the graph's rank and a scale of 2."""
     from peft import LoraConfig, get_peft_model
 
-    given = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["first", "second"]} | options
-    return get_peft_model(model, LoraConfig(**given)).eval()  # type: ignore[arg-type]
+    config = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["first", "second"]} | options
+    return get_peft_model(model, LoraConfig(**config)).eval()  # type: ignore[arg-type]
 
 
 def write_adapter(path: Path, seed: int, **options: Any) -> Path:
-    """What PEFT writes for an adapter whose matrices are random."""
+    """Let PEFT write an adapter with random matrices."""
     model = with_lora(base(0), **options)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def write_adapter(path: Path, seed: int, **options: Any) -> Path:
 
 
 class Adapters:
-    """An artifact that declares LoRA as a variant, the weights of its bases, and directories of PEFT's."""
+    """Artifact that declares LoRA as a variant, the weights of its bases, and directories of PEFT adapters."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Adapters:
 
     @functools.cache  # noqa: B019
     def expected(self, seed: int, adapter: int | Path | None) -> torch.Tensor:
-        """What the eager model of a base and an adapter gives for X."""
+        """Return the output for X of the eager model of a base and an adapter."""
         from peft import PeftModel
 
         model: Any = base(seed)
@@ -80,5 +80,5 @@ class Adapters:
                 warnings.simplefilter("ignore")
                 model = PeftModel.from_pretrained(model, str(path)).eval()
         with torch.no_grad():
-            found: torch.Tensor = model(X)
-        return found
+            output: torch.Tensor = model(X)
+        return output

@@ -1,4 +1,4 @@
-"""A server with an admin plane in this process, and its operators' calls."""
+"""Server with an admin plane in this process, and calls by its operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 @contextmanager
 def administered(models: Mapping[str, Model], *, warm: bool = True, **admin: Any) -> Iterator[Server]:
-    """A block in which models are served, and operators listened to on a free port; TOKEN is in the environment.
+    """Serve models with an admin plane on a free port; TOKEN is in the environment.
 
     serving: more settings of the server.
     """
@@ -38,7 +38,7 @@ def call(
     headers: Mapping[str, str | bytes] = BEARER,
     method: str | None = None,
 ) -> Reply:
-    """One call of the admin plane; a body that is no bytes is JSON. Without one it is a GET."""
+    """Send a request to the admin plane. A body other than bytes becomes JSON; without a body it is a GET."""
     assert server.admin is not None
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     with closing(http.client.HTTPConnection("127.0.0.1", server.admin.port, timeout=20)) as connection:
@@ -48,7 +48,6 @@ def call(
 
 
 def change(server: Server, what: str, model: str = "tiny", **fields: Any) -> Reply:
-    """A change of a model, as an operator asks for it."""
     return call(server, f"/admin/models/{model}/{what}", fields)
 
 

@@ -1,4 +1,4 @@
-"""Models of the engine `aoti`, and their packages."""
+"""Models of the engine `aoti`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def opened(files: Mixtures | RichFiles, weights: Path, residency: Residency = "d
 
 
 def near(one: Any, other: Any) -> bool:
-    """Whether two trees are equal but for rounding."""
+    """Return True if two trees are equal except for rounding."""
     if isinstance(other, torch.Tensor):
         same = (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, False)
         return same and torch.allclose(one, other, rtol=RTOL, atol=ATOL)

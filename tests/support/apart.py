@@ -1,4 +1,4 @@
-"""A Python with packages that do not go with the others here, or that only few tests need."""
+"""Python environments with packages that conflict with the installed ones, or that few tests need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests import ROOT
 
 
 def python_with(folder: Path, *packages: str) -> str:
-    """The program of a new environment that has them above all that is installed here; skips where they are not to be
-    had. Options of pip may be among them."""
+    """Create an environment with packages on top of the installed ones, and return its program.
+
+    Options of pip may be among the packages. Skips the test if they cannot be installed.
+    """
     venv.create(folder, with_pip=True)
     (site,) = folder.glob("lib/python*/site-packages")
     below = [path for path in sys.path if path.endswith("site-packages")]

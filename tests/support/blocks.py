@@ -1,4 +1,4 @@
-"""Blocks of a few bytes, so that small tensors take the roads of large ones."""
+"""Blocks of a few bytes, so that small tensors take the code paths of large ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
-    """A weight file of any arrays."""
     rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
     data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
     write_weight_file(path, rows, data, graph_id=graph_id)

@@ -1,4 +1,4 @@
-"""A browser for pages, where there is one, and what is asked of every page."""
+"""Browser for tests of pages, where one is installed, and checks that every page must pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-# those of some elements that are seen and have no name
+# the visible ones of some elements that have no accessible name
 NAMELESS = """all => all.filter(one => one.checkVisibility() && !(
     one.getAttribute("aria-label") || one.labels?.[0]?.textContent.trim() || one.textContent.trim()
 )).map(one => one.outerHTML)"""
-# how many elements have text, and those whose text does not stand out
+# the number of elements with text, and those with too little contrast
 FAINT = """all => {
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const parsed = (colour) => {
@@ -51,7 +51,7 @@ FAINT = """all => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A browser for one module: while it runs, this thread has an asyncio loop, and other tests can run none."""
+    """Start a browser for one module. While it runs, this thread has an asyncio loop, so other tests cannot run one."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:

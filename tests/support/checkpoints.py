@@ -1,4 +1,4 @@
-"""Writing checkpoints as trainers do."""
+"""Checkpoints in the forms in which trainers save them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ def saved_safetensors(path: Path, state: Mapping[str, Any]) -> Path:
 
 def saved_distributed(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
+        warnings.simplefilter("ignore")  # the warning that there is only one process
         torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
 def flipped(path: Path, tensor: torch.Tensor) -> Path:
-    """A file in which one bit of a tensor is not what was saved."""
     raw = bytearray(path.read_bytes())
     raw[raw.index(tensor.detach().numpy().tobytes()) + 1] ^= 1
     path.write_bytes(raw)
@@ -48,7 +47,7 @@ def flipped(path: Path, tensor: torch.Tensor) -> Path:
 
 
 def saved_folder(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
-    """As Hugging Face saves a model in one file."""
+    """Save a model in one file, like Hugging Face."""
     folder.mkdir()
     if suffix == ".bin":
         saved(folder / "pytorch_model.bin", tensors(state))
@@ -59,7 +58,7 @@ def saved_folder(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
 
 
 def saved_shards(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
-    """As Hugging Face saves a model in two files. Returns the folder."""
+    """Save a model in two shards, like Hugging Face, and return the folder."""
     folder.mkdir()
     stem = "pytorch_model" if suffix == ".bin" else "model"
     names = sorted(tensors(state))

@@ -1,4 +1,4 @@
-"""What takes spans by OTLP."""
+"""Collector of spans sent by OTLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Collected(NamedTuple):
-    """What was posted, by path and body, and the environment of a process that sends its spans here."""
+    """Requests that were posted, as path and body, and the environment for a process that sends spans here."""
 
     posts: list[tuple[str, bytes]]
     environment: dict[str, str]
@@ -30,15 +30,14 @@ class _Collector(BaseHTTPRequestHandler):
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """A block in which spans are taken."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as collector:
         where = f"http://127.0.0.1:{collector.server_address[1]}"
-        found = Collected([], {"OTEL_EXPORTER_OTLP_ENDPOINT": where})
-        collector.posts = found.posts  # type: ignore[attr-defined]
+        collected = Collected([], {"OTEL_EXPORTER_OTLP_ENDPOINT": where})
+        collector.posts = collected.posts  # type: ignore[attr-defined]
         thread = Thread(target=collector.serve_forever)
         thread.start()
         try:
-            yield found
+            yield collected
         finally:
             collector.shutdown()
             thread.join()

@@ -19,16 +19,16 @@ from weightswap_runtime.engines.aoti.targets import machine_targets
 
 CAN_COMPILE = bool(machine_targets()) and shutil.which("g++") is not None and hasattr(config.cpp, "march")
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs g++, torch 2.13 and a machine that is a target")
-# what fused arithmetic may differ by from eager's, relative and absolute; in the zoo it stays far below
+# relative and absolute tolerance of fused arithmetic; models of the zoo stay far below it
 RTOL, ATOL = 1e-4, 1e-5
 ROWS, WORDS, WIDTH = 64, 30, 16
 SIZES = (1, 2, 5, 17, ROWS)
 
 
 class Mixture(nn.Module):
-    """What a compiler treats in ways of its own: small weights, lookups, numbers, literals, what is written to.
+    """Model with everything that a compiler treats specially: small weights, lookups, integers, literals, writes.
 
-    The output has a weight, a constant and an input as they are.
+    The output contains a weight, a constant and an input unchanged.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,11 @@ class Mixture(nn.Module):
 
 
 def sample(rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Inputs, other ones each time."""
     return torch.randint(0, WORDS, (rows,)), torch.rand(3, 4), 3
 
 
 class Mixtures:
-    """The artifact, made for the engines `torch` and `aoti` at once, with sets of weights and their eager models."""
+    """Artifact for the engines `torch` and `aoti`, with sets of weights and their eager models."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         shapes = {"ids": {0: Dim("rows", max=ROWS)}, "seen": None, "times": Dim.DYNAMIC}

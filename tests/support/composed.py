@@ -1,4 +1,4 @@
-"""Tensors that are made of others by torch's protocol alone."""
+"""Tensor subclasses composed of other tensors by torch's protocol alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 class Sum(torch.Tensor):
-    """A tensor that is the sum of two; `note` is what it has beside them."""
+    """Tensor subclass that is the sum of two tensors; `note` is metadata."""
 
     one: torch.Tensor
     two: torch.Tensor
@@ -36,7 +36,7 @@ class Sum(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:  # torch.export takes operators apart here alone
+        if func is nn.functional.linear:  # torch.export lets subclasses decompose operators only here
             return func(*(value.whole() if isinstance(value, cls) else value for value in args))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
@@ -50,14 +50,14 @@ class Sum(torch.Tensor):
 
 
 class Rows(torch.Tensor):
-    """A shard, as far as it can be told without processes."""
+    """Stand-in for a sharded tensor, without processes."""
 
     def full_tensor(self) -> torch.Tensor:
         raise NotImplementedError
 
 
 def summed(linear: nn.Linear, note: Any = None) -> nn.Linear:
-    """As quantisers do it: the parameter becomes one of a class that is made of others."""
+    """Replace a parameter by a composed tensor, like quantisers do."""
     half = linear.weight.detach() / 2
     linear.weight = nn.Parameter(Sum(half, half.clone(), note), requires_grad=False)
     return linear

@@ -1,4 +1,4 @@
-"""A model whose methods have engines of their own, its artifact and weights, and calls of it on any engine."""
+"""Model whose methods run on different engines, with its artifact, weights and calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = 16
 
 
 class Decoder(nn.Module):
-    """What was read lies in a cache with its length; `decode` adds one row, and looks at all of them."""
+    """Decoder with a cache of keys and its length; `decode` appends one row and reads the whole cache."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -32,21 +32,20 @@ class Decoder(nn.Module):
         self.register_buffer("length", torch.zeros((), dtype=torch.int64))
 
     def prefill(self, rows: torch.Tensor) -> torch.Tensor:
-        """Begin with rows, [n, 4]."""
+        """Fill the cache with rows, [n, 4]."""
         keys = self.key(rows)
         self.cache.copy_(nn.functional.pad(keys, (0, 0, 0, ROOM - rows.shape[0])))
         self.length.copy_(torch.ones_like(rows[:, 0]).sum().long())
-        return keys @ (self.norm / self.norm.sum())  # of weights alone: a prologue computes it
+        return keys @ (self.norm / self.norm.sum())  # depends on weights only, so a prologue computes it
 
     def decode(self, row: torch.Tensor) -> torch.Tensor:
-        """Add one row, [4]."""
+        """Append one row, [4]."""
         here = (torch.arange(ROOM) == self.length)[:, None]
         self.cache.copy_(torch.where(here, self.key(row), self.cache))
         self.length.add_(1)
         return (self.cache @ self.norm).sum(0)
 
     def plain(self, row: torch.Tensor) -> torch.Tensor:
-        """A method without state."""
         return self.key(row) * 2
 
 
@@ -54,14 +53,14 @@ ROWS, ROW = torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 1, 4)
 
 
 def specs(**engines: tuple[str, ...]) -> dict[str, MethodSpec]:
-    """The decoder's methods; engines: of some of them."""
+    """Return the specs of the decoder's methods; `engines` maps some of them to engines."""
     rows = {"rows": {0: Dim("rows", min=1, max=ROOM)}}
-    found = {"prefill": MethodSpec("prefill", (ROWS,), dynamic_shapes=rows, engines=engines.get("prefill"))}
-    return found | {name: MethodSpec(name, (ROW,), engines=engines.get(name)) for name in ("decode", "plain")}
+    methods = {"prefill": MethodSpec("prefill", (ROWS,), dynamic_shapes=rows, engines=engines.get("prefill"))}
+    return methods | {name: MethodSpec(name, (ROW,), engines=engines.get(name)) for name in ("decode", "plain")}
 
 
 class Files:
-    """An artifact of which one method runs on an engine, and weights."""
+    """Weights, and an artifact of which one method runs on another engine."""
 
     def __init__(self, folder: Path, engine: str, *, alone: str = "decode") -> None:
         self.engine, self.alone = engine, alone
@@ -74,7 +73,7 @@ class Files:
         ]
 
     def load(self, device: str = "cpu", **options: Any) -> Model:
-        """On the engine; the test is skipped where that has nothing for the device."""
+        """Load the model on an engine; skip the test if the engine does not support the device."""
         if device != "cpu" and self.engine == "onnx":
             skip_without_provider()
         if device != "cpu" and self.engine == "aoti":
@@ -89,7 +88,7 @@ class Files:
 
 
 def skip_without_provider() -> None:
-    """Skip the test where ONNX Runtime has none for CUDA."""
+    """Skip the test if ONNX Runtime has no CUDA provider."""
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" not in get_available_providers():
@@ -97,17 +96,17 @@ def skip_without_provider() -> None:
 
 
 class Caller:
-    """Calls a model with tensors, whatever its engine takes."""
+    """Calls a model with torch tensors, whatever types its engine takes."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def __call__(self, method: str, x: torch.Tensor, **options: Any) -> torch.Tensor:
         array = self.model.engine == "onnx" and self.model.device == "cpu"
-        found = self.model.method(method)(x.numpy() if array else x.to(self.model.device), **options)
-        assert isinstance(found, np.ndarray) == array
-        return torch.as_tensor(found).cpu()
+        output = self.model.method(method)(x.numpy() if array else x.to(self.model.device), **options)
+        assert isinstance(output, np.ndarray) == array
+        return torch.as_tensor(output).cpu()
 
 
-def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def near(output: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Faults: the k-th call of an operation fails, for every k that a clean run reaches."""
+"""Fault injection: the k-th call of an operation fails, for every k that a clean run reaches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Act = Callable[..., Any]
 
 
 class Fault(NamedTuple):
-    """`owner.name` is what fails; `act` does so: it gets the original and the call's arguments.
+    """Fault of the operation `owner.name`. `act` gets the original function and the call's arguments.
 
     lasts: all later calls fail, too.
     """
@@ -25,16 +25,16 @@ class Fault(NamedTuple):
 
 
 def raises(error: BaseException) -> Act:
-    """Fail with an error like this one instead of doing the work."""
+    """Return an action that raises an error like this one instead of calling the original."""
 
     def act(original: Any, *args: Any, **kwargs: Any) -> Any:
-        raise type(error)(*error.args)  # a new one: it holds the frames that it comes through
+        raise type(error)(*error.args)  # a new error each time: an error refers to the frames that it passes
 
     return act
 
 
 def after(act: Callable[[], None]) -> Act:
-    """Do the work, then something else."""
+    """Return an action that calls the original, then something else."""
 
     def act_after(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -45,7 +45,7 @@ def after(act: Callable[[], None]) -> Act:
 
 
 class Calls:
-    """Counts the calls of an operation, from any thread; the one with number `at` goes wrong."""
+    """Counter of an operation's calls from any thread; call number `at` fails."""
 
     def __init__(self, fault: Fault, at: int | None) -> None:
         self._fault = fault
@@ -66,7 +66,7 @@ class Calls:
         return self._original(*args, **kwargs)
 
     def method(self) -> Any:
-        """The same as a function, which becomes a method where it is an attribute of a class."""
+        """Return a function that calls this, which becomes a method if it is an attribute of a class."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -76,7 +76,7 @@ class Calls:
 
 @contextmanager
 def failing(fault: Fault, at: int | None) -> Iterator[Calls]:
-    """The call with number `at` goes wrong; None: only count."""
+    """Let call number `at` fail; None only counts."""
     calls = Calls(fault, at)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fault.owner, fault.name, calls.method(), raising=False)
@@ -84,7 +84,7 @@ def failing(fault: Fault, at: int | None) -> Iterator[Calls]:
 
 
 def each_call(fault: Fault, clean: Callable[[], object], most: int) -> Sequence[int]:
-    """The numbers of the calls that a clean run makes; of more than `most` an even choice with both ends."""
+    """Return the numbers of the calls that a clean run makes; at most `most`, evenly spaced with both ends."""
     with failing(fault, None) as calls:
         clean()
     if calls.count <= most:

@@ -1,4 +1,4 @@
-"""Artifacts as somebody with malice could make them: altered, with digests and ids that agree."""
+"""Artifacts as an attacker could make them: altered, with matching digests and ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, decode_m
 
 
 def replace_file(artifact: Path, name: str, raw: bytes) -> None:
-    """Put another file in the place of one of an artifact's, and make the manifest agree."""
+    """Replace a file of an artifact, and make the manifest agree."""
     (artifact / name).write_bytes(raw)
     place = artifact / MANIFEST_NAME
     manifest: Manifest = decode_manifest(place.read_bytes(), str(place))
@@ -25,7 +25,7 @@ def replace_file(artifact: Path, name: str, raw: bytes) -> None:
 
 
 def with_document(raw: bytes, change: Callable[[Document], object]) -> bytes:
-    """A graph's archive with its document changed."""
+    """Return a graph's archive with a changed document."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w") as target:
         for name in source.namelist():

@@ -1,4 +1,4 @@
-"""What a forked child finds."""
+"""Checks in a forked child."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def in_a_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` says yes in a forked child, within a minute."""
+    """Return True if `work` returns True in a forked child within a minute."""
     child = os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""Models whose calls are recorded in every way."""
+"""Models whose calls are recorded as goldens in every way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINEAR = {"forward": MethodSpec("forward", (torch.zeros(2, 3),), {}, {"input": {
 
 
 class Masked(nn.Module):
-    """An output that is minus infinity where the input is negative."""
+    """Linear layer whose output is minus infinity where the input is negative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Masked(nn.Module):
 
 
 class Cached(nn.Module):
-    """A cache of keys that calls write to, at a place that is an input."""
+    """Cache of keys that calls write to, at positions given as an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Cached(nn.Module):
 
 
 class Sized(nn.Module):
-    """Integers go in and come out."""
+    """Linear layer with an integer input and an integer output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Sized(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A literal whose default is not what it was exported with."""
+    """Linear layer with a literal whose default is not the exported value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,6 @@ class Scaled(nn.Module):
 
 
 class Changing(nn.Module):
-    """Writes to its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
@@ -94,8 +92,6 @@ class Changing(nn.Module):
 
 
 class Setting(NamedTuple):
-    """A model, its methods, and goldens to record."""
-
     build: Callable[[], nn.Module]
     methods: dict[str, MethodSpec]
     goldens: Any
@@ -112,7 +108,7 @@ TOKENS = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": torch.ones(
 
 
 def caching() -> nn.Module:
-    """A model of transformers that would give its key-value cache, too."""
+    """Return a model of transformers that would also return its key-value cache."""
     model: Any = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)()
     model.config.use_cache = True
     return model
@@ -184,13 +180,13 @@ every = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def recorded(setting: Setting, folder: Path, **options: Any) -> tuple[Artifact, nn.Module, Goldens]:
     model = different(setting.build, 1)
     artifact = export(model, methods=setting.methods, out=folder / "m.artifact", goldens=setting.goldens, **options)
-    found = artifact_goldens(artifact)
-    assert found is not None
-    return artifact, model, found
+    goldens = artifact_goldens(artifact)
+    assert goldens is not None
+    return artifact, model, goldens
 
 
-def verified(found: Goldens, model: Model) -> str:
-    return verify(found, bound_of(model), engine_of(model), model.artifact.manifest, str(model.weights_id))
+def verified(goldens: Goldens, model: Model) -> str:
+    return verify(goldens, bound_of(model), engine_of(model), model.artifact.manifest, str(model.weights_id))
 
 
 def everything_in(model: nn.Module) -> Any:

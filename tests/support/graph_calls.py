@@ -1,4 +1,4 @@
-"""Calls of graphs by the engine `torch` that a test holds."""
+"""Graph calls of the engine `torch` that a test holds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from weightswap_runtime.engines.torch.graph_call import GraphCall
 
 
 class HeldCalls(NamedTuple):
-    """Calls that set `inside` as they begin, and go on when `go_on` is set."""
+    """Calls that set `inside` when they begin, and continue when `go_on` is set."""
 
     inside: threading.Event
     go_on: threading.Event
 
 
 def hold_calls(patch: pytest.MonkeyPatch) -> HeldCalls:
-    """From now on each call of a graph is held."""
     held, original = HeldCalls(threading.Event(), threading.Event()), GraphCall.__call__
 
     def call(self: GraphCall, *args: Any) -> Any:

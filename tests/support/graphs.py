@@ -1,4 +1,4 @@
-"""Graphs as archives, and their documents."""
+"""Graph archives and their documents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def documented(raw: bytes) -> Document:
 
 
 def parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a document: what holds it, and its key."""
+    """Yield every position of a document, as its container and key."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key

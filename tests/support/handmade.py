@@ -1,4 +1,4 @@
-"""Goldens that are made by hand, from the specification of their format."""
+"""Goldens made by hand from the specification of their format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def hand_made(tiny: TinyArtifact, path: Path, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor], Document]:
-    """Tensors and metadata of goldens with one case for the weights of seed 1, from the format's specification."""
+    """Return the tensors and metadata of goldens with one case for the weights of seed 1."""
     environment = environment_here()
     tensors = {"0.input.0": X, "0.output.0": Y} | tensors
     return tensors, {
@@ -57,7 +57,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor], document: object) -> P
 
 
 class Stage:
-    """The tiny artifact with the weights of seed 1 in a session, and goldens for them."""
+    """Session of the tiny artifact with the weights of seed 1, and goldens for them."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny, self.folder = tiny, folder
@@ -78,7 +78,7 @@ class Stage:
         return verify(goldens, *judged, **options)
 
     def judge(self, probe: Probe, **options: Any) -> str:
-        """The verdict on a session of the torch engine that is none."""
+        """Verify the goldens on a probe instead of a session of the torch engine."""
         engine = TorchEngine(Artifact.open(self.tiny.path))
         return verify(self.open(), probe, engine, self.tiny.manifest, self.document["weights_id"], **options)
 
@@ -90,7 +90,7 @@ class Stage:
 
 
 class Probe:
-    """A session that notes what is done with it."""
+    """Fake session that records its calls."""
 
     def __init__(self, run: Callable[[], list[Any]]) -> None:
         self.done: list[str] = []

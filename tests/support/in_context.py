@@ -1,4 +1,4 @@
-"""An in-context learner: what its `fit` reads of the training rows stays behind as state, and `predict` looks it up."""
+"""In-context learner: `fit` stores the training rows in the state, and `predict` reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEATURES, CLASSES, WIDTH, HEADS, LAYERS, CAPACITY = 3, 4, 16, 2, 2, 32
 
 
 class Layer(nn.Module):
-    """Rows look at the training rows, whose keys and values a buffer of `CAPACITY` rows holds."""
+    """Attention to the training rows, whose keys and values are in buffers of `CAPACITY` rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Layer(nn.Module):
         self.values.copy_(pad(heads(self.value(rows)), room))
 
     def forward(self, rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        there = torch.arange(CAPACITY) < known
-        found = scaled_dot_product_attention(heads(self.query(rows)), self.keys, self.values, there)
-        rows = rows + found.transpose(0, 1).flatten(1)
+        known_rows = torch.arange(CAPACITY) < known
+        attended = scaled_dot_product_attention(heads(self.query(rows)), self.keys, self.values, known_rows)
+        rows = rows + attended.transpose(0, 1).flatten(1)
         mlp: torch.Tensor = self.mlp(rows)
         return rows + mlp
 
@@ -44,7 +44,7 @@ def heads(rows: torch.Tensor) -> torch.Tensor:
 
 
 class InContext(nn.Module):
-    """Classes of rows, learned from other rows in one pass: statistics of each feature, and attention to those rows."""
+    """Classifier that learns from other rows in one pass, by statistics of each feature and by attention."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class InContext(nn.Module):
         self.register_buffer("known", torch.zeros((), dtype=torch.int64))
 
     def fit(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Read training rows, [n, features], and their classes, int64 [n]; returns what it makes of them."""
+        """Read training rows, [n, features], and their classes, int64 [n]; return the scores for them."""
         self.mean.copy_(x.mean(0))
         self.spread.copy_(x.std(0) + 1e-6)
         self.known.copy_(torch.ones_like(y).sum())
@@ -66,20 +66,20 @@ class InContext(nn.Module):
         for layer in self.layers:
             layer.remember(rows)  # type: ignore[operator]
             rows = layer(rows, self.known)
-        found: torch.Tensor = self.head(rows)
-        return found
+        scores: torch.Tensor = self.head(rows)
+        return scores
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of each class for rows, [n, features]; returns [n, classes]."""
+        """Return the scores, [n, classes], for rows, [n, features]."""
         rows = self.encode((x - self.mean) / self.spread)
         for layer in self.layers:
             rows = layer(rows, self.known)
-        found: torch.Tensor = self.head(rows)
-        return found
+        scores: torch.Tensor = self.head(rows)
+        return scores
 
 
 def task(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training rows, [rows, features], and their classes."""
+    """Return training rows, [rows, features], and their classes."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(rows, FEATURES, generator=random), torch.randint(CLASSES, (rows,), generator=random)
 

@@ -1,4 +1,4 @@
-"""Models whose checkpoints are not their weights, in one way each. `old(seed)` is a checkpoint that they take."""
+"""Models whose checkpoints are not their weights, each in one way. `old(seed)` returns a checkpoint that they load."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fused(nn.Module):
 
 
 class Nested(nn.Module):
-    """Two fused blocks, below other names."""
+    """Two fused blocks below other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Nested(nn.Module):
 
 
 class Permuted(nn.Module):
-    """Rows come in another order than the model keeps them in: same key, same shape, other values."""
+    """Loads rows in another order than the model's: same key, same shape, other values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Permuted(nn.Module):
 
 
 class Quantised(nn.Module):
-    """Files hold bytes and a scale for each row; `_load_from_state_dict` makes floats of them."""
+    """Loads bytes and a scale for each row; `_load_from_state_dict` converts them to floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Quantised(nn.Module):
 
 
 class Interpolated(nn.Module):
-    """Position embeddings of another grid are resized on loading."""
+    """Resizes position embeddings of another grid on loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Interpolated(nn.Module):
 
 
 class Renaming(nn.Module):
-    """Takes the names of an older version, which it does not write any more."""
+    """Loads the names of an older version, which it no longer writes."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Renaming(nn.Module):
 
 
 class InPieces(nn.Module):
-    """Writes into its parameters, as loaders of LLM servers do: shards of one fused weight, a gain that is doubled."""
+    """Writes into its parameters, like loaders of LLM servers: shards of a fused weight, and a doubled gain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class ExtraState(nn.Module):
 
 
 class ReadsValues(nn.Module):
-    """Loading code that looks at values: it cannot be recorded."""
+    """Has loading code that depends on values, so it cannot be recorded."""
 
     def __init__(self) -> None:
         super().__init__()

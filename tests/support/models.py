@@ -1,4 +1,4 @@
-"""Models that are hard on an exporter in one way each."""
+"""Models that are each hard for an exporter in one way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Everything(nn.Module):
-    """Buffers of every kind, tied weights, literals, plain tensor attributes, BatchNorm and dropout."""
+    """Model with buffers of every kind, tied weights, literals, plain tensor attributes, BatchNorm and dropout."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -31,16 +31,14 @@ class Everything(nn.Module):
         return {"logits": y, "scaled": (y + torch.tensor([0.25])) * scale}
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Another method over the same weights; it uses the tied ones."""
         return self.head(self.embed(ids))
 
     def both(self, x: torch.Tensor) -> torch.Tensor:
-        """A method that calls forward."""
         return self(x)["logits"] + self.forward(x)["logits"]
 
 
 class Counter(nn.Module):
-    """State: a step count and a running mean, both changed by calls; `peek` only reads them."""
+    """Model with a step count and a running mean as state, changed by calls; `peek` only reads them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ class Pair(NamedTuple):
 
 
 class Nested(nn.Module):
-    """Nested inputs and outputs, extra positional and keyword arguments, literals of every kind."""
+    """Model with nested inputs and outputs, extra positional and keyword arguments, and literals of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class Nested(nn.Module):
 
 
 class Views(nn.Module):
-    """Methods whose outputs are weights, constants, state or inputs themselves, or views of them."""
+    """Model whose outputs are weights, constants, state or inputs themselves, or views of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +91,7 @@ class Views(nn.Module):
 
 
 class Renamed(nn.Module):
-    """A submodule whose state-dict hooks drop a level of its names, like torchtune's fusion layers."""
+    """Model with submodules whose state-dict hooks drop a level of names, like torchtune's fusion layers."""
 
     class Fusion(nn.Module):
         def __init__(self) -> None:

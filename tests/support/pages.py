@@ -1,4 +1,4 @@
-"""The pages of the documentation: their code and commands, run as they stand."""
+"""Pages of the documentation, whose code and commands are run unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python(folder: Path, *parts: str) -> str:
 
 
 def prepare_recipe(folder: Path) -> str:
-    """The recipe of the page on the command line, and its checkpoints and inputs; returns the page."""
+    """Write the recipe of the command-line page, its checkpoints and inputs; return the page."""
     text = page("commands")
     (recipe,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (folder / "recipe.py").write_text(recipe)
@@ -49,7 +49,7 @@ def prepare_recipe(folder: Path) -> str:
 
 @contextmanager
 def served(folder: Path, command: str) -> Iterator[None]:
-    """A block in which the page's command runs; it ends well."""
+    """Run the page's command during the block, and check that it ends well."""
     program = [warm.python(), "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
     arguments = shlex.split(command.replace("\\\n", ""))[2:]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}

@@ -1,4 +1,4 @@
-"""A process that compares two files, and prints the level and by how much its memory has grown."""
+"""Program that compares two files, and prints the level and the growth of its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model whose weights torchao has quantised, in each way that a CPU runs."""
+"""Small model whose weights torchao has quantised, in each way that runs on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def floats(seed: int) -> nn.Module:
 
 
 def _float8_dynamic(model: nn.Module) -> None:
-    """As `quantize_` does it on a GPU: it refuses a CPU, which torch's own kernels do run on."""
+    """Quantise like `quantize_` on a GPU: it refuses CPUs, although torch's own kernels run there."""
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8Tensor, PerRow
     from torchao.quantization.quantize_.common import KernelPreference
@@ -38,7 +38,7 @@ def _float8_dynamic(model: nn.Module) -> None:
 
 
 def _by(config: str, **options: Any) -> Callable[[nn.Module], None]:
-    """What quantises by a configuration of torchao's, which is given by the name of its class."""
+    """Return a function that quantises with one of torchao's configurations, given by its class name."""
 
     def quantise(model: nn.Module) -> None:
         from torchao import quantization

@@ -1,4 +1,4 @@
-"""What exports do again and again, once for each process of the tests, with the same outcome."""
+"""Caches for what exports do repeatedly with the same result, once per test process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightswap_exporter.engines import engine_check
 
 
 class WarmInterpreter:
-    """`sys` as an engine check sees it: its program is forked from an interpreter that has imported torch."""
+    """`sys` for engine checks: its program is forked from an interpreter that has imported torch."""
 
     path = sys.path
 
@@ -27,13 +27,13 @@ class WarmInterpreter:
 def quick_exports() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(engine_check, "sys", WarmInterpreter()))
-        if find_spec("onnxscript"):  # a machine with a GPU has a few packages alone
+        if find_spec("onnxscript"):  # machines with a GPU have few packages
             stack.enter_context(_translations_are_read_once())
         yield
 
 
 def _translations_are_read_once() -> AbstractContextManager[object]:
-    """torch reads their sources for each graph."""
+    """Cache the translations, whose sources torch would read for each graph."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     return mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))

@@ -1,4 +1,4 @@
-"""Turns of tests, in several processes, that have Ray clusters: clusters find each other, and want the same ports."""
+"""Lock for test processes with Ray clusters, which would find each other and use the same ports."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read as Ray is imported: what outlives a cluster would look for another
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = (
+    "0"  # read when Ray is imported: leftovers of a cluster would connect to another one
+)
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",  # else Serve kills proxies that a busy machine is slow to start
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",  # otherwise Serve kills proxies that start slowly on a busy machine
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
 }
 
 
 @contextmanager
 def ray_turn() -> Iterator[None]:
-    """A block in which this process, and those that it starts, alone have Ray clusters on this machine."""
+    """Let only this process, and those that it starts, run Ray clusters on this machine during the block."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with (
         (Path(tempfile.gettempdir()) / "weightswap-tests-ray.lock").open("w") as file,

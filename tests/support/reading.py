@@ -1,4 +1,4 @@
-"""Checkpoints in every form, and the commands that look at them."""
+"""Checkpoints in every form, and the commands that read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOSTILE = "<img src=x onerror=alert(1)>.\x1b[31m[red]"
 
 
 def some_state() -> State:
-    """Tensors of several dtypes and layouts; the last is tied to the first."""
+    """Return tensors of several dtypes and layouts; the last is tied to the first."""
     state = {
         "embed.weight": torch.randn(10, 4),
         "layers.0.w": torch.randn(4, 6).t(),

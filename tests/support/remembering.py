@@ -1,4 +1,4 @@
-"""A model that remembers what it was given, its artifact and weights, and contexts of it on each engine."""
+"""Model that accumulates its inputs in its state, with its artifact and contexts on each engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES: tuple[Policy, ...] = get_args(OnSwap)
 
 
 class Remembering(nn.Module):
-    """What it was given, taken through its weights, adds up; in place, and by assignment."""
+    """Adds up its inputs, multiplied by its weights: once in place, and once by assignment."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Remembering(nn.Module):
         return self.total / self.calls
 
     def peek(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state itself, unchanged."""
+        """Return the state itself, unchanged."""
         return self.total, self.calls
 
     def plain(self, context: torch.Tensor) -> torch.Tensor:
-        """A method without state, whose input has the name of a call's argument."""
+        """Compute without state; the input has the name of an argument of `Model.__call__`."""
         return context * 2
 
 
@@ -64,7 +64,6 @@ class Files:
         ]
 
     def compile(self, engine: str) -> None:
-        """Have the artifact serve on one more engine."""
         if engine not in self.compiled:
             self.artifact = compile_engines(self.artifact, [engine])
             self.compiled.add(engine)
@@ -74,7 +73,7 @@ class Files:
 
 
 class Served:
-    """A model on one engine, called with tensors whatever the engine takes."""
+    """Model on one engine, called with torch tensors whatever types the engine takes."""
 
     def __init__(self, files: Files, engine: str = "torch", **options: Any) -> None:
         files.compile(engine)
@@ -82,14 +81,14 @@ class Served:
         self.model = load(files.artifact, files.weights[0], engine=engine, **options)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor = X, context: Context | None = None, of: Any = None) -> torch.Tensor:
-        given = x.numpy() if self.model.engine == "onnx" else x
-        return torch.as_tensor((of or self.model)(given, context=context) if context else (of or self.model)(given))
+        inputs = x.numpy() if self.model.engine == "onnx" else x
+        return torch.as_tensor((of or self.model)(inputs, context=context) if context else (of or self.model)(inputs))
 
     def peek(self, context: Context) -> tuple[torch.Tensor, int]:
         total, calls = self.model.peek(context=context)
         return torch.as_tensor(total), int(calls)
 
-    def equal(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    def equal(self, output: torch.Tensor, expected: torch.Tensor) -> bool:
         if self.model.engine == "torch":
-            return torch.equal(found, expected)
-        return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+            return torch.equal(output, expected)
+        return torch.allclose(output, expected, rtol=1e-5, atol=1e-5)

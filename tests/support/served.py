@@ -1,4 +1,4 @@
-"""A server in this process, and requests to it that no client would send."""
+"""Server in this process, and requests to it that no client would send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightswap_server import Server, Settings
 
 @contextmanager
 def serving(models: Mapping[str, Model], warm: bool = True, **settings: Any) -> Iterator[Server]:
-    """A block in which models are served, on ports that are free; `warm`: they are ready."""
+    """Serve models on free ports during the block; `warm` waits until they are ready."""
     server = Server(models, Settings(http_port=0, **settings))
     with server.running():
         if warm:
@@ -27,7 +27,6 @@ def serving(models: Mapping[str, Model], warm: bool = True, **settings: Any) -> 
 
 
 def await_ready(server: Server) -> None:
-    """Wait until all models are ready."""
     limit = time.monotonic() + 20
     while not server.service.ready:
         assert time.monotonic() < limit
@@ -36,7 +35,7 @@ def await_ready(server: Server) -> None:
 
 @contextmanager
 def occupied(server: Server) -> Iterator[None]:
-    """A block in which the first model's thread is busy."""
+    """Keep the first model's thread busy during the block."""
     begun, ended = Event(), Event()
     server.service.served[0].thread.do(lambda: (begun.set(), ended.wait(20)))
     begun.wait(20)
@@ -47,7 +46,7 @@ def occupied(server: Server) -> Iterator[None]:
 
 
 class Reply(NamedTuple):
-    """An answer: `json` where it is a document."""
+    """HTTP response; `json` is its document."""
 
     status: int
     headers: Mapping[str, str]
@@ -59,7 +58,7 @@ class Reply(NamedTuple):
 
     @property
     def error(self) -> str:
-        """What the protocol's form of an error says."""
+        """Error message in the protocol's form."""
         assert list(self.json) == ["error"]
         return str(self.json["error"])
 
@@ -67,7 +66,7 @@ class Reply(NamedTuple):
 def ask(
     server: Server, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None
 ) -> Reply:
-    """One request, on a connection of its own; a body that is no bytes is JSON."""
+    """Send a request on a new connection; a body other than bytes becomes JSON."""
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)) as connection:
         connection.request(method or ("GET" if body is None else "POST"), path, raw, dict(headers or {}))
@@ -76,7 +75,6 @@ def ask(
 
 
 def as_json(**inputs: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A request whose inputs are FP32 in JSON."""
     tensors = [
         {"name": name, "datatype": "FP32", "shape": list(value.shape), "data": value.reshape(-1).tolist()}
         for name, value in inputs.items()

@@ -1,4 +1,4 @@
-"""Servers on loopback: a web server that can be told to misbehave, and moto's S3."""
+"""Servers on loopback: a web server with injected faults, and moto's S3."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 
-class Asked(NamedTuple):
-    """One request: its path, the bytes of the range, `stop` behind the last, and its headers."""
+class Request(NamedTuple):
+    """Request: its path, the range of bytes, of which `stop` is the end, and its headers."""
 
     path: str
     start: int
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class Content:
-    """An object as it is at one moment. `etag` and `modified` may be None: the server then does not send them."""
+    """Content of an object. If `etag` or `modified` is None, the server does not send it."""
 
     def __init__(self, data: bytes, *, etag: str | None = "", modified: float | None = 1.7e9) -> None:
         self.data = data
@@ -39,18 +39,18 @@ class Content:
         return {name: value for name, value in found.items() if value is not None}
 
 
-Answer = Callable[["Handler", Asked], None]
-Fault = Callable[["Handler", Asked], bool]
+Answer = Callable[["Handler", Request], None]
+Fault = Callable[["Handler", Request], bool]
 
 
 class WebServer(AbstractContextManager["WebServer"]):
-    """Serves `contents` by path. `fault(handler, asked)` may answer instead, and then returns True."""
+    """Server of `contents` by path. `fault(handler, request)` may answer instead, and then returns True."""
 
     def __init__(self, handler: type[Handler] | None = None) -> None:
         self.contents: dict[str, Content] = {}
         self.fault: Fault | None = None
         self.preconditions = True
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []
         self.sent = 0
         self.busy = self.busiest = 0
         self.released = Event()
@@ -65,7 +65,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self._thread.start()
 
     def put(self, name: str, data: bytes, **validators: str | float | None) -> str:
-        """Serve bytes; returns their URL."""
+        """Serve bytes, and return their URL."""
         self.contents[f"/{name}"] = Content(data, **validators)  # type: ignore[arg-type]
         return f"{self.url}/{name}"
 
@@ -76,7 +76,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self._http.server_close()
         with self.lock:
             left = dict(self.open)
-        for connection in left:  # kept by clients for their next request
+        for connection in left:  # connections that clients keep alive
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in left.values():
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.web.lock:
             self.web.open[self.connection] = current_thread()
         try:
-            with suppress(ConnectionError):  # clients that have given up
+            with suppress(ConnectionError):  # clients that closed the connection
                 super().handle()
         finally:
             with self.web.lock:
@@ -101,41 +101,41 @@ class Handler(BaseHTTPRequestHandler):
         web = self.web
         path = self.path.partition("?")[0]
         first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        asked = Asked(path, int(first), int(last) + 1 if last else 1 << 60, dict(self.headers))
+        request = Request(path, int(first), int(last) + 1 if last else 1 << 60, dict(self.headers))
         with web.lock:
-            web.asked.append(asked)
+            web.requests.append(request)
             web.busy += 1
             web.busiest = max(web.busiest, web.busy)
         try:
             with suppress(ConnectionError):
-                if web.fault is None or not web.fault(self, asked):
-                    self.serve(asked)
+                if web.fault is None or not web.fault(self, request):
+                    self.serve(request)
         finally:
             with web.lock:
                 web.busy -= 1
 
-    def serve(self, asked: Asked) -> None:
-        content = self.web.contents.get(asked.path)
+    def serve(self, request: Request) -> None:
+        content = self.web.contents.get(request.path)
         if content is None:
             self.reply(404)
         elif self.web.preconditions and not self.holds(content):
             self.reply(412)
-        elif asked.start >= len(content.data):
+        elif request.start >= len(content.data):
             self.reply(416, headers={"Content-Range": f"bytes */{len(content.data)}"})
         else:
-            self.reply(206, content.data[asked.start : asked.stop], self.headers_of(content, asked))
+            self.reply(206, content.data[request.start : request.stop], self.headers_of(content, request))
 
-    def headers_of(self, content: Content, asked: Asked) -> dict[str, str]:
-        stop = min(asked.stop, len(content.data))
-        return {"Content-Range": f"bytes {asked.start}-{stop - 1}/{len(content.data)}", **content.validators}
+    def headers_of(self, content: Content, request: Request) -> dict[str, str]:
+        stop = min(request.stop, len(content.data))
+        return {"Content-Range": f"bytes {request.start}-{stop - 1}/{len(content.data)}", **content.validators}
 
     def holds(self, content: Content) -> bool:
-        """Whether the preconditions of the request are met."""
+        """Return True if the preconditions of the request are met."""
         wanted, since = self.headers.get("If-Match"), self.headers.get("If-Unmodified-Since")
         return (wanted is None or wanted == content.etag) and (since is None or since == content.modified)
 
     def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: int = 0) -> None:
-        """Answer. `cut`: so many bytes fewer than announced, and then the end of the connection."""
+        """Send a response. `cut` bytes are left out at the end, and the connection is closed."""
         with self.web.lock:
             self.web.sent += len(body) - cut
         self.send_response(status)
@@ -147,27 +147,23 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reset(self) -> None:
-        """Break the connection off, as a crash does."""
+        """Reset the connection, like a crash."""
         self.wfile.flush()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.shutdown(socket.SHUT_RD)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Quiet."""
+        """Log nothing."""
 
 
 class Bucket(Protocol):
-    """A place for objects behind URLs."""
-
     def put(self, name: str, data: bytes) -> Any: ...
     def remove(self, name: str) -> None: ...
     def url(self, name: str) -> str: ...
 
 
 class MemoryBucket:
-    """fsspec's file system in memory, empty."""
-
     def __init__(self) -> None:
         import fsspec
 
@@ -186,8 +182,6 @@ class MemoryBucket:
 
 
 class S3Bucket:
-    """The bucket `weights` of an S3 server."""
-
     def __init__(self, client: Any) -> None:
         self.client = client
 
@@ -202,7 +196,7 @@ class S3Bucket:
 
 
 class S3Server(AbstractContextManager["S3Server"]):
-    """moto's server. `options` are those of s3fs that lead to it."""
+    """Server of moto. `options` are the options of s3fs that lead to it."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
@@ -219,7 +213,7 @@ class S3Server(AbstractContextManager["S3Server"]):
         }
 
     def new_bucket(self) -> S3Bucket:
-        """An empty bucket, in the place of all that there was."""
+        """Delete all buckets, and create an empty one."""
         import boto3
         import requests
 
@@ -235,21 +229,21 @@ class S3Server(AbstractContextManager["S3Server"]):
 
 
 class CloudStorage(Handler):
-    """What gcsfs asks of Google Cloud Storage's JSON API to read objects, for a bucket `weights`.
+    """Handler for the requests of gcsfs to Google Cloud Storage's JSON API, for a bucket `weights`.
 
     https://cloud.google.com/storage/docs/json_api/v1/objects
     """
 
-    def serve(self, asked: Asked) -> None:
+    def serve(self, request: Request) -> None:
         query = dict(parse_qsl(urlsplit(self.path).query))
-        folder, _, key = unquote(asked.path).partition("/b/weights/o")
+        folder, _, key = unquote(request.path).partition("/b/weights/o")
         content = self.web.contents.get(key)
         if folder == "/storage/v1" and not key:
             self.list(query["prefix"])
         elif content is None or query.get("generation", content.etag) != content.etag:
             self.reply(404, b"{}")
         elif query.get("alt") == "media":
-            super().serve(asked._replace(path=key))
+            super().serve(request._replace(path=key))
         else:
             self.reply(200, json.dumps(self.described(key)).encode())
 
@@ -271,7 +265,7 @@ class CloudStorage(Handler):
 
 
 class CloudBucket:
-    """The bucket of a server with `CloudStorage` for its handler."""
+    """Bucket of a server with `CloudStorage` as its handler."""
 
     def __init__(self, server: WebServer) -> None:
         self._server = server
@@ -288,20 +282,20 @@ class CloudBucket:
 
 
 class Hub(Handler):
-    """What huggingface_hub's file system asks of the Hub to read a model's files, for a repository `org/weights`.
+    """Handler for the requests of huggingface_hub's file system to the Hub, for a repository `org/weights`.
 
     https://huggingface.co/docs/hub/api
     """
 
-    def serve(self, asked: Asked) -> None:
+    def serve(self, request: Request) -> None:
         query = dict(parse_qsl(urlsplit(self.path).query))
-        path = unquote(asked.path)
+        path = unquote(request.path)
         if path == "/api/models/org/weights":
             self.reply(200, json.dumps({"id": "org/weights"}).encode())
         elif path.startswith("/api/models/org/weights/tree/main"):
             self.list(path.removeprefix("/api/models/org/weights/tree/main").strip("/"), query["expand"] == "true")
         elif path.startswith("/org/weights/resolve/main/"):
-            super().serve(asked._replace(path=path.removeprefix("/org/weights/resolve/main")))
+            super().serve(request._replace(path=path.removeprefix("/org/weights/resolve/main")))
         else:
             self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
 
@@ -324,7 +318,7 @@ class Hub(Handler):
 
 
 class HubBucket:
-    """The repository of a server with `Hub` for its handler."""
+    """Repository of a server with `Hub` as its handler."""
 
     def __init__(self, server: WebServer) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""A service: a place, a folder of weight files, and processes that follow."""
+"""Service with a place of desired state, a folder of weight files, and processes that follow it."""
 
 from __future__ import annotations
 
@@ -71,14 +71,13 @@ for line in sys.stdin:
 
 
 def weights_id_of(path: Path) -> str:
-    """What the header of a packed file says."""
     with WeightFile(path) as file:
         assert file.stamp is not None
         return file.stamp.weights_id
 
 
 class Service:
-    """Weight files `v<seed>.safetensors` beside a `desired.json`."""
+    """Folder of weight files `v<seed>.safetensors` with a `desired.json`."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny = tiny
@@ -90,7 +89,7 @@ class Service:
         return self.tiny.write(self.folder / f"v{seed}.safetensors", self.tiny.values(seed))
 
     def set(self, seed: int, by: str = "") -> str:
-        """Desire the weights of a seed, by hand. Returns their id."""
+        """Make the weights of a seed desired, by hand, and return their id."""
         path = self.folder / f"v{seed}.safetensors"
         state = self.place.set(path if path.exists() else self.write(seed), revision=self.revision, by=by)
         assert state.weights is not None
@@ -112,9 +111,9 @@ class Service:
 
 
 class FollowingProcess:
-    """Another process that follows a place. It says which weights it has served, in order.
+    """Process that follows a place, and reports the weights that it has served, in order.
 
-    code: how: FOLLOW is a model of the library, NODE a node of a fleet.
+    code: the program; FOLLOW runs a model of the library, NODE a node of a fleet.
     """
 
     def __init__(self, artifact: Path, place: Path | str, code: str = FOLLOW) -> None:
@@ -137,7 +136,7 @@ class FollowingProcess:
         return self
 
     def served(self, revision: int) -> str:
-        """What it serves as soon as it agrees with what was desired at a revision, or later."""
+        """Return the weights id that is served once the process has reached a revision."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{revision}\n")
         self.process.stdin.flush()
@@ -148,11 +147,11 @@ class FollowingProcess:
         return [line[1] for line in self.lines if line[0] == "serves"]
 
     def kill(self) -> None:
-        """As the system does when memory is short."""
+        """Kill the process, like the system when memory is short."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.kill()
         self.process.wait()
-        self.process.stdout.read()  # which ends with the program
+        self.process.stdout.read()  # ends with the program
         self.process.stdin.close()
         self.process.stdout.close()

@@ -1,4 +1,4 @@
-"""What a model serves with, for tests that look behind its calls."""
+"""Access to the session that a model serves with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,5 @@ from weightswap_runtime.engines.engine import Bound
 
 
 def bound_of(model: Model) -> Bound:
-    """The session that new calls get."""
     assert model._gate.current is not None
     return model._gate.current.session.bound[model._member.id]

@@ -1,4 +1,4 @@
-"""What the tests of both ends share: an artifact with several sets of weights, and the comparison of trees."""
+"""Artifact with several sets of weights, and the comparison of trees, shared by tests of both packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightswap_runtime import Artifact
 
 
 def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model with weights, statistics included, that no other seed gives."""
+    """Return a model whose weights and statistics differ from those of every other seed."""
     torch.manual_seed(seed)
     model = build().eval()
     with torch.no_grad():
@@ -25,7 +25,7 @@ def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 class Setup:
-    """An artifact exported from a skeleton, ten sets of weights, and the eager models that they came from."""
+    """Artifact exported from a skeleton, `count` sets of weights, and the eager models that they come from."""
 
     def __init__(
         self, folder: Path, build: Callable[[], nn.Module], methods: dict[str, MethodSpec], count: int = 10

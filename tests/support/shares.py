@@ -1,4 +1,4 @@
-"""A share of the long run for each day: every n-th of its tests, tomorrow the next ones."""
+"""Daily share of the long test run: every n-th test, and the next ones tomorrow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 
 def left_for_other_days(items: Sequence[pytest.Item], share: int, day: int | None = None) -> set[pytest.Item]:
-    """All but every `share`-th of the slow tests: of the parameters of one that has as many, and of all others.
+    """Return all slow tests but every `share`-th: of the parameters of tests with as many, and of all others.
 
-    day: a number, in place of today's.
+    day: a number, instead of today's.
     """
     first = datetime.now(UTC).toordinal() if day is None else day
     by_test = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Weights that processes share, without any engine: a set of weights is its generation, written everywhere.
+"""Weights shared by processes without an engine; every element of a set is its generation.
 
 As a program: `python -m tests.support.sharing keeper|worker FDS SLOT LOG`, for storms.
 """
@@ -40,7 +40,6 @@ WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
 
 @contextmanager
 def segment(workers: int = 2) -> Iterator[Segment]:
-    """Shared memory for WEIGHTS."""
     made = Segment.create(WEIGHTS, workers)
     try:
         yield made
@@ -49,18 +48,16 @@ def segment(workers: int = 2) -> Iterator[Segment]:
 
 
 def session(arena: Arena) -> Session:
-    """One without engines."""
     return Session(arena, {})
 
 
 def numbers(of: Session) -> NDArray[np.int64]:
-    """What lies in the arena of a session."""
     assert isinstance(of.arena, HostArena)
     return np.frombuffer(of.arena.memory, np.int64, 1 << 14)
 
 
 class BareKeeper:
-    """What a keeper does to the memory, whatever was served before."""
+    """A keeper's writes to the memory, whatever was served before."""
 
     def __init__(self, segment: Segment) -> None:
         self.control = Control(segment.control)
@@ -77,16 +74,15 @@ class BareKeeper:
 
     @property
     def next(self) -> int:
-        """The generation of the next commit."""
         return 0 if self.gate.current is None else self.gate.current.generation + 1
 
     def stage(
         self, number: int, timeout: float | None = 10.0, meanwhile: Callable[[], None] = lambda: None
     ) -> StagedSet:
-        """Write a set into the idle arena; `meanwhile` is called when a part of it lies there."""
+        """Write a set into the idle arena; `meanwhile` is called when a part of it is written."""
         with self.residency.target(timeout, Job()) as (target, _):
             values = numbers(target)
-            for start in range(0, len(values), 1 << 12):  # in pieces, as a file comes
+            for start in range(0, len(values), 1 << 12):  # in pieces, like a file
                 values[start : start + (1 << 12)] = number
                 if not start:
                     meanwhile()
@@ -99,16 +95,16 @@ class BareKeeper:
         return staged
 
     def commit(self, staged: StagedSet) -> int:
-        """Serve what was staged; its generation."""
+        """Commit a staged set, and return its generation."""
         return self.residency.commit(staged, None, lambda: None).version.generation
 
     def swap(self, timeout: float | None = 10.0) -> int:
-        """Put the next generation in."""
+        """Stage and commit the next generation."""
         return self.commit(self.stage(self.next, timeout))
 
 
 class BareWorker:
-    """What a worker's calls do."""
+    """A worker's leases, without calls."""
 
     gate_class: type[WorkerGate] = WorkerGate
 
@@ -121,7 +117,7 @@ class BareWorker:
 
     @contextmanager
     def call(self) -> Iterator[Version[Session]]:
-        """A block with a lease."""
+        """Hold a lease during the block."""
         lease = Claim()
         version = self.gate.acquire(lease)
         try:
@@ -131,7 +127,7 @@ class BareWorker:
 
     @contextmanager
     def trial(self, found: tuple[int, Summary] | None = None) -> Iterator[Version[Session]]:
-        """A block with a lease of what is on trial, or was when it was found. Raises StageClosed."""
+        """Hold a lease of the set on trial, or of `found`, an earlier result of `find_trial`. Raises StageClosed."""
         word, known = found or self.find_trial()
         lease = Claim()
         leased = self.gate.acquire_trial(word, lease)
@@ -141,7 +137,7 @@ class BareWorker:
             self.gate.release(leased, lease)
 
     def find_trial(self) -> tuple[int, Summary]:
-        """What is on trial. Raises StageClosed."""
+        """Return the set on trial. Raises StageClosed."""
         word = self.control.trial
         known = read_trial(self.control, word)
         if known is None:
@@ -150,7 +146,7 @@ class BareWorker:
 
 
 def is_whole(version: Version[Session]) -> bool:
-    """Whether what lies there is what was promised."""
+    """Return True if the arena's content is that of the version."""
     return version.weights_id == f"weights {version.generation}" and bool(
         (numbers(version.session) == version.generation).all()
     )
@@ -159,7 +155,7 @@ def is_whole(version: Version[Session]) -> bool:
 def _keep(segment: Segment, log: int) -> None:
     keeper, dice = BareKeeper(segment), random.Random()
     while True:
-        for _ in range(dice.randrange(3)):  # on trial, and given up
+        for _ in range(dice.randrange(3)):  # sets that are tried and discarded
             keeper.try_out(-time.monotonic_ns())
             time.sleep(dice.uniform(0, 0.002))
             if dice.random() < 0.5:
@@ -185,7 +181,6 @@ def _work(segment: Segment, slot: int, log: int) -> None:
 
 
 def main(role: str, descriptors: str, slot: str, path: str) -> None:
-    """Do it until one is killed."""
     control, first, second = map(int, descriptors.split(","))
     log = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     shared = Segment(control, (first, second))

@@ -1,4 +1,4 @@
-"""What the short run has of tests with many parameters: every pair of values, or some of them; the long one has all."""
+"""Selection of parameters for the short test run: every pair of values, or a sample; the long run has all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Pairs = frozenset[Hashable]
 
 
 def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
-    """Of a test that is marked `pairwise`, leave enough combinations that every pair of values occurs; of one that is
-    marked `sampled(number)`, so many."""
+    """Mark superfluous combinations as slow.
+
+    Tests marked `pairwise` keep enough combinations for every pair of values, `sampled(number)` that number of them.
+    """
     for group in _marked("pairwise", items):
         _leave(group, covering([_pairs(item) for item in group]))
     for group in _marked("sampled", items):
@@ -34,10 +36,10 @@ def _leave(group: Sequence[pytest.Item], chosen: set[int]) -> None:
         group[number].add_marker(pytest.mark.slow)
 
 
-def spread(there: int, wanted: int) -> set[int]:
-    """So many numbers below `there`, evenly, the first among them."""
-    wanted = min(there, wanted)
-    return {number * there // wanted for number in range(wanted)}
+def spread(total: int, count: int) -> set[int]:
+    """Return evenly spaced numbers below `total`, beginning with the first."""
+    count = min(total, count)
+    return {number * total // count for number in range(count)}
 
 
 def _pairs(item: pytest.Item) -> Pairs:
@@ -46,12 +48,12 @@ def _pairs(item: pytest.Item) -> Pairs:
 
 
 def covering(combinations: Sequence[Pairs]) -> set[int]:
-    """The numbers of combinations that have every pair together, few of them: the one with most new pairs first."""
-    left = set().union(*combinations)
+    """Return the numbers of few combinations that cover every pair, greedily: the one with most new pairs first."""
+    uncovered = set().union(*combinations)
     numbers = random.Random(0).sample(range(len(combinations)), len(combinations))
     chosen = set()
-    while left:
-        best = max(numbers, key=lambda number: len(combinations[number] & left))
+    while uncovered:
+        best = max(numbers, key=lambda number: len(combinations[number] & uncovered))
         chosen.add(best)
-        left -= combinations[best]
+        uncovered -= combinations[best]
     return chosen

@@ -1,4 +1,4 @@
-"""What makes a missing wait show on a fast GPU: streams that are busy, and weights of which each call reads all."""
+"""Load that makes a missing wait show on a fast GPU: busy streams, and weights that each call reads completely."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import nn
 from weightswap_exporter import export, pack, skeleton
 
 EMULATED = hasattr(ctypes.CDLL(None), "emulated_pageable_copies")
-CYCLES = 2_000_000_000  # a second of a GPU's clock, or more
+CYCLES = 2_000_000_000  # at least a second of a GPU's clock
 
 
 def keep_busy(seconds: float) -> None:
-    """Let the thread's current stream do nothing else for so long."""
+    """Block the thread's current stream for some seconds."""
     torch.cuda._sleep(int(seconds * CYCLES))
 
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
-    """Let each of our copies begin late, by up to `most` seconds."""
+    """Delay the start of each of our copies by up to `most` seconds."""
     from weightswap_runtime.memory.device.torch_device import Accelerator
 
     copy, choose = Accelerator.copy, random.Random(7)
@@ -36,9 +36,9 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
 
 
 class Numbers(nn.Module):
-    """Weights that are all one number. A call gives the least and the largest of each tensor, so two if they are mixed.
+    """Weights that are all one number. A call returns the minimum and maximum of each tensor.
 
-    Its kernels read the tensors one after another, each from its first byte to its last.
+    If weights are mixed, these differ. The kernels read the tensors one after another, from the first byte to the last.
     """
 
     tensors = 8
@@ -53,7 +53,7 @@ class Numbers(nn.Module):
 
 
 class NumberFiles:
-    """The artifact, and `count` files of about `nbytes`: all weights of file `k` are `k`."""
+    """Artifact, and `count` files of about `nbytes`: all weights of file `k` are `k`."""
 
     def __init__(self, folder: Path, nbytes: int, count: int) -> None:
         with skeleton():
@@ -67,12 +67,12 @@ class NumberFiles:
 
     @property
     def nbytes(self) -> int:
-        """Of one set of weights."""
+        """Size of one set of weights."""
         return int(self.artifact.manifest.total_bytes)
 
 
 def number(output: torch.Tensor) -> int:
-    """What all weights were that an output was computed from. Raises AssertionError where they differed."""
+    """Return the number of all weights behind an output. Raises AssertionError if they differ."""
     found = sorted({int(value) for value in output.tolist()})
     assert len(found) == 1, f"an output of a mixture: {found}"
     return found[0]

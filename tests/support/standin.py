@@ -1,6 +1,6 @@
-"""An accelerator that is none: it does what it is asked for as late, and in as odd an order, as streams allow.
+"""Simulated accelerator that works as late, and in as odd an order, as streams allow.
 
-Whatever relies on the host's order instead of that of streams and events gives wrong bytes here.
+Code that relies on the host's order instead of that of streams and events gets wrong bytes here.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-Work = Callable[[], bool]  # False: not yet
+Work = Callable[[], bool]
 
 
 class Broken(Exception):
-    """What the device reports."""
+    """Error that the device reports."""
 
 
 class Mark:
-    """Done once its stream has come to it."""
+    """Event that is done when its stream reaches it."""
 
     def __init__(self) -> None:
         self.done = False
 
 
 class Memory:
-    """Bytes, page-locked or the device's. `users` are the streams that it was lent to."""
+    """Page-locked or device memory. `users` are the streams that it was lent to."""
 
     def __init__(self, nbytes: int, on_device: bool, users: set[int]) -> None:
         self.nbytes = nbytes
@@ -48,8 +48,6 @@ class Memory:
 
 
 class Queue:
-    """A stream."""
-
     keys = count()
 
     def __init__(self) -> None:
@@ -59,24 +57,23 @@ class Queue:
 
 
 class StandIn:
-    """The recording half of the tests of devices: `copies` counts, `refused` fails what it names."""
+    """Device with the recording interface of the device tests: `copies` counts, `refused` names what fails."""
 
     def __init__(self, seed: int, capacity: int = 1 << 30, lockable: int = 1 << 30) -> None:
         self.name = "standin:0"
         self.staging, self.commits, self.default = Queue(), Queue(), Queue()
         self.capacity, self.lockable = capacity, lockable
         self.copies = 0
-        self.for_calls = 0  # bytes that calls may need
+        self.for_calls = 0  # bytes reserved for calls
         self.broken = False
-        self.hashing: Any = None  # what computes digests on it
-        self.slow: Queue | None = None  # a stream that works only when no other can
+        self.hashing: Any = None  # computes digests on the device
+        self.slow: Queue | None = None  # this stream works only when no other can
         self._queues = [self.staging, self.commits, self.default]
         self._here = threading.local()
         self._lock = threading.RLock()
         self._random = random.Random(seed)
 
     def stream(self) -> Queue:
-        """One more stream."""
         self._queues.append(Queue())
         return self._queues[-1]
 
@@ -85,7 +82,7 @@ class StandIn:
             raise MemoryError(f"{nbytes} bytes")
         memory = Memory(nbytes, True, {self.staging.key})
 
-        def work() -> bool:  # of whoever had the memory before, and freed it without waiting
+        def work() -> bool:  # leftover work of a user that freed the memory without waiting
             memory.content[:] = self._random.randbytes(min(nbytes, 1000)) + memory.content[1000:]
             return True
 
@@ -135,7 +132,7 @@ class StandIn:
         self.ask(work)
 
     def ask(self, work: Work) -> None:
-        """Let the current stream do something."""
+        """Enqueue work on the current stream."""
         with self._lock:
             self.current().work.append(work)
 
@@ -169,7 +166,7 @@ class StandIn:
         return mark
 
     def end(self, stream: Queue) -> None:
-        """Let a foreign stream go, whatever it was asked for: that is done, and nobody may ask it for more."""
+        """Release a foreign stream: its work is done, and nobody may use it any more."""
         assert stream.foreign
         stream.ended = True
 
@@ -184,7 +181,7 @@ class StandIn:
         buffer.users.add(stream.key)
 
     def step(self) -> bool:
-        """Do one thing that can be done now; False if there is none."""
+        """Do one piece of work that can be done now; False if there is none."""
         with self._lock:
             queues = [queue for queue in self._queues if queue.work]
             self._random.shuffle(queues)
@@ -196,7 +193,7 @@ class StandIn:
         return False
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """What a host that waits makes the device do."""
+        """Let the device work until a condition holds, as for a host that waits."""
         if self.broken:
             raise Broken("an illegal memory access was encountered")
         while True:

@@ -68,12 +68,12 @@ SLOW = 20.0  # bytes per second: the tiny model's 92 bytes take longer than any 
 
 
 def serves(model: Model, seed: int) -> bool:
-    """Whether the model answers as the eager model with the weights of `seed` does."""
+    """Return True if the model answers like the eager model with the weights of `seed`."""
     return torch.equal(model(X), TinyArtifact.eager(seed, X))
 
 
 class TinyArtifact:
-    """Writes the artifact to `path`. Checkpoints call `weight` `w`; everything else keeps its name."""
+    """Artifact written to `path`. Checkpoints call `weight` `w`; all other names are the same."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class TinyArtifact:
         (self.path / "manifest.json").write_bytes(raw)
 
     def document(self) -> dict[str, object]:
-        """The manifest as plain JSON, to be broken by a test."""
+        """Return the manifest as plain JSON, for a test to break."""
         document: dict[str, object] = msgspec.json.decode((self.path / "manifest.json").read_bytes())
         return document
 
@@ -132,7 +132,7 @@ class TinyArtifact:
         graph_id: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Path:
-        """Write a weight file with our writer."""
+        """Write a weight file with weightswap's writer."""
         rows = {weight.name: TensorRow(weight.name, weight.dtype, weight.shape) for weight in WEIGHTS}
         order = [
             "weight",
@@ -147,7 +147,7 @@ class TinyArtifact:
 
     @staticmethod
     def eager(seed: int, x: torch.Tensor) -> torch.Tensor:
-        """What the eager model with the weights of `seed` gives."""
+        """Return the output of the eager model with the weights of `seed`."""
         with torch.no_grad():
             output: torch.Tensor = _filled(TinyArtifact.values(seed))(x)
         return output
@@ -155,7 +155,7 @@ class TinyArtifact:
 
 @functools.cache
 def _graph() -> tuple[bytes, tuple[str | None, ...]]:
-    """A graph as torch saves it, and what its flat inputs are; None is the user's."""
+    """Return a graph as torch saves it, and the targets of its flat inputs; None is the user's input."""
     batch = torch.export.Dim("batch", max=8)
     model = _filled(TinyArtifact.values(0))
     program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
@@ -193,7 +193,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def plain(tiny: TinyArtifact, path: Path, **changes: torch.Tensor | None) -> Path:
-    """A safetensors file of another tool, without a stamp."""
+    """Write a safetensors file without a stamp, like another tool."""
     values = {**tiny.values(7), **changes}
     safetensors.torch.save_file({name: value for name, value in values.items() if value is not None}, path)
     return path

@@ -1,4 +1,4 @@
-"""A model with every kind of weight that a swap treats in a way of its own, and its weights in every kind of file."""
+"""Model with every kind of weight that a swap treats differently, and its weights in every kind of file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 
 SMALL = 64
-Origin = tuple[int, ...]  # which set each weight is of, in the order of the artifact's table
+Origin = tuple[int, ...]  # the set of each weight, in the order of the artifact's table
 
 
 @contextmanager
 def small_blocks(size: int = SMALL) -> Iterator[None]:
-    """Blocks of a few bytes, so that small tensors have many: the same code paths as for gigabytes."""
+    """Use blocks of a few bytes, so that small tensors have many: the same code paths as for gigabytes."""
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch, size)
         yield
 
 
 class Rich(nn.Module):
-    """Tied, strided, empty, scalar and computed weights, and state that `count` changes."""
+    """Model with tied, strided, empty, scalar and computed weights, and state that `count` changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Rich(nn.Module):
 
 
 def filled(seed: int) -> Rich:
-    """The eager model with the weights of `seed`; every element differs from those of other seeds."""
+    """Return the eager model with the weights of `seed`; every element differs from those of other seeds."""
     generator = torch.Generator().manual_seed(seed)
     model = Rich().eval()
     with torch.no_grad():
@@ -71,7 +71,7 @@ X = torch.linspace(-1, 1, 2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
 
 
 class RichFiles:
-    """The artifact, its weight files, the checkpoints that they came from, and deltas between every two sets."""
+    """Artifact, its weight files, the checkpoints that they came from, and deltas between every two sets."""
 
     def __init__(self, folder: Path, sets: int) -> None:
         self.folder = folder
@@ -100,21 +100,20 @@ class RichFiles:
             return file.stamp.digests
 
     def whole(self, seed: int) -> Origin:
-        """Every weight of one set."""
+        """Return the origin of a complete set."""
         return (seed,) * len(self.names)
 
     def mixed(self, origin: Origin, pattern: str, seed: int) -> Origin:
-        """`origin` with the weights of one set where a name matches."""
+        """Return `origin` with the weights whose names match replaced by those of one set."""
         pairs = zip(self.artifact.manifest.weights, origin, strict=True)
         return tuple(seed if any(fnmatchcase(name, pattern) for name in weight.names) else old for weight, old in pairs)
 
     def weights_id(self, origin: Origin) -> str:
-        """The id of a set whose weights come from several sets."""
         rows = zip(self.artifact.manifest.weights, origin, strict=True)
         return weights_id((row.row, self._digests[seed][row.name]) for row, seed in rows)
 
     def eager(self, origin: Origin) -> torch.Tensor:
-        """What the eager model gives with these weights."""
+        """Return the output of the eager model with these weights."""
         if origin not in self._answers:
             model = Rich().eval()
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -125,37 +124,36 @@ class RichFiles:
         return self._answers[origin]
 
     def arena_bytes(self, origin: Origin) -> dict[str, bytes]:
-        """What an arena holds of these weights, in the order in which the model keeps each of them."""
+        """Return the content of an arena with these weights, each in the memory order of the model."""
         if origin not in self._bytes:
             pairs = zip(self.names, origin, strict=True)
             self._bytes[origin] = {name: memory_of(self.tensors(seed)[name]) for name, seed in pairs}
         return self._bytes[origin]
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of one set by FQN."""
+        """Return the parameters and buffers of one set by FQN."""
         model = self.models[seed]
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def memory_of(tensor: torch.Tensor) -> bytes:
-    """A dense tensor's bytes in the order of its memory."""
+    """Return a dense tensor's bytes in the order of its memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.numpy().tobytes()
 
 
 def live(model: Model) -> Version[Session]:
-    """What new calls get."""
+    """Return the version that new calls get."""
     current = model._gate.current
     assert current is not None
     return current
 
 
 def live_bytes(model: Model) -> dict[str, bytes]:
-    """Every weight's bytes in the arena that serves."""
+    """Return every weight's bytes in the served arena."""
     arena = live(model).session.arena
     return {name: bytes(arena.view(name)) for name in arena.layout.slots}
 
 
 def addresses(model: Model) -> list[int]:
-    """Where the arenas are that calls can reach."""
     return [session.arena.address for session in model._store._residency.sessions]

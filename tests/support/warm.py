@@ -1,10 +1,10 @@
-"""An interpreter that has imported what takes seconds, and forks itself for every program that it is asked to run.
+"""Interpreter that has imported slow packages, and forks itself for every program that it is asked to run.
 
-`python()` is the path of a command that takes what `python -W error` takes (`-c CODE` or `-m MODULE`, and arguments; a
-`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs. SIGINT and
-SIGTERM reach the program, and it is killed with the command; its process is another than the command's. When it ends,
-what an interpreter waits for is waited for; it is taken apart, too, where `-e` comes first. Processes that run tests
-beside each other have one interpreter together: see `share`.
+`python()` returns a command that takes the arguments of `python -W error` (`-c CODE` or `-m MODULE`, and arguments; a
+`-u` before them changes nothing). The program runs in the caller's folder and environment, with its input and outputs.
+SIGINT and SIGTERM are passed on, and the program is killed with the command, whose process is another one. At the end
+the program runs its exit handlers; with `-e` first, the interpreter is also finalised. Test processes share one
+interpreter: see `share`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SHARED = "WEIGHTSWAP_TESTS_WARM_PYTHON"
 
 @cache
 def python() -> str:
-    """The command, behind which an interpreter is started when this is first asked for."""
+    """Return the command, and start its interpreter at the first call."""
     if shared := os.environ.get(_SHARED):
         return shared
     server, command = listen()
@@ -61,7 +61,7 @@ def python() -> str:
 
 
 def share() -> None:
-    """Let the processes that this one starts have one interpreter, which is started at the first request."""
+    """Let the processes that this one starts share an interpreter, which is started at the first request."""
     server, command = listen()
     os.environ[_SHARED] = command
 
@@ -73,7 +73,7 @@ def share() -> None:
 
 
 def listen() -> tuple[socket.socket, str]:
-    """Where requests come in, and the command that sends them."""
+    """Return the socket for requests, and the command that sends them."""
     folder = tempfile.mkdtemp(prefix="warm-")
     address, command = f"{folder}/socket", Path(folder, "python")
     command.write_text(CLIENT.format(interpreter=sys.executable, address=address))
@@ -98,7 +98,7 @@ def end(running: subprocess.Popen[bytes]) -> None:
 
 
 def serve(server: socket.socket) -> None:
-    """Take requests for ever. Returns in the forked processes alone, once for each program, which is to be run."""
+    """Accept requests forever. Returns only in the forked processes, once for each program to run."""
     running: list[int] = []
     while True:
         connection, _ = server.accept()
@@ -117,13 +117,13 @@ def serve(server: socket.socket) -> None:
             os.close(stream)
         threading.Thread(target=pass_signals, args=(connection, os.pidfd_open(program)), daemon=True).start()
         _, status = os.waitpid(program, 0)
-        with suppress(ConnectionError):  # of a command that was killed
+        with suppress(ConnectionError):  # the command was killed
             connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
 
 
 def pass_signals(connection: socket.socket, program: int) -> None:
-    """Send a program the signals that its command got, and end it when the command has ended."""
+    """Pass a command's signals on to its program, and kill the program when the command has ended."""
     with suppress(ProcessLookupError, ConnectionError):
         while number := connection.recv(1):
             signal.pidfd_send_signal(program, number[0])
@@ -132,7 +132,7 @@ def pass_signals(connection: socket.socket, program: int) -> None:
 
 
 def take(asked: Any, streams: Sequence[int]) -> None:
-    """Become what was asked for."""
+    """Apply the folder, environment, arguments and streams of a request to this process."""
     folder, environment, sys.argv[:] = asked
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -146,17 +146,16 @@ def take(asked: Any, streams: Sequence[int]) -> None:
 
 
 def run() -> None:
-    """Run the program and end."""
     status, to_the_end = 1, sys.argv[0] == "-e"
     del sys.argv[:to_the_end]
     try:
         kind, *sys.argv[:] = sys.argv[sys.argv[0] == "-u" :]
         if kind == "-m":
-            sys.modules.pop(sys.argv[0], None)  # it begins as it would in a new interpreter
+            sys.modules.pop(sys.argv[0], None)  # it starts as in a new interpreter
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             code, sys.argv[0] = sys.argv[0], kind
-            main = sys.modules["__main__"] = ModuleType("__main__")  # which lasts as long as the interpreter
+            main = sys.modules["__main__"] = ModuleType("__main__")  # kept alive for the whole run
             exec(compile(code, "<string>", "exec"), main.__dict__)
         status = 0
     except SystemExit as end:
@@ -173,7 +172,6 @@ def run() -> None:
 
 
 def prepare() -> None:
-    """Import what programs need."""
     import onnxscript  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch._dynamo
@@ -193,7 +191,7 @@ if __name__ == "__main__":
 
     prepare()
     address, command = sys.argv[1:]
-    quick.WarmInterpreter.executable = command  # checks of what programs export
+    quick.WarmInterpreter.executable = command  # used by engine checks of programs that export
     with quick.quick_exports():
         serve(socket.socket(fileno=int(address)))
         run()

@@ -1,4 +1,4 @@
-"""A directory of weight files that is watched."""
+"""Watched directory, into which weight files are renamed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 class Directory:
-    """A directory into which weight files are renamed."""
-
     def __init__(self, tiny: TinyArtifact, path: Path) -> None:
         self.tiny = tiny
         self.path = path

@@ -1,1 +1,1 @@
-"""What files say, parsed and checked: artifacts, weight files, deltas, goldens. No torch, no threads."""
+"""File formats, parsed and checked: artifacts, weight files, deltas, goldens. No torch, no threads."""

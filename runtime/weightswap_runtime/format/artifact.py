@@ -1,4 +1,4 @@
-"""Reading an artifact: every byte that is used was checked against the manifest first."""
+"""Reader of artifacts: every byte is checked against the manifest before it is used."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, Nam
 
 MAX_MANIFEST = 256 << 20
 Row = NamedTensor | AdapterInput
-_FILES = (".safetensors", ".json")  # which are no folders
+_FILES = (".safetensors", ".json")  # suffixes of files; an artifact is a folder
 _AGAIN = "Export the artifact again, or copy it again."
 
 
 def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
-    """The initial values that no file has; all lie in the same memory, which is not there until it is written to.
+    """Return zeros for the state tensors whose initial values are stored in no file.
 
-    Raises ArtifactError.
+    They all share one anonymous mapping, whose pages take no memory until they are written to. Raises ArtifactError.
     """
     rows = [row for row in state if row.zero]
     if not rows:
@@ -46,7 +46,7 @@ def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
 
 
 class Artifact:
-    """An exported model without weights: a folder with a manifest. Immutable. `path` is where: a Path or a Url."""
+    """Exported model without weights: a folder with a manifest. Immutable. `path` is a Path or a Url."""
 
     def __init__(self, path: Location, manifest: Manifest) -> None:
         self.path = path
@@ -54,13 +54,13 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
-        """Read and validate the manifest of the folder `path`, or of the folder of an fsspec URL.
+        """Open the artifact in a local folder or behind an fsspec URL; read and validate its manifest.
 
-        Raises ArtifactError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+        Raises ArtifactError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
         """
         if not isinstance(path, str | os.PathLike | Url):
             raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
-        with _refusing():
+        with _artifact_errors():
             folder = as_location(path)
             raw = read_small(folder / MANIFEST_NAME, MAX_MANIFEST)
         if raw is None:
@@ -72,7 +72,7 @@ class Artifact:
 
     @property
     def folder(self) -> Path:
-        """The folder, which files may be added to. Raises Unsupported for an artifact behind a URL."""
+        """Local folder, to which files may be added. Raises Unsupported for an artifact behind a URL."""
         if isinstance(self.path, Url):
             raise Unsupported(f"{self.path}: nothing is written behind a URL; copy the artifact here first")
         return self.path
@@ -87,26 +87,26 @@ class Artifact:
 
     @cached_property
     def methods_with_state(self) -> frozenset[str]:
-        """Those whose graphs take any."""
+        """Names of the methods whose graphs take state."""
         return frozenset(name for name, method in self.manifest.methods.items() if method.has_state)
 
     def compiled_methods(self, engine: str) -> list[str]:
-        """Those that it has files of an engine for."""
-        found = {PurePosixPath(file).stem for file in self.manifest.files if file.startswith(f"engines/{engine}/")}
-        return [name for name in self.methods if name in found]
+        """Return the names of the methods for which the artifact has compiled files of an engine."""
+        compiled = {PurePosixPath(file).stem for file in self.manifest.files if file.startswith(f"engines/{engine}/")}
+        return [name for name in self.methods if name in compiled]
 
     def read(self, name: str) -> bytes:
-        """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""
+        """Return the bytes of a file that the manifest lists, checked against its digest. Raises ArtifactError."""
         expected = self.manifest.files[name]
         path = self.path / name
-        with _refusing():
+        with _artifact_errors():
             raw = read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
         if raw is None:
             raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
-        found = blake3(raw).hexdigest()
-        if found != expected:
+        digest = blake3(raw).hexdigest()
+        if digest != expected:
             raise ArtifactError(
-                f"{path}: altered since the export (expected digest {expected[:12]}, found {found[:12]}). {_AGAIN}"
+                f"{path}: altered since the export (expected digest {expected[:12]}, found {digest[:12]}). {_AGAIN}"
             )
         return raw
 
@@ -123,7 +123,7 @@ class Artifact:
             ) from error
 
     def row_major(self) -> Artifact:
-        """The same artifact for an engine that takes weights in row-major order alone, whatever the model has."""
+        """Return the same artifact for an engine that accepts weights in row-major order only, without strides."""
         weights = tuple(msgspec.structs.replace(weight, stride=None) for weight in self.manifest.weights)
         return Artifact(self.path, msgspec.structs.replace(self.manifest, weights=weights))
 
@@ -133,13 +133,16 @@ class Artifact:
             self.read(name)
 
     def constants(self) -> dict[str, TensorBytes]:
-        """The constants and the state's initial values. Raises ArtifactError."""
+        """Return the constants and the initial values of the state. Raises ArtifactError."""
         state = self.manifest.state
-        kept = (*self.manifest.constants, *(row for row in state if not row.zero))
-        return self.tensors(CONSTANTS_NAME, kept) | zeros(state)
+        stored = (*self.manifest.constants, *(row for row in state if not row.zero))
+        return self.tensors(CONSTANTS_NAME, stored) | zeros(state)
 
     def tensors(self, name: str, rows: Iterable[Row]) -> dict[str, TensorBytes]:
-        """The tensors of one of its safetensors files, which must have `rows`. Raises ArtifactError."""
+        """Return the tensors of one of the artifact's safetensors files.
+
+        Raises ArtifactError if the file is damaged or lacks one of `rows`.
+        """
         where = str(self.path / name)
         tensors, _ = parse_file(self.read(name), where)
         for row in rows:
@@ -153,7 +156,7 @@ class Artifact:
 
 
 def is_artifact(path: str) -> bool:
-    """Whether there is an artifact behind a path or a URL."""
+    """Return True if there is an artifact behind a path or a URL."""
     if not is_url(path):
         return is_file(Path(path) / MANIFEST_NAME)
     folder = as_location(path)
@@ -161,13 +164,13 @@ def is_artifact(path: str) -> bool:
         return False
     try:
         return read_small(folder / MANIFEST_NAME, MAX_MANIFEST) is not None
-    except WeightFileError:  # as servers say that do not tell what is there
+    except WeightFileError:  # servers that do not reveal what exists refuse the request
         return False
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """A block in which what is wrong with a place or a file is wrong with the artifact."""
+def _artifact_errors() -> Iterator[None]:
+    """Raise each WeightFileError of the block as an ArtifactError."""
     try:
         yield
     except WeightFileError as error:

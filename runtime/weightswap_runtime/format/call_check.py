@@ -1,4 +1,4 @@
-"""From a call's arguments to the graph's flat inputs, checked against the method's signature."""
+"""Check of a call's arguments against the method's signature, which turns them into the graph's flat inputs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ MOST_ACCEPTED = 1024
 
 
 class CallCheck:
-    """Turns a call's arguments into the graph's flat inputs and checks them.
+    """Checker of a method's calls: turns arguments into the graph's flat inputs.
 
-    `dtypes` maps the engine's dtype objects to safetensors names; `tensor_type` is the class it takes; `misplaced` says
-    what else is wrong with a tensor, and `kind` gives everything about it that a check looks at.
+    `tensor_type` is the engine's tensor class, and `dtypes` maps its dtype objects to safetensors names. `misplaced`
+    returns another problem of a tensor, such as a wrong device, or None. `kind` returns all properties of a tensor that
+    a check depends on.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class CallCheck:
         }
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
+        """Return the flat inputs, in the graph's order. Raises InputMismatch with every problem."""
         if not self._plain or kwargs or not all(type(value) is self.tensor_type for value in args):
             return self._check(args, kwargs)
         try:
-            kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
+            kinds = tuple(map(self._kind, args))  # a call with kinds that were accepted before needs no check
         except RuntimeError:  # nested tensors have no shape
             return self._check(args, kwargs)
         if kinds in self._accepted:
@@ -85,7 +86,7 @@ class CallCheck:
             if name in values:
                 check.walk(node, values[name], name)
         if self._conditions and not check.problems:
-            check.hold(self._conditions)
+            check.check_conditions(self._conditions)
         if check.problems:
             raise InputMismatch(self._method, check.problems)
         return check.flat
@@ -114,7 +115,7 @@ class CallCheck:
 
 
 class _Check:
-    """One call's walk over its inputs: collects the flat values, the dimensions' sizes and the problems."""
+    """Walk over the inputs of one call that collects the flat values, the dimensions' sizes and the problems."""
 
     def __init__(self, expected: CallCheck) -> None:
         self.flat: list[Any] = []
@@ -134,18 +135,19 @@ class _Check:
         else:
             self._sequence(node, value, path)  # type: ignore[arg-type]
 
-    def hold(self, conditions: Sequence[tuple[str, Condition]]) -> None:
-        """The relations between dimensions under which the graph was captured."""
+    def check_conditions(self, conditions: Sequence[tuple[str, Condition]]) -> None:
         sizes = {dim: value for dim, (value, _) in self._bound.items()}
         for text, condition in conditions:
             if not evaluate(condition, sizes):
-                found = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
-                self.problems.append(f"the graph was captured for {text}, got {found}; export with other sample inputs")
+                actual = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
+                self.problems.append(
+                    f"the graph was captured for {text}, got {actual}; export with other sample inputs"
+                )
 
     def _tensor(self, node: Tensor, value: Any) -> None:
         if not isinstance(value, self._expected.tensor_type):
-            wanted = f"{self._expected.tensor_type.__module__}.{self._expected.tensor_type.__qualname__}"
-            self.problems.append(f"{node.name}: expected a {wanted}, got {type(value).__qualname__}")
+            expected = f"{self._expected.tensor_type.__module__}.{self._expected.tensor_type.__qualname__}"
+            self.problems.append(f"{node.name}: expected a {expected}, got {type(value).__qualname__}")
             return
         dtype = self._expected.dtypes.get(value.dtype)
         if dtype != node.dtype:
@@ -158,9 +160,9 @@ class _Check:
             expected = f"[{', '.join(map(str, node.shape))}]"
             self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")
             return
-        for axis, (wanted_size, size) in enumerate(zip(node.shape, shape, strict=True)):
-            if wanted_size != size:
-                self._size(wanted_size, size, node.name, f" dimension {axis}")
+        for axis, (expected_size, size) in enumerate(zip(node.shape, shape, strict=True)):
+            if expected_size != size:
+                self._size(expected_size, size, node.name, f" dimension {axis}")
         self.flat.append(value)
 
     def _integer(self, node: Integer, value: Any) -> None:
@@ -180,40 +182,43 @@ class _Check:
         self.flat.append(node.content)
 
     def _sequence(self, node: Items | Tuple, value: Any, path: str) -> None:
-        wanted = list if isinstance(node, Items) else tuple
-        if not isinstance(value, wanted) or len(value) != len(node.items):
-            self.problems.append(f"{path}: expected a {wanted.__name__} of {len(node.items)}, got {_show(value)}")
+        container = list if isinstance(node, Items) else tuple
+        if not isinstance(value, container) or len(value) != len(node.items):
+            self.problems.append(f"{path}: expected a {container.__name__} of {len(node.items)}, got {_show(value)}")
             return
         for index, (item, part) in enumerate(zip(node.items, value, strict=True)):
             self.walk(item, part, f"{path}.{index}")
 
     def _dict(self, node: Dict, value: Any, path: str) -> None:
-        wanted = [key for key, _ in node.items]
-        if not isinstance(value, Mapping) or set(value) != set(wanted):
-            self.problems.append(f"{path}: expected a dict with the keys {wanted}, got {_show(value)}")
+        keys = [key for key, _ in node.items]
+        if not isinstance(value, Mapping) or set(value) != set(keys):
+            self.problems.append(f"{path}: expected a dict with the keys {keys}, got {_show(value)}")
             return
         for key, item in node.items:
             self.walk(item, value[key], f"{path}.{key_text(key)}")
 
-    def _size(self, wanted: Size, size: int, name: str, where: str) -> None:
-        if isinstance(wanted, int):
-            self.problems.append(f"{name}:{where} expected {wanted}, got {size}")
+    def _size(self, expected: Size, size: int, name: str, where: str) -> None:
+        """Compare a size with the expected one, and bind the dimension in it if this is its first use."""
+        if isinstance(expected, int):
+            self.problems.append(f"{name}:{where} expected {expected}, got {size}")
             return
-        factor, dim, offset = self._expected.sizes[wanted]
+        factor, dim, offset = self._expected.sizes[expected]
         value, rest = divmod(size - offset, factor)
         if rest:
-            self.problems.append(f"{name}:{where} expected {wanted}, got {size}, for which no {dim} exists")
+            self.problems.append(f"{name}:{where} expected {expected}, got {size}, for which no {dim} exists")
             return
         if dim in self._bound:
-            known, origin = self._bound[dim]
-            if known != value:
-                self.problems.append(f"{name}:{where} expected {wanted} with {dim}={known} (from {origin}), got {size}")
+            bound, origin = self._bound[dim]
+            if bound != value:
+                self.problems.append(
+                    f"{name}:{where} expected {expected} with {dim}={bound} (from {origin}), got {size}"
+                )
             return
         self._bound[dim] = value, f"{name}{where}"
         limits = self._expected.dims[dim]
         if value < limits.min or (limits.max is not None and value > limits.max):
             most = "any" if limits.max is None else limits.max
-            self.problems.append(f"{name}:{where} expected {wanted} with {dim} in {limits.min}..{most}, got {size}")
+            self.problems.append(f"{name}:{where} expected {expected} with {dim} in {limits.min}..{most}, got {size}")
 
 
 def _show(value: object) -> str:

@@ -1,6 +1,6 @@
-"""Relations between dimensions under which a graph was captured: `rows <= columns`, `d0 % 2 == 0`.
+"""Conditions: relations between dimensions under which a graph was captured, such as `rows <= columns`, `d0 % 2 == 0`.
 
-The text is parsed into a tree of a few kinds of nodes and walked; it is never compiled or run.
+The text is parsed into a tree of a few kinds of nodes, which is interpreted; it is never compiled or executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min}
 def parse_condition(text: str, *, fractions: bool = False) -> Condition:
     """Parse and check a condition. Raises ValueError for anything but arithmetic, comparison and and/or/not.
 
-    fractions: whether its numbers may have a decimal point; else they are integers.
+    fractions: accept numbers with a decimal point; otherwise only integers.
     """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"a condition of {len(text)} characters")
@@ -54,12 +54,12 @@ def parse_condition(text: str, *, fractions: bool = False) -> Condition:
 
 
 def condition_dims(condition: Condition) -> set[str]:
-    """The names of the dimensions in it."""
+    """Return the names of the dimensions in a condition."""
     return {node.id for node in _nodes(condition) if isinstance(node, ast.Name)} - _CALLS.keys()
 
 
 def evaluate(condition: Condition, sizes: Mapping[str, float]) -> bool:
-    """Whether it holds. A division by zero is a no."""
+    """Return True if the condition holds; False if it divides by zero."""
     try:
         return bool(_value(condition, sizes))
     except ZeroDivisionError:
@@ -67,7 +67,7 @@ def evaluate(condition: Condition, sizes: Mapping[str, float]) -> bool:
 
 
 def all_hold(conditions: Iterable[str], sizes: Mapping[str, float]) -> bool:
-    """Whether conditions hold, given as text. Raises ValueError."""
+    """Parse conditions and return True if all hold. Raises ValueError."""
     return all(evaluate(parse_condition(text), sizes) for text in conditions)
 
 

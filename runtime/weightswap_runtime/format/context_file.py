@@ -1,4 +1,4 @@
-"""Saved contexts: the tensors of a model's state, with the ids of the graph and of the weights that they belong to."""
+"""Saved contexts: the tensors of a model's state, with the ids of the graph and the weights that they belong to."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ FORMAT_VERSION = 1
 
 
 class MadeWith(NamedTuple):
-    """What a state was made with: the id of the weights, None for none yet, and those of variants by group."""
+    """Ids of the weights (None if there are none yet) and of the variants, by group, that computed a state."""
 
     weights_id: str | None
     variants: Mapping[str, str] = MappingProxyType({})
 
     def __str__(self) -> str:
-        chosen = ", ".join(f"{group} {found}" for group, found in sorted(self.variants.items()))
+        chosen = ", ".join(f"{group} {variant}" for group, variant in sorted(self.variants.items()))
         return f"{self.weights_id} with {chosen}" if chosen else str(self.weights_id)
 
 
 class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file says of itself. `weights_id` is of the weights that the state was made with; None: with none yet.
+    """Metadata of a context file. `weights_id` identifies the weights that computed the state; None if none have yet.
 
-    `variants` are the ids of those that were chosen with them, by group; absent where none was. `digests` are those of
-    the tensors by name.
+    `variants` maps each group to the id of the variant that was chosen; absent if none was. `digests` maps tensor names
+    to digests.
     """
 
     context_version: int
@@ -53,7 +53,7 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     variants: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def check_graph(self, graph_id: str, where: str) -> None:
-        """Raise ContextMismatch if it is of another graph."""
+        """Raise ContextMismatch if the context belongs to another graph."""
         if self.graph_id != graph_id:
             raise ContextMismatch(
                 f"{where}: is of the graph {self.graph_id[:12]}, and the model's is {graph_id[:12]}. Say "
@@ -62,14 +62,14 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SavedContext(NamedTuple):
-    """What a file holds: the stamp, and the state by the names of the manifest's rows."""
+    """Content of a context file: the stamp, and the state by the names of the manifest's rows."""
 
     where: str
     stamp: ContextStamp
     state: Mapping[str, TensorBytes]
 
     def check_weights(self, served: str | None) -> None:
-        """Raise ContextMismatch if it was made with others than the weights that are served."""
+        """Raise ContextMismatch if the context was made with weights other than the served ones."""
         made_with = self.stamp.weights_id
         if made_with is not None and served is not None and made_with != served:
             raise ContextMismatch(
@@ -85,7 +85,7 @@ def write_context(
     graph_id: str,
     made_with: MadeWith,
 ) -> None:
-    """Write a context; it appears under `path` whole or not at all. One tensor is copied at a time.
+    """Write a context file, which appears under `path` whole or not at all. One tensor is copied at a time.
 
     Raises Unsupported for a URL, and for a tensor that a call has resized.
     """
@@ -117,10 +117,11 @@ def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
 def read_context(
     path: str | os.PathLike[str], rows: Sequence[NamedTensor], graph_id: str | None = None
 ) -> SavedContext:
-    """A context that `write_context` wrote, from a local path or a URL, all of it in memory.
+    """Read a context that `write_context` wrote, from a local path or a URL, into memory.
 
-    graph_id: that it has to be of; None: any. Raises ContextMismatch for another, before anything else is looked at,
-    ContextFileError for a file that is none, was altered, or has not the tensors of `rows`, and OutOfMemory.
+    graph_id: the graph to which it must belong; None accepts any. Raises ContextMismatch for another graph, before the
+    tensors are checked, ContextFileError for a file that is missing, is no context, was altered, or does not have the
+    tensors of `rows`, and OutOfMemory.
     """
     where = str(as_location(path))
     try:
@@ -141,7 +142,7 @@ def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id:
     if graph_id is not None:
         stamp.check_graph(graph_id, where)
     _refuse(where, _row_problems(header.tensors, rows))
-    size = source.size - header.data_start  # no more than the state's, as the tensors are those
+    size = source.size - header.data_start  # the size of the state, as its tensors were checked
     try:
         content = bytearray(size)
     except MemoryError as error:
@@ -163,22 +164,22 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
     return stamp
 
 
-def _refuse(where: str, found: Iterable[str]) -> None:
-    if problems := list(found):
-        raise ContextFileError(f"{where}: is not the state of this model: {listed(problems, between='; ')}")
+def _refuse(where: str, problems: Iterable[str]) -> None:
+    if texts := list(problems):
+        raise ContextFileError(f"{where}: is not the state of this model: {listed(texts, between='; ')}")
 
 
 def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
-    wanted = {row.name: row for row in rows}
-    yield from (f"it lacks {name!r}" for name in wanted if name not in tensors)
-    yield from (f"it has {name!r}, which the model has not" for name in tensors if name not in wanted)
-    for name in wanted.keys() & tensors.keys():
-        there, row = tensors[name], wanted[name]
-        if not same_type(there, row):
-            yield f"{name!r}: expected {describe(row)}, got {describe(there)}"
+    expected = {row.name: row for row in rows}
+    yield from (f"it lacks {name!r}" for name in expected if name not in tensors)
+    yield from (f"it has {name!r}, which the model has not" for name in tensors if name not in expected)
+    for name in expected.keys() & tensors.keys():
+        tensor, row = tensors[name], expected[name]
+        if not same_type(tensor, row):
+            yield f"{name!r}: expected {describe(row)}, got {describe(tensor)}"
 
 
 def _digest_problems(stamp: ContextStamp, state: Mapping[str, TensorBytes]) -> Iterator[str]:
-    for name, found in state.items():
-        if digest_of([found.data]) != stamp.digests.get(name):
+    for name, tensor in state.items():
+        if digest_of([tensor.data]) != stamp.digests.get(name):
             yield f"{name!r}: its bytes are not those that were saved"

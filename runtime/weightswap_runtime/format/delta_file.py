@@ -1,7 +1,7 @@
 """Delta files: the parts of a weight file that differ from another, as plain safetensors.
 
-For each weight that differs there are two tensors: `runs:<FQN>`, int64 of shape [runs, 2], the byte ranges (begin, end)
-of the row-major weight that are replaced, rising and apart; and `data:<FQN>`, uint8, what replaces them, end to end.
+Each weight that differs has two tensors. `runs:<FQN>`, int64 of shape [runs, 2], has the byte ranges (begin, end) of
+the row-major weight that are replaced, sorted and disjoint. `data:<FQN>`, uint8, has their new bytes, end to end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _AGAIN = "Write the delta again, or copy it again."
 
 
 class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """From which weights to which, for which graph. `changes` are the weights of which it replaces a part.
+    """Metadata of a delta file: the weights ids before (`base`) and after it, and the graph id.
 
-    `digests` are those of the file's tensors, by name.
+    `changes` maps the FQNs of the changed weights to their types. `digests` maps the names of the file's tensors to
+    their digests.
     """
 
     graph_id: str
@@ -37,7 +38,7 @@ class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
-    """What a delta file says of itself; None for other files. Raises DamagedFile."""
+    """Return the stamp of a delta file; None for other files. Raises DamagedFile."""
     text = weights.metadata.get(DELTA_KEY)
     if text is None:
         return None
@@ -54,8 +55,8 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
     if not all(DIGEST.fullmatch(text) for text in texts):
         yield "an id or a digest has not 64 hexadecimal digits"
-    wanted = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
-    if wanted != weights.tensors.keys() or wanted != stamp.digests.keys():
+    expected = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
+    if expected != weights.tensors.keys() or expected != stamp.digests.keys():
         yield "its tensors are not those of the weights that it says it changes"
         return
     for name, changed in stamp.changes.items():

@@ -1,4 +1,4 @@
-"""Writing delta files: what differs between two weight files."""
+"""Writer of delta files, which hold the differences between two weight files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .header import FileTensor
 from .weight_file import Stamp, StampedFile, TensorRow, WeightFile, canonical_order
 from .weight_set import goldens_path
 
-FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
+FEWEST = 256  # least bytes that are compared together: each range takes 16 bytes of the file
 Runs = list[tuple[int, int]]
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta file that was written. `nbytes` is what it replaces, of `total_bytes`; `changed` are FQNs."""
+    """Delta file that was written. It replaces `nbytes` of `total_bytes`; `changed` are FQNs."""
 
     path: Path
     graph_id: str
@@ -49,14 +49,15 @@ def write_delta(
     labels: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Delta:
-    """Write what changes from one weight file to another; both are files that weightswap packed, for one graph.
+    """Write the differences from one weight file to another; both must have been packed by weightswap, for one graph.
 
-    What is compared: the rows of a weight (of an embedding table, of a linear layer), several at once where they have
-    less than 256 bytes; pieces of 1 MiB where they have more than that, or there are none. Weights with equal digests
-    are not read. A few pieces are in memory at a time. labels: beside those of `new`. progress: called with bytes
-    compared, and bytes in all.
+    The unit of comparison is a row of a weight (of an embedding table, of a linear layer); several rows if they have
+    less than 256 bytes; a piece of 1 MiB if rows are larger, or the weight has none. Weights with equal digests are not
+    read. A few pieces are in memory at a time. labels: added to those of `new`. progress: a callback, called with the
+    bytes compared so far, and the total.
 
-    Goldens beside `new` are copied beside the delta, before that appears; others that are there are removed.
+    Goldens beside `new` are copied beside the delta before the delta appears; without them, goldens that are already
+    beside the delta are removed.
 
     Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
@@ -86,15 +87,15 @@ def write_delta(
 
 
 def _is_same(location: Location, out: Path) -> bool:
-    """Whether both are one file; False also for a name that no file can have."""
+    """Return True if both are the same file; False also for an invalid name."""
     try:
         return isinstance(location, Path) and location.samefile(out)
-    except (OSError, ValueError):  # there is none yet, or whoever writes will meet it
+    except (OSError, ValueError):  # `out` does not exist yet, or the write will report the error
         return False
 
 
 def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
-    """Both files' stamps. Raises for files of which no delta can be made."""
+    """Return both files' stamps. Raises WeightFileError, GraphMismatch and WeightsMismatch for unsuitable files."""
     for file in (old, fresh):
         if DELTA_KEY in file.header.metadata:
             raise WeightFileError(f"{file.where}: a delta; deltas are written between full weight files")
@@ -121,7 +122,7 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
 def _compare(
     old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
 ) -> dict[str, Runs]:
-    """The ranges that differ, of each weight of which any does."""
+    """Return the ranges that differ, for each weight with differences."""
     names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
     total = sum(fresh.tensors[name].nbytes for name in names)
     done = 0
@@ -146,13 +147,13 @@ def _compare(
 
 
 def _grain(tensor: FileTensor) -> int:
-    """How many bytes are replaced or kept together."""
+    """Return how many bytes are compared, and replaced, as a unit."""
     row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 and tensor.nbytes else BLOCK
     return -(-FEWEST // row) * row if row <= BLOCK else BLOCK
 
 
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Pieces of about 1 MiB of both files' tensor, whole grains: where in the tensor, and both contents."""
+    """Yield the offset and both contents of pieces of a tensor: whole grains, about 1 MiB."""
     size = fresh.tensors[name].nbytes
     step = max(grain, BLOCK // grain * grain)
     for start in range(0, size, step):
@@ -181,7 +182,7 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tup
 
 
 def _append(runs: Runs, begin: int, end: int) -> None:
-    """Add a range; it joins the one before that ends where it begins."""
+    """Append a range, or extend the last one if that ends where it begins."""
     if runs and runs[-1][1] == begin:
         runs[-1] = (runs[-1][0], end)
     else:

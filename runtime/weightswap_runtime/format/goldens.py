@@ -1,8 +1,8 @@
 """Goldens: recorded inputs with the eager model's outputs for one weights id, as a safetensors file.
 
-Where there were no weights to call the model with, an artifact has inputs alone, in the same format.
+An artifact that was exported without weights has inputs only, in the same format.
 
-Reading and checking the file needs no torch; `staging.golden_check` runs it.
+Reading and checking the file needs no torch; `staging.golden_check` runs the recorded calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .weight_file import METADATA_KEY, TensorRow, canonical_order, encode_tensor
 from .weight_set import WeightSet, goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"
-INPUTS_NAME = "inputs.safetensors"  # runtimes that do not know it leave it alone
+INPUTS_NAME = "inputs.safetensors"  # another name: older runtimes, which cannot read it, ignore it
 FORMAT_VERSION = 1
 MOST_REMOTE_BYTES = 4 << 30
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
@@ -43,13 +43,13 @@ Mode = Literal["goldens", "finite", "off"]
 
 
 def check_mode(mode: str) -> None:
-    """Raise Unsupported for what is no way to verify."""
+    """Raise Unsupported for an unknown mode of verification."""
     if mode not in get_args(Mode):
         raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
 
 
 class Environment(GoldensPart, frozen=True):
-    """What decides the last bits of an output: torch's version, the device, its instruction set, intra-op threads."""
+    """Environment on which an output's last bits depend: torch's version, device, instruction set, intra-op threads."""
 
     torch: str
     device: str
@@ -58,9 +58,9 @@ class Environment(GoldensPart, frozen=True):
 
 
 class GoldensRecord(GoldensPart, frozen=True):
-    """What `__metadata__` says. `tolerance` is (rtol, atol); None: exact where `environment` is that of the server.
+    """Record in `__metadata__`. `tolerance` is (rtol, atol); None means exact on a server with the same `environment`.
 
-    `digests` are those of the tensors, by name. Inputs alone are of no weights, and no environment.
+    `digests` maps tensor names to digests. `weights_id` and `environment` are None if the file has inputs only.
     """
 
     format_version: int
@@ -77,10 +77,10 @@ class GoldensRecord(GoldensPart, frozen=True):
 
 
 class Goldens(NamedTuple):
-    """Goldens that were read and checked. Nothing of the file is open.
+    """Goldens that were read into memory and checked; the file is closed.
 
-    bundled: whether they are an artifact's own, and so may be of other weights than those that are staged.
-    same_graph: whether they were recorded for the graph that serves.
+    `bundled` is True for an artifact's own goldens, which may belong to weights other than the staged ones.
+    `same_graph` is True if they were recorded for the served graph.
     """
 
     where: str
@@ -107,7 +107,10 @@ def encode_goldens(
     environment: Environment | None,
     tolerance: Tolerance | None,
 ) -> bytes:
-    """The bytes of a goldens file, in the canonical layout of weight files. weights_id: None for inputs alone."""
+    """Return the bytes of a goldens file, in the canonical layout of weight files.
+
+    weights_id: None if the file has inputs only.
+    """
     order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     record = GoldensRecord(
         format_version=FORMAT_VERSION,
@@ -124,8 +127,8 @@ def encode_goldens(
 def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
     """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.
 
-    The whole file is read into memory. Raises WeightFileError where it is no safetensors file, OutOfMemory, and
-    GoldensError for everything else, also for goldens of another graph unless `allow_other_graph` is set.
+    The whole file is read into memory. Raises WeightFileError if it is not a safetensors file, OutOfMemory, and
+    GoldensError for everything else, including goldens of another graph unless `allow_other_graph` is set.
     """
     raw = _read(Path(path))
     return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=allow_other_graph)
@@ -138,9 +141,9 @@ def goldens_beside(
     allow_other_graph: bool = False,
     check: Check | None = None,
 ) -> Goldens | None:
-    """The goldens beside a weight file; None if there are none, or none that a server gives to whoever asks.
+    """Read the goldens beside a weight file; None if there are none, or if a remote server denies access to them.
 
-    check: called while a remote answer is waited for. Raises what `open_goldens` raises.
+    check: a callback, called while waiting for a remote response. Raises what `open_goldens` raises.
     """
     raw, where = _read_beside(as_location(weights), check)
     if raw is None:
@@ -149,13 +152,13 @@ def goldens_beside(
 
 
 def record_beside(weights: str | os.PathLike[str] | Url) -> GoldensRecord | None:
-    """What the goldens beside a weight file say of themselves, unchecked; None as for `goldens_beside`."""
+    """Read the record of the goldens beside a weight file, unchecked; None as for `goldens_beside`."""
     raw, where = _read_beside(as_location(weights), None)
     return None if raw is None else _record(parse_file(raw, where)[1], where)
 
 
 def record_of(weights: WeightSet) -> GoldensRecord | None:
-    """What goldens that were opened as a set of tensors say of themselves, unchecked; None for other files.
+    """Return the record of goldens that were opened as a weight set, unchecked; None for other files.
 
     Raises GoldensError.
     """
@@ -163,7 +166,7 @@ def record_of(weights: WeightSet) -> GoldensRecord | None:
 
 
 def _read_beside(location: Location, check: Check | None) -> tuple[bytes | None, str]:
-    """The bytes of the goldens beside a weight file, and where they are."""
+    """Return the bytes of the goldens beside a weight file, and their path or URL."""
     if isinstance(location, Path):
         path = goldens_path(location)
         return _read(path) if os.path.lexists(path) else None, str(path)
@@ -171,9 +174,10 @@ def _read_beside(location: Location, check: Check | None) -> tuple[bytes | None,
 
 
 def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
-    """The bytes of the goldens beside a remote weight file; None if there are none, or none that may be read.
+    """Return the bytes of the goldens beside a remote weight file; None if there are none or access is denied.
 
-    A signed URL opens one object, and S3 denies access to what is not there to those who may not list the bucket.
+    Denied access counts as none: a signed URL opens one object only, and S3 denies access to a missing object if the
+    client may not list the bucket.
     """
     url = goldens_url(weights)
     try:
@@ -185,7 +189,7 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
 
 
 def artifact_goldens(artifact: Artifact) -> Goldens | None:
-    """The goldens in an artifact, or inputs alone; None if there are neither.
+    """Return the goldens of an artifact, or its inputs; None if it has neither.
 
     Raises ArtifactError, WeightFileError and GoldensError.
     """
@@ -241,15 +245,15 @@ def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
 
 
 def _file_problems(goldens: Goldens) -> Iterator[str]:
-    """Whether every tensor has the bytes that were recorded, and belongs to a case."""
+    """Yield the problems of tensors whose bytes are not the recorded ones, or that belong to no case."""
     digests = goldens.record.digests
     for name in sorted(digests.keys() ^ goldens.tensors.keys()):
         yield f"{name!r} is not both a tensor and a digest"
     for name in sorted(digests.keys() & goldens.tensors.keys()):
-        found = digest_of([goldens.tensors[name].data])
-        if found != digests[name]:
+        digest = digest_of([goldens.tensors[name].data])
+        if digest != digests[name]:
             recorded = f"{digests[name][:12]!a}" if DIGEST.fullmatch(digests[name]) else "no BLAKE3 digest"
-            yield f"{name!r}: the file records {recorded}, its bytes have {found[:12]}"
+            yield f"{name!r}: the file records {recorded}, its bytes have {digest[:12]}"
     named = {value for case in goldens.cases for value in (*case.inputs, *case.outputs)}
     yield from (f"{name!r} belongs to no case" for name in sorted(goldens.tensors.keys() - named))
 
@@ -268,5 +272,5 @@ def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
             known = ", ".join(manifest.methods)
             yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
         else:
-            found = case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
-            yield from (f"case {number}, {case.method}: {problem}" for problem in found)
+            problems = case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
+            yield from (f"case {number}, {case.method}: {problem}" for problem in problems)

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parsed strictly, written in the canonical layout.
+"""Header of a safetensors file: parsed strictly, written in the canonical layout.
 
 Format: https://github.com/huggingface/safetensors#format. The checks are those of the reference
 implementation and two more (duplicate keys, byte ranges in any order without holes).
@@ -28,7 +28,7 @@ LFS_POINTER = "a git-lfs pointer, not the file that it stands for. Fetch that: g
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a file. `begin` and `end` are byte offsets from the start of the data section."""
+    """Tensor of a file. `begin` and `end` are byte offsets from the start of the data section."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,19 +41,22 @@ class FileTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`data_start` is the offset in the file at which the data section begins."""
+    """Parsed header. `data_start` is the offset in the file at which the data section begins."""
 
     tensors: dict[str, FileTensor]
     metadata: dict[str, str]
     data_start: int
 
     def contents(self, data: memoryview) -> dict[str, TensorBytes]:
-        """The tensors in the file's data section."""
+        """Return the tensors as views of `data`, the file's data section."""
         return {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in self.tensors.items()}
 
 
 def header_length(prefix: bytes, file_size: int, where: str) -> int:
-    """Read the first eight bytes: how many bytes of JSON follow them."""
+    """Decode the first eight bytes of a file, and return how many bytes of JSON follow them.
+
+    Raises DamagedFile, and TruncatedFile if the file is too short.
+    """
     if len(prefix) < _LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
     if prefix.startswith(_ZIP):
@@ -72,9 +75,9 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
-    """Parse the JSON part `raw` of a file of `file_size` bytes; every tensor's range is checked.
+    """Parse the JSON part `raw` of a file of `file_size` bytes, and check every tensor's range.
 
-    Raises DamagedFile, and TruncatedFile where the file is shorter than it says.
+    Raises DamagedFile, and TruncatedFile if the file is shorter than the header says.
     """
     data_start = _LENGTH.size + len(raw)
     document = _load_json(raw, where)
@@ -86,16 +89,16 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 
 
 def parse_file(raw: bytes, where: str) -> tuple[dict[str, TensorBytes], dict[str, str]]:
-    """Tensors and metadata of a whole file in memory. Raises as `header_length` and `parse_header` do."""
+    """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
     length = header_length(raw[:8], len(raw), where)
     header = parse_header(raw[8 : 8 + length], len(raw), where)
     return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
 
 def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
-    """The bytes before the data section, padded with spaces to a multiple of 4096.
+    """Return the bytes before the data section, padded with spaces to a multiple of 4096.
 
-    `reserve` counts bytes to leave room for, so that metadata of a varying length does not move the data section.
+    `reserve` is the number of extra bytes to leave room for, so that longer metadata does not move the data section.
     """
     entries = {
         name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
@@ -110,12 +113,12 @@ def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str]
     return _LENGTH.pack(size) + text.ljust(size)
 
 
-def _refuse(where: str, found: str) -> NoReturn:
-    raise DamagedFile(f"{where}: {found}. {_AGAIN}")
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise DamagedFile(f"{where}: {problem}. {_AGAIN}")
 
 
-def _cut_off(where: str, found: str) -> NoReturn:
-    raise TruncatedFile(f"{where}: {found}. {_AGAIN}")
+def _cut_off(where: str, problem: str) -> NoReturn:
+    raise TruncatedFile(f"{where}: {problem}. {_AGAIN}")
 
 
 def _load_json(raw: bytes, where: str) -> dict[str, Any]:
@@ -123,8 +126,8 @@ def _load_json(raw: bytes, where: str) -> dict[str, Any]:
         document = dict(pairs)
         if len(document) != len(pairs):
             counts = Counter(name for name, _ in pairs)
-            twice = sorted(name for name, count in counts.items() if count > 1)
-            _refuse(where, f"the header has duplicate keys: {listed(twice)}")
+            duplicates = sorted(name for name, count in counts.items() if count > 1)
+            _refuse(where, f"the header has duplicate keys: {listed(duplicates)}")
         return document
 
     if not raw.startswith(b"{"):
@@ -161,9 +164,9 @@ def _tensor(name: str, entry: object, where: str) -> FileTensor:
     if not _naturals(offsets, 2) or len(offsets) != 2:
         _refuse(where, f"{name!r} has the data_offsets {_short(offsets)}, which are not two byte offsets")
     begin, end = offsets
-    wanted = nbytes(dtype, shape)
-    if wanted != end - begin:
-        _refuse(where, f"{name!r} is {dtype}{shape}, {wanted} bytes, but its range is [{begin}, {end}]")
+    size = nbytes(dtype, shape)
+    if size != end - begin:
+        _refuse(where, f"{name!r} is {dtype}{shape}, {size} bytes, but its range is [{begin}, {end}]")
     return FileTensor(dtype, tuple(shape), begin, end)
 
 
@@ -181,7 +184,7 @@ def _short(value: object) -> str:
 
 
 def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: str) -> None:
-    """Every byte of the data section belongs to exactly one tensor."""
+    """Check that every byte of the data section belongs to exactly one tensor."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < position:
@@ -196,7 +199,7 @@ def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: st
 
 
 def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, FileTensor]:
-    """Lay (name, dtype, shape) rows one after another, in their order."""
+    """Lay out (name, dtype, shape) rows one after another, and return their ranges. Raises WeightFileError."""
     placed: dict[str, FileTensor] = {}
     position = 0
     for name, dtype, shape in tensors:

@@ -1,4 +1,4 @@
-"""Which weights: the id that their content gives them, and what is needed to prove the id of a changed set."""
+"""Identity of weights: the id of their content, and the digests from which the id of a changed set is computed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .weight_file import weights_id
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """One full set of weights. `digests` are those of each weight's blocks, by FQN, of its row-major bytes.
+    """Identity of a full set of weights. `digests` maps FQNs to the digests of the blocks of row-major bytes.
 
-    `nonfinite` has the weights that are not finite throughout.
+    `nonfinite` has the weights with NaN or infinities.
     """
 
     weights_id: str
@@ -33,5 +33,5 @@ def identify(
     nonfinite: Mapping[str, Counts] = MappingProxyType({}),
 ) -> Identity:
     """Compute the weights id from the digests of every weight's blocks."""
-    found = weights_id((weight.row, tensor_digest(digests[weight.name])) for weight in weights)
-    return Identity(found, dict(digests), dict(labels), dict(nonfinite))
+    computed_id = weights_id((weight.row, tensor_digest(digests[weight.name])) for weight in weights)
+    return Identity(computed_id, dict(digests), dict(labels), dict(nonfinite))

@@ -1,4 +1,4 @@
-"""The artifact's manifest: a typed document that describes everything else in the folder."""
+"""Manifest of an artifact: a typed document that describes all other files of the folder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .signature import Literal as LiteralLeaf
 from .weight_file import TensorRow
 
 FORMAT_VERSION = 1
-VARIANTS_VERSION = 2  # of artifacts that declare variants
-STEPS = ("prefill", "decode")  # the methods that generate
+VARIANTS_VERSION = 2  # format version of artifacts that declare variants
+STEPS = ("prefill", "decode")  # the methods that generate text
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
-MOST_ELEMENTS = 1 << 63  # strides of more do not fit into 64 bits
+MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -38,14 +38,14 @@ class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GraphInput(_ManifestPart, frozen=True, array_like=True):
-    """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then for people)."""
+    """Flat input of a graph: a named tensor, or an argument of the call (`name` is then only for messages)."""
 
     kind: Literal["weight", "state", "constant", "input", "variant"]
     name: str
 
 
 class Method(_ManifestPart, frozen=True):
-    """A named entry point: its graph's file, what the graph takes, and what a caller gives and gets."""
+    """Named entry point: the file of its graph, the graph's flat inputs in order, and the signature for callers."""
 
     graph: str
     inputs: tuple[GraphInput, ...]
@@ -53,17 +53,17 @@ class Method(_ManifestPart, frozen=True):
 
     @property
     def has_state(self) -> bool:
-        """Whether its graph takes any."""
+        """True if the graph takes state tensors."""
         return any(item.kind == "state" for item in self.inputs)
 
 
 class NamedTensor(_ManifestPart, frozen=True):
-    """A weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
+    """Weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
 
-    `stride` in elements where the model keeps the tensor in another order than row-major, else None. Files are
-    always row-major. `requires_grad` is the flag that the model's tensor had: some operators choose their algorithm by
-    it, and so the bits of their results, even where no gradient is computed. `zero`: a state whose initial values are
-    zeros, which no file has.
+    `stride`, in elements, is set if the model keeps the tensor in an order other than row-major, and None otherwise.
+    Files are always row-major. `requires_grad` is the flag of the model's tensor: some operators choose their algorithm
+    by it, and so the bits of their results, even if no gradient is computed. `zero` marks a state tensor whose initial
+    values are zeros; they are stored in no file.
     """
 
     name: str
@@ -88,10 +88,10 @@ class NamedTensor(_ManifestPart, frozen=True):
 
 
 class WeightSource(_ManifestPart, frozen=True):
-    """Where a weight comes from in a checkpoint.
+    """Source of a weight in a checkpoint.
 
-    `transform` None: any of `keys` holds it as it is (several where tied tensors are saved under each name). Else it is
-    that output of `adapter.pt2`, computed from all of `keys`.
+    If `transform` is None, each of `keys` holds the weight unchanged (there are several if tied tensors are saved under
+    each name). Otherwise the weight is output number `transform` of `adapter.pt2`, computed from all of `keys`.
     """
 
     weight: str
@@ -100,7 +100,7 @@ class WeightSource(_ManifestPart, frozen=True):
 
 
 class AdapterInput(_ManifestPart, frozen=True, array_like=True):
-    """A tensor that `adapter.pt2` takes: of the checkpoint, or a constant in `adapter.safetensors`."""
+    """Input of `adapter.pt2`: a tensor of the checkpoint, or a constant in `adapter.safetensors`."""
 
     kind: Literal["key", "constant"]
     name: str
@@ -109,11 +109,11 @@ class AdapterInput(_ManifestPart, frozen=True, array_like=True):
 
 
 class Adapter(_ManifestPart, frozen=True):
-    """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out.
+    """Recorded way from checkpoint keys to weights. `ignored` keys may be present; they are not read.
 
-    `needed` are those of them that must be present, as the loading code does something else without them. `inputs` are
-    those of the graph of value transforms, in order; empty where there is none. `untraceable` says why the model's
-    loading code could not be recorded: a server then takes weight files only.
+    `needed` are the ignored keys that must be present, because the loading code does something else without them.
+    `inputs` are the inputs of the graph of value transforms, in order; empty if there is no such graph. `untraceable`
+    says why the model's loading code could not be recorded; a server then accepts weight files only.
     """
 
     sources: tuple[WeightSource, ...]
@@ -129,10 +129,9 @@ class Producer(_ManifestPart, frozen=True):
 
 
 class TextGeneration(_ManifestPart, frozen=True):
-    """That the methods `prefill` and `decode` generate tokens: `length` of them fit into a context, of `batch` rows.
+    """Declaration that `prefill` and `decode` generate text, in contexts of `batch` rows of at most `length` tokens.
 
-    Tokens are numbers below `vocabulary`. `ends` are those after which a row has ended; `pad` stands where a row has
-    none.
+    Tokens are numbers below `vocabulary`. A row ends after any token in `ends`; `pad` fills the places without a token.
     """
 
     length: int
@@ -145,7 +144,8 @@ class TextGeneration(_ManifestPart, frozen=True):
 class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     """The whole document. `files` maps each file of the artifact to its BLAKE3 digest.
 
-    `variants`: by group, the tensors that a call chooses among resident sets; zeros where it chooses none.
+    `variants` maps each group to its tensors. A call chooses their values among the resident variants of the group; if
+    it chooses none, they are zeros.
     """
 
     format_version: int
@@ -173,10 +173,10 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
 
 
 def graph_identity(manifest: Manifest) -> str:
-    """The graph id: BLAKE3 of everything but the weights that decides an output.
+    """Return the graph id: the BLAKE3 digest of everything that affects outputs, except the weights' values.
 
-    That is the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
-    How a checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
+    It covers the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
+    It does not cover the adapter (how a checkpoint becomes weights) and the engines' files built from the graphs.
     """
     names = sorted({method.graph for method in manifest.methods.values()} | {CONSTANTS_NAME})
     files = {name: manifest.files.get(name) for name in names}
@@ -186,17 +186,20 @@ def graph_identity(manifest: Manifest) -> str:
 
 
 def with_graph_id(manifest: Manifest) -> Manifest:
-    """The manifest with the graph id that its contents give."""
+    """Return the manifest with the graph id computed from its contents."""
     return msgspec.structs.replace(manifest, graph_id=graph_identity(manifest))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Readable, deterministic JSON."""
+    """Return the manifest as readable, deterministic JSON."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """Decode and validate. Raises FormatVersionError for another format version, ArtifactError for the rest."""
+    """Decode and validate a manifest.
+
+    Raises FormatVersionError for an unknown format version, ArtifactError for everything else.
+    """
     advice = "Export the artifact again, or copy it again."
     try:
         version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
@@ -268,7 +271,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the strides are those of a permuted row-major tensor: no gaps and no overlaps."""
+    """Return True if the strides are those of a permuted row-major tensor, without gaps and overlaps."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=False)):
         if size != 1:
@@ -342,33 +345,33 @@ def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
         yield f"{name}: the size {size!r} names no dimension of the signature"
 
 
-def _generation_problems(found: TextGeneration, methods: dict[str, Method]) -> Iterator[str]:
-    if not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
-        yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
+def _generation_problems(text: TextGeneration, methods: dict[str, Method]) -> Iterator[str]:
+    if not (text.length > 0 < text.batch and 0 <= text.pad < text.vocabulary):
+        yield f"it generates {text.batch} rows of {text.length} of {text.vocabulary} tokens, padded with {text.pad}"
     for name in STEPS:
         if name not in methods:
             yield f"it generates, and has no method {name}"
             continue
         signature = methods[name].signature
-        row = found.batch, 1 if name == "decode" else _any_number(signature, found.length)
-        expected = [["I64", *shape] for shape in (row, (found.batch, found.length), row, ())]
-        taken = [_kind(node) for _, node in (*signature.args, *signature.kwargs)]
-        if taken != expected or signature.kwargs:
+        row = text.batch, 1 if name == "decode" else _prompt_dimension(signature, text.length)
+        expected = [["I64", *shape] for shape in (row, (text.batch, text.length), row, ())]
+        inputs = [_kind(node) for _, node in (*signature.args, *signature.kwargs)]
+        if inputs != expected or signature.kwargs:
             by_keyword = f", {len(signature.kwargs)} of them by keyword" if signature.kwargs else ""
-            yield f"it generates, and expected are inputs {expected} of {name}, which has {taken}{by_keyword}"
+            yield f"it generates, and expected are inputs {expected} of {name}, which has {inputs}{by_keyword}"
         logits = _kind(signature.output)
-        if len(logits) != 3 or "F" not in str(logits[0]) or logits[1] != found.batch:
-            yield f"it generates, and expected are logits [{found.batch}, vocabulary] of {name}, which gives {logits}"
+        if len(logits) != 3 or "F" not in str(logits[0]) or logits[1] != text.batch:
+            yield f"it generates, and expected are logits [{text.batch}, vocabulary] of {name}, which gives {logits}"
 
 
-def _any_number(signature: Signature, length: int) -> Size:
-    """The dimension that takes prompts of all lengths."""
-    known = signature.dims.items()
-    return next((name for name, dim in known if dim.min <= 1 and (dim.max or length) >= length), f"1..{length}")
+def _prompt_dimension(signature: Signature, length: int) -> Size:
+    """Return the dimension that accepts prompts of 1 to `length` tokens."""
+    dims = signature.dims.items()
+    return next((name for name, dim in dims if dim.min <= 1 and (dim.max or length) >= length), f"1..{length}")
 
 
 def _kind(node: Node) -> list[Size]:
-    """The dtype of a tensor, and its shape; of anything else what it is."""
+    """Return the dtype and the shape of a tensor, or the name of another node's type."""
     return [node.dtype, *node.shape] if isinstance(node, Tensor) else [type(node).__name__.lower()]
 
 
@@ -397,6 +400,6 @@ def _transform_problems(manifest: Manifest) -> Iterator[str]:
     for item in adapter.inputs:
         if not is_valid(item):
             yield f"its adapter takes {item.name!r} with the type {describe(item)}"
-    wanted = [ADAPTER_NAME] if computed else []
-    wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
-    yield from (f"{name!r} is not among its files" for name in wanted if name not in manifest.files)
+    files = [ADAPTER_NAME] if computed else []
+    files += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
+    yield from (f"{name!r} is not among its files" for name in files if name not in manifest.files)

@@ -1,4 +1,4 @@
-"""Finding each weight in a set of named tensors: under its FQN, or under a checkpoint's keys."""
+"""Matching of names: each weight is found in a set of named tensors, under its FQN or under a checkpoint's keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Keys = Literal["checkpoint", "fqn"]
 
 
 class Match(NamedTuple):
-    """Where each weight is in a set of tensors.
+    """Names of the weights in a set of tensors, and the problems.
 
     `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
-    `computed` maps a weight that the adapter computes to what it is computed from: checkpoint key -> name in the set.
-    `only_dtypes` says that every problem is a tensor of another dtype; `unknown` are weights that no key gives.
+    `computed` maps a weight that the adapter computes to its inputs: checkpoint key -> name in the set.
+    `only_dtypes` is True if every problem is a tensor of another dtype; `unknown` are weights that no checkpoint key
+    gives.
     """
 
     found: dict[str, tuple[str, ...]]
@@ -37,7 +38,7 @@ class Match(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a reading wants for one weight: any of `keys`, or all of them; each with its type."""
+    """Requirement of a reading for one weight: any of `keys`, or `all` of them; each with its type."""
 
     weight: NamedTensor
     keys: dict[str, Typed]
@@ -45,7 +46,10 @@ class Demand(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One way to read names. `ignored` ones may be present, `needed` ones must be; with `part` any others may, too."""
+    """Way to interpret the names of a set of tensors.
+
+    `ignored` names may be present, `needed` names must be; with `part` any other names may be present, too.
+    """
 
     demands: tuple[Demand, ...]
     ignored: frozenset[str]
@@ -53,16 +57,16 @@ class Reading(NamedTuple):
     part: bool = False
 
     def complete(self, names: Collection[str]) -> bool:
-        """Whether the names are exactly what is wanted, whatever their types."""
-        wanted = {key for demand in self.demands for key in demand.keys}
+        """Return True if the names are exactly the demanded ones, whatever the tensors' types."""
+        demanded = {key for demand in self.demands for key in demand.keys}
         return (
-            all(self.part or name in wanted or name in self.ignored for name in names)
+            all(self.part or name in demanded or name in self.ignored for name in names)
             and all((all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands)
             and all(name in names for name in self.needed)
         )
 
     def match(self, tensors: Mapping[str, Typed]) -> Match:
-        """Find every weight, with every problem."""
+        """Find every weight, and collect every problem."""
         present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
         used = {key for keys in present.values() for key in keys}
         extra = [key for key in tensors if key not in used]
@@ -70,7 +74,7 @@ class Reading(NamedTuple):
         missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
         hints = _suggestions(missing, unexpected)
         problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
-        problems = _both_shown(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
+        problems = _interleaved(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
         lacking = [name for name in self.needed if name not in tensors]
         problems += [f"{name}: missing; the loading code asks whether it is there" for name in lacking]
         unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
@@ -93,20 +97,20 @@ class Reading(NamedTuple):
 
 
 def by_fqn(manifest: Manifest) -> Reading:
-    """Names are runtime FQNs. State, variants and keys that the adapter ignores may be present."""
+    """Return the reading in which names are runtime FQNs. State, variants and ignored keys may be present."""
     demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
     others = (*manifest.state, *chain.from_iterable(manifest.variants.values()))
     ignored = {name for tensor in others for name in tensor.names} | set(manifest.adapter.ignored)
     return Reading(demands, frozenset(ignored))
 
 
-def by_unsaid_fqn(manifest: Manifest) -> Reading:
-    """The same for names of which nobody says that they are FQNs: the loading code may want to see other keys, too."""
+def by_assumed_fqn(manifest: Manifest) -> Reading:
+    """Return the FQN reading for a file without a stamp; keys that the loading code needs must be present, too."""
     return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
 
 
 def by_key(manifest: Manifest) -> Reading:
-    """Names are the checkpoint's keys, as the adapter recorded them at export."""
+    """Return the reading in which names are the checkpoint's keys, as the adapter recorded them at export."""
     weights = {weight.name: weight for weight in manifest.weights}
     inputs = {item.name: item for item in manifest.adapter.inputs if item.kind == "key"}
     demands = []
@@ -121,8 +125,8 @@ def by_key(manifest: Manifest) -> Reading:
 Readings = tuple[Callable[[Manifest], Reading], ...]
 NAMES: Readings = (by_fqn,)
 KEYS: Readings = (by_key,)
-KEYS_THEN_NAMES: Readings = (by_key, by_unsaid_fqn)
-UNAMBIGUOUS: Readings = (by_unsaid_fqn, by_key)
+KEYS_THEN_NAMES: Readings = (by_key, by_assumed_fqn)
+UNAMBIGUOUS: Readings = (by_assumed_fqn, by_key)
 
 
 def resolve(
@@ -133,12 +137,14 @@ def resolve(
     readings: Readings = UNAMBIGUOUS,
     part: bool = False,
 ) -> Match:
-    """Choose how to read a set of tensors. Raises WeightsMismatch with every problem of the nearest reading.
+    """Match a set of tensors by the first reading that fits.
 
-    part: the manifest has a part of the weights; names that it does not know are no problem.
-    The first of `readings` that fits is taken. Where none does, names without the prefixes that wrappers add are tried,
-    and taken if they are exactly what a reading wants. With UNAMBIGUOUS a set that fits both ways, with different
-    weights as the result, is refused: nothing in it can tell which is meant.
+    part: the manifest has a part of the weights; unknown names are no problem.
+    If no reading fits, the names are tried without the prefixes that wrappers add, and accepted if they are exactly
+    those that a reading demands. With UNAMBIGUOUS, a set that fits both readings with different weights as the result
+    is refused, because nothing in it tells which one is meant.
+
+    Raises WeightsMismatch with every problem of the reading with the fewest problems.
     """
     if manifest.adapter.untraceable and by_key in readings:
         raise WeightsMismatch(
@@ -158,8 +164,8 @@ def resolve(
     if fitting:
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
-    wanted = [key for reading in readings for demand in reading(manifest).demands for key in demand.keys]
-    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, wanted) or _advice(nearest))
+    demanded = [key for reading in readings for demand in reading(manifest).demands for key in demand.keys]
+    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, demanded) or _advice(nearest))
 
 
 def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
@@ -172,7 +178,7 @@ def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[
 
 
 def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
-    """Names without what wrappers and containers put into them, each with the name that it came from."""
+    """Yield maps of names without the parts that wrappers and containers add to the original names."""
     nested = [name.split(".") for name in names]
     while nested:
         for wrappers in (WRAPPERS[:-1], WRAPPERS):
@@ -187,7 +193,7 @@ def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
 
 
 def _with_names(match: Match, names: Mapping[str, str]) -> Match:
-    """A match of stripped names, in terms of the names that the set has."""
+    """Translate a match of stripped names back to the names of the set."""
     return match._replace(
         found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
         computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
@@ -195,18 +201,18 @@ def _with_names(match: Match, names: Mapping[str, str]) -> Match:
     )
 
 
-def _both_shown(wanted: list[str], unexpected: list[str]) -> list[str]:
-    """Problems of either kind among the first, which are the ones that are printed."""
+def _interleaved(missing: list[str], unexpected: list[str]) -> list[str]:
+    """Order problems so that the first ones, which are printed, are of both kinds."""
     first = MOST_PRINTED - min(MOST_PRINTED // 2, len(unexpected))
-    return wanted[:first] + unexpected[: MOST_PRINTED - first] + wanted[first:] + unexpected[MOST_PRINTED - first :]
+    return missing[:first] + unexpected[: MOST_PRINTED - first] + missing[first:] + unexpected[MOST_PRINTED - first :]
 
 
-def _peft_advice(names: Collection[str], wanted: Collection[str]) -> str:
-    found = next(filter(_PEFT.search, names), None)
-    if found is None or any(map(_PEFT.search, wanted)):
+def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
+    name = next(filter(_PEFT.search, names), None)
+    if name is None or any(map(_PEFT.search, demanded)):
         return ""
     return (
-        f"It has names of PEFT's adapters, such as {found}, and the graph has none: merge the adapter into the model "
+        f"It has names of PEFT's adapters, such as {name}, and the graph has none: merge the adapter into the model "
         "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
     )
 
@@ -255,13 +261,15 @@ def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, 
 
 
 def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
-    """For names on either side the nearest on the other, where each is the other's nearest of its shape."""
-    # difflib is quadratic in the number of names: a wholly foreign file needs no suggestions
+    """Return hints for pairs of missing and unexpected names that are each other's nearest of their shape."""
+    # difflib is quadratic in the number of names, and a wholly foreign file needs no suggestions
     if max(len(missing), len(unexpected)) > 500:
         return {}
-    there = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
-    back = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
-    pairs = [(key, near) for key, near in there.items() if near is not None and back[near] == key]
+    nearest_unexpected = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
+    nearest_missing = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
+    pairs = [
+        (key, near) for key, near in nearest_unexpected.items() if near is not None and nearest_missing[near] == key
+    ]
     return {one: f" (did you mean {other}?)" for pair in pairs for one, other in (pair, pair[::-1])}
 
 

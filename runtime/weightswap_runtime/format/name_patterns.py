@@ -1,4 +1,4 @@
-"""Parts of a set of tensors, named by patterns of names."""
+"""Patterns of names, which select a part of a set of tensors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from weightswap_runtime.errors import Unsupported
 from .manifest import Manifest
 
 
-def patterns(given: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
-    """Patterns as users give them. Raises Unsupported for what is neither a text nor several."""
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
-    if not found or not all(isinstance(pattern, str) for pattern in found):
-        raise Unsupported(f"{option}={given!r}: expected a pattern such as 'encoder.*', or several")
-    return found
+def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
+    """Return the patterns in a user's value of an option. Raises Unsupported if it is not one or more strings."""
+    result = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not result or not all(isinstance(pattern, str) for pattern in result):
+        raise Unsupported(f"{option}={value!r}: expected a pattern such as 'encoder.*', or several")
+    return result
 
 
 def ignored_names(names: Iterable[str], ignore: Sequence[str], where: str) -> tuple[str, ...]:
-    """The names that a pattern of `ignore=` matches. A pattern that matches none is a warning."""
-    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
-    for pattern in (pattern for pattern, matches in found.items() if not matches):
+    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none."""
+    matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
+    for pattern in (pattern for pattern, matches in matched.items() if not matches):
         warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
-    return tuple(dict.fromkeys(name for matches in found.values() for name in matches))
+    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches))
 
 
 def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
-    """The names that any of the patterns matches, as `fnmatch` has them (`*`, `?`, `[a-z]`; `*` also matches dots).
+    """Return the names that match any of the patterns, in fnmatch's syntax (`*`, `?`, `[a-z]`; `*` also matches dots).
 
     Raises Unsupported for patterns that match nothing.
     """
@@ -44,7 +44,7 @@ def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
 
 
 def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
-    """The manifest with those weights alone of which a pattern matches a name. Raises Unsupported."""
+    """Return the manifest with only the weights that have a matching name. Raises Unsupported."""
     chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
     weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
     kept = {weight.name for weight in weights}

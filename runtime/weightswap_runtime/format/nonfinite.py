@@ -1,7 +1,7 @@
-"""Values that are not finite: found on the pass that hashes weights, counted where there are any, and judged.
+"""Non-finite values of weights: detected on the pass that hashes the weights, counted, and allowed or refused.
 
-Masks of -inf are common, and so are observers that begin with them. What alarms is therefore a kind of value, NaN or
-infinity, that a weight has and did not have in the weights that are served.
+Masks of -inf are common, and so are observers that start with infinities. A swap is therefore refused only if a weight
+has a kind of value, NaN or infinity, that it does not have in the served weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weightswap_runtime.tensors.dtypes import DTYPES
 from .manifest import Manifest, NamedTensor
 from .name_patterns import part_of, patterns
 
-STEP = 1 << 20  # bytes that are looked at together: they stay in the cache
-Allowed = bool | frozenset[str] | None  # names
+STEP = 1 << 20  # bytes that are inspected at a time: they stay in the cache
+Allowed = bool | frozenset[str] | None  # all, none, or the names of some weights
 _ADVICE = (
     "Do not serve them, and look at the training that wrote them. If they are meant, allow_nonfinite=True lets them "
     "in, and patterns such as allow_nonfinite='*.mask' those of some weights."
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 class Counts(NamedTuple):
-    """How many of some values are not finite. A complex number may count as both."""
+    """Numbers of NaN and infinite values. A complex number may count as both."""
 
     nan: int
     infinite: int
@@ -41,7 +41,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """How many of the `of` values of a weight are NaN, and how many infinite."""
+    """Numbers of NaN and infinite values among the `of` values of a weight."""
 
     nan: int
     infinite: int
@@ -53,10 +53,10 @@ class Nonfinite:
 
 
 class _Codes(NamedTuple):
-    """How bits tell that a value is not finite: as signed or unsigned integers they reach a limit.
+    """Limits of the bit patterns of a dtype, as integers, at which values are not finite.
 
-    `signed` and `unsigned` are the least of the positive codes and of those with a sign that are not finite, `lowest`
-    is the one code of a type that has no other; None where a type has no such codes.
+    As signed integers, patterns from `signed` up are not finite, and as unsigned integers those from `unsigned` up.
+    `lowest` is the only non-finite pattern of some dtypes. None means that the dtype has no such limit.
     """
 
     bytes: int
@@ -66,11 +66,11 @@ class _Codes(NamedTuple):
 
 
 def _ieee(size: int, first: int) -> _Codes:
-    """Types whose codes rise with their magnitude, and end with infinity and NaN."""
+    """Return the limits of a dtype whose patterns rise with the magnitude, and end with infinity and NaN."""
     return _Codes(size, first, first | 1 << (8 * size - 1))
 
 
-# OCP's F6 and F4 have no such values
+# OCP's F6 and F4 have no non-finite values
 _CODES: dict[str, _Codes] = {
     "F16": _ieee(2, 0x7C00),
     "BF16": _ieee(2, 0x7F80),
@@ -86,9 +86,9 @@ _CODES: dict[str, _Codes] = {
 
 
 def count_nonfinite(dtype: str, data: memoryview) -> Counts | None:
-    """How many of some whole elements are not finite; None where all are. At several times the speed of hashing.
+    """Count the non-finite values of whole elements; return None if all are finite. Several times faster than hashing.
 
-    Looking at them takes two reductions of integers, which vectorise for every size and let other threads run.
+    Detection takes two integer reductions, which are vectorised for every size and release the GIL.
     """
     codes = _CODES.get(dtype)
     if codes is None or not len(data):
@@ -96,12 +96,12 @@ def count_nonfinite(dtype: str, data: memoryview) -> Counts | None:
     counts = Counts(0, 0)
     for start in range(0, len(data), STEP):
         part = data[start : start + STEP]
-        if _alarms(codes, part):
+        if _has_nonfinite(codes, part):
             counts = counts.plus(_count(dtype, part))
     return counts if any(counts) else None
 
 
-def _alarms(codes: _Codes, part: memoryview) -> bool:
+def _has_nonfinite(codes: _Codes, part: memoryview) -> bool:
     signed, unsigned = (np.frombuffer(part, f"<{kind}{codes.bytes}") for kind in "iu")
     return bool(
         (codes.signed is not None and signed.max() >= codes.signed)
@@ -116,17 +116,17 @@ def _count(dtype: str, part: memoryview) -> Counts:
 
 
 def element_bytes(dtype: str) -> int:
-    """Of how many bytes only whole multiples may be counted; 0 for types whose values are always finite."""
+    """Return the size of an element in bytes; 0 for dtypes whose values are always finite."""
     return DTYPES[dtype].bits // 8 if dtype in _CODES else 0
 
 
 def newly_nonfinite(
     weights: Iterable[NamedTensor], counts: Mapping[str, Counts], served: Mapping[str, Counts] | None
 ) -> dict[str, Nonfinite]:
-    """The weights that have a kind of value that is not finite, and did not have it in those that are served.
+    """Return the weights with a kind of non-finite value that they do not have in the served weights.
 
-    With nothing served, NaN is such a kind in every weight, and infinity in those that require a gradient: these are
-    trained, and no masks.
+    If no weights are served, NaN counts in every weight, and infinity in those that require a gradient: these are
+    trained, and not masks.
     """
     size = {weight.name: weight.nbytes * 8 // DTYPES[weight.dtype].bits for weight in weights if weight.name in counts}
     trained = {weight.name for weight in weights if weight.requires_grad}
@@ -139,19 +139,19 @@ def newly_nonfinite(
     return {name: Nonfinite(*counts[name], size[name]) for name in sorted(size) if is_new(name)}
 
 
-def refuse_nonfinite(found: Mapping[str, Nonfinite], allowed: Allowed, where: str) -> None:
-    """Raise NonFiniteWeights for what is not allowed. None allows everything, and so does True."""
+def refuse_nonfinite(nonfinite: Mapping[str, Nonfinite], allowed: Allowed, where: str) -> None:
+    """Raise NonFiniteWeights for values that are not allowed. None and True allow all."""
     if allowed is None or allowed is True:
         return
-    if problems := [f"{name}: {some}" for name, some in found.items() if name not in (allowed or ())]:
+    if problems := [f"{name}: {counts}" for name, counts in nonfinite.items() if name not in (allowed or ())]:
         raise NonFiniteWeights(where, problems, _ADVICE)
 
 
-def as_allowed(given: bool | str | Sequence[str] | None, manifest: Manifest) -> Allowed:
-    """`allow_nonfinite=` as users give it: patterns become names. Raises Unsupported for what it cannot be."""
-    if given is None or isinstance(given, bool):
-        return given
+def as_allowed(value: bool | str | Sequence[str] | None, manifest: Manifest) -> Allowed:
+    """Convert a user's value of `allow_nonfinite=`: patterns become names. Raises Unsupported for invalid values."""
+    if value is None or isinstance(value, bool):
+        return value
     try:
-        return frozenset(weight.name for weight in part_of(manifest, patterns(given)).weights)
+        return frozenset(weight.name for weight in part_of(manifest, patterns(value)).weights)
     except Unsupported as error:
         raise Unsupported(str(error).replace("only=", "allow_nonfinite=", 1)) from None

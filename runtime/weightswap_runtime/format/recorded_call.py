@@ -1,4 +1,4 @@
-"""One recorded call of a method, and whether it fits the method's signature."""
+"""Recorded calls of a method, and their check against the method's signature."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _DTYPE_NAMES = {name: name for name in DTYPES}
 
 
 class GoldensPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of the goldens' JSON."""
+    """Base of the goldens' JSON objects."""
 
 
 class Case(GoldensPart, frozen=True):
-    """One call of a method: its flat inputs and outputs, in the graph's order.
+    """Recorded call of a method: its flat inputs and outputs, in the graph's order.
 
-    A tensor is the name of an entry of the file, an integer is itself, a literal is None: the signature has its value.
+    A tensor is stored as the name of the file's tensor, an integer as itself, a literal as None: the signature has its
+    value.
     """
 
     method: str
@@ -35,7 +36,7 @@ class Case(GoldensPart, frozen=True):
 def case_problems(
     case: Case, signature: Signature, tensors: Mapping[str, TensorBytes], has_outputs: bool = True
 ) -> list[str]:
-    """What keeps a case from being a call of the method. `tensors` are those of its file."""
+    """Return the reasons why a case cannot be a call of the method. `tensors` are those of the case's file."""
     inputs = input_leaves(signature)
     outputs = leaves(signature.output) if has_outputs else []
     problems = [
@@ -52,12 +53,12 @@ def case_problems(
 
 
 def _value_problems(
-    what: str, wanted: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, TensorBytes]
+    kind: str, expected_leaves: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, TensorBytes]
 ) -> Iterator[str]:
-    if len(wanted) != len(values):
-        yield f"expected {len(wanted)} {what}, found {len(values)}"
+    if len(expected_leaves) != len(values):
+        yield f"expected {len(expected_leaves)} {kind}, found {len(values)}"
         return
-    for leaf, value in zip(wanted, values, strict=True):
+    for leaf, value in zip(expected_leaves, values, strict=True):
         if isinstance(leaf, Tensor):
             fits, expected = value in tensors, "the name of a tensor in the file"
         elif isinstance(leaf, Integer):
@@ -69,9 +70,9 @@ def _value_problems(
 
 
 def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, TensorBytes]) -> tuple[str, ...]:
-    """What a server would refuse in a call with these inputs."""
+    """Return the problems for which a server would refuse a call with these inputs."""
     flat = [tensors[value] if isinstance(value, str) else value for value in case.inputs]
-    # a tensor of a file is on no device, so on no wrong one
+    # a tensor of a file is on no device, so the check of the device is left out
     check = CallCheck(case.method, signature, TensorBytes, _DTYPE_NAMES, lambda _: None, id)
     try:
         check.flatten(*call_arguments(signature, flat))
@@ -81,11 +82,10 @@ def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, Tens
 
 
 def type_problem(leaf: Tensor, recorded: Typed) -> str | None:
-    """Why a recorded tensor cannot be that output; None if it can. Sizes that vary are left to a run."""
+    """Return why a recorded tensor cannot be the output `leaf`; None if it can. Dynamic sizes are not checked here."""
     fits = len(recorded.shape) == len(leaf.shape) and all(
-        wanted == size for wanted, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(wanted, int)
+        expected == size for expected, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(expected, int)
     )
     if fits and recorded.dtype == leaf.dtype:
         return None
-    expected = f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return f": expected {expected}, found {describe(recorded)}"
+    return f": expected {leaf.dtype}[{', '.join(map(str, leaf.shape))}], found {describe(recorded)}"

@@ -1,7 +1,7 @@
-"""Signatures: what a method takes and returns, as a JSON tree.
+"""Signatures: the inputs and outputs of a method, as a JSON tree.
 
-A leaf is one flat input or output of the graph: a tensor, an integer that varies, or a literal that the graph
-has baked in. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`.
+A leaf is one flat input or output of the graph: a tensor, an integer that varies, or a literal that is fixed in the
+graph. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<dim>[A-Za-z_]\w*)(?P<offset>[+-]\
 
 
 class Tensor(msgspec.Struct, frozen=True, tag="tensor"):
-    """A tensor leaf. `dtype` is a safetensors name."""
+    """Tensor leaf. `dtype` is a safetensors name."""
 
     name: str
     dtype: str
@@ -29,16 +29,17 @@ class Tensor(msgspec.Struct, frozen=True, tag="tensor"):
 
 
 class Integer(msgspec.Struct, frozen=True, tag="integer"):
-    """An integer that may vary from call to call, like a size."""
+    """Integer that may vary from call to call, like a size."""
 
     name: str
     value: Size
 
 
 class Literal(msgspec.Struct, frozen=True, tag="literal"):
-    """A value that was fixed at export. In a call it may be left out.
+    """Value that was fixed at export. A call may omit it.
 
-    A float is kept as hexadecimal text in `hex`, which has one spelling and knows infinities; `value` is then None.
+    A float is stored as hexadecimal text in `hex`, which is unambiguous and can express infinities; `value` is then
+    None.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Tuple(msgspec.Struct, frozen=True, tag="tuple"):
 
 
 class Dict(msgspec.Struct, frozen=True, tag="dict"):
-    """Keys keep their order and their type."""
+    """Dict node. Keys keep their order and their type."""
 
     items: tuple[tuple[Key, Node], ...]
 
@@ -73,16 +74,18 @@ Node = Leaf | Items | Tuple | Dict
 
 
 class Dimension(msgspec.Struct, frozen=True):
-    """The range of a named dimension, both ends included; `max` None means no end."""
+    """Range of a named dimension, both ends included; a `max` of None means no upper limit."""
 
     min: int
     max: int | None = None
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """`args` and `kwargs` by parameter name, in call order. A name that is no identifier cannot be given by keyword.
+    """Inputs and output of a method.
 
-    `conditions` are relations between dimensions that the capture relied on, such as `rows <= columns`.
+    `args` and `kwargs` are pairs of parameter name and node, in call order. A name that is no identifier cannot be
+    passed by keyword. `conditions` are relations between dimensions that the capture relied on, such as
+    `rows <= columns`.
     """
 
     args: tuple[tuple[str, Node], ...]
@@ -109,14 +112,14 @@ def parse_size(text: str) -> SizeExpression:
 
 
 def in_range(sizes: Sizes, dims: Mapping[str, Dimension]) -> bool:
-    """Whether sizes are those of all named dimensions, each within its range."""
+    """Return True if `sizes` has exactly the named dimensions, each within its range."""
     return sizes.keys() == dims.keys() and all(
         limits.min <= sizes[name] and (limits.max is None or sizes[name] <= limits.max) for name, limits in dims.items()
     )
 
 
 def size_at(size: Size, sizes: Sizes) -> int:
-    """A size of a shape, where the named dimensions have these sizes."""
+    """Evaluate a size of a shape for given sizes of the named dimensions."""
     if isinstance(size, int):
         return size
     factor, dim, offset = parse_size(size)
@@ -124,12 +127,12 @@ def size_at(size: Size, sizes: Sizes) -> int:
 
 
 def key_text(key: Key) -> str:
-    """A key in the name of a leaf: `x`, `7`, and of a tuple its JSON text, `["a","to","b"]`."""
+    """Return a key as text for the name of a leaf: `x`, `7`, or for a tuple its JSON text, `["a","to","b"]`."""
     return json.dumps(key, ensure_ascii=False, separators=(",", ":")) if isinstance(key, tuple) else str(key)
 
 
 def leaves(node: Node) -> list[Leaf]:
-    """The leaves of a tree, in the order of the graph's flat inputs or outputs."""
+    """Return the leaves of a tree, in the order of the graph's flat inputs or outputs."""
     match node:
         case Items(items) | Tuple(items):
             return [leaf for item in items for leaf in leaves(item)]
@@ -140,19 +143,19 @@ def leaves(node: Node) -> list[Leaf]:
 
 
 def input_leaves(signature: Signature) -> list[Leaf]:
-    """The flat inputs of a method, in the graph's order."""
+    """Return the flat inputs of a method, in the graph's order."""
     return [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
 
 
 def call_arguments(signature: Signature, flat: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call a method with, positional and by keyword, from its flat inputs."""
+    """Build the positional and keyword arguments of a method from its flat inputs."""
     values = iter(flat)
     args = tuple(_build(node, values) for _, node in signature.args)
     return args, {name: _build(node, values) for name, node in signature.kwargs}
 
 
 def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
-    """The sizes in a leaf: a tensor's shape, an integer's value."""
+    """Return the sizes in a leaf: a tensor's shape, or an integer's value."""
     match leaf:
         case Tensor():
             return leaf.shape
@@ -163,12 +166,12 @@ def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
 
 
 def unflatten(node: Node, values: list[Any]) -> Any:
-    """Rebuild the tree of `node` from its flat values, with plain dicts, lists and tuples; literals are the node's."""
+    """Rebuild the tree of `node` from flat values, with plain dicts, lists and tuples; literals come from the node."""
     return _build(node, iter(values))
 
 
 def flatten(node: Node, value: Any) -> list[Any]:
-    """The flat values of a tree that `unflatten` has built."""
+    """Return the flat values of a tree built by `unflatten`."""
     match node:
         case Items(items) | Tuple(items):
             return [part for item, element in zip(items, value, strict=True) for part in flatten(item, element)]

@@ -1,4 +1,4 @@
-"""Weight files: one full set of weights as plain safetensors, in canonical layout when we write it."""
+"""Weight files: one full set of weights as plain safetensors; those written here have the canonical layout."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ALIGNMENT = 256
 LABEL_ROOM = 1024
 METADATA_KEY = "weightswap"
 TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-_UNKNOWN = "0" * 64  # an id or a digest, before the bytes are there
+_UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What weightswap adds to `__metadata__`. `digests` are `tensor_digest`s by tensor name.
+    """Entry that weightswap adds to `__metadata__`. `digests` maps tensor names to their `tensor_digest`s.
 
-    `cast` says which tensors were cast when they were packed: the dtype they had -> their names, sorted. It is absent
-    from files in which none was.
+    `cast` lists the tensors that were cast when they were packed: their former dtype -> their names, sorted. Files
+    without cast tensors have no such field.
     """
 
     graph_id: str
@@ -48,7 +48,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorRow(NamedTuple):
-    """A tensor to be written; `shape` in elements."""
+    """Tensor to be written; `shape` in elements."""
 
     name: str
     dtype: str
@@ -56,27 +56,28 @@ class TensorRow(NamedTuple):
 
 
 def weights_id(rows: Iterable[tuple[TensorRow, str]]) -> str:
-    """BLAKE3 over the sorted lines `name dtype [shape] digest`; independent of file, order and layout."""
+    """Return BLAKE3 over the sorted lines `name dtype [shape] digest`; independent of file, order and layout."""
     lines = sorted(f"{t.name} {t.dtype} [{','.join(map(str, t.shape))}] {digest}\n" for t, digest in rows)
     return blake3("".join(lines).encode()).hexdigest()
 
 
 def size_alignment(size: int) -> int:
-    """The largest power of two that divides `size`, at most 256; an empty tensor fits anywhere."""
+    """Return the largest power of two that divides `size`, at most 256; 256 for an empty tensor."""
     return min(size & -size, ALIGNMENT) if size else ALIGNMENT
 
 
 def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """Rows by falling alignment of their size, then by name: every tensor starts at a multiple of that alignment."""
+    """Sort rows by falling alignment of their size, then by name; every tensor then starts at such an alignment."""
     return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """An open safetensors file whose header was read and checked. Data is read from `source` by the caller.
+    """Open safetensors file whose header has been read and checked. Callers read the data from `source`.
 
-    path: a local path, or an fsspec URL, of which `path` and `where` show no credentials. A local file stays readable
-    when its name is replaced, an object as long as it has the same content. `check_unchanged()` tells whether it was
-    written to. check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait.
+    path: a local path or an fsspec URL; the attributes `path` and `where` show no credentials of it. A local file stays
+    readable when its name is replaced, a remote object while its content is the same. `check_unchanged()` detects
+    writes. check: a callback, called every few milliseconds while waiting for a remote response; an exception that it
+    raises ends the wait.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Url, check: Check | None = None) -> None:
@@ -87,7 +88,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
             self.header = read_header(self.source)
             self.tensors = self.header.tensors
             self.stamp = _read_stamp(self.header, self.where)
-            if self.stamp is None:  # nothing but its times can tell that it changes
+            if self.stamp is None:  # without digests, only the file's times show that it changed
                 self.source.await_stable_mtime()
                 self._check_header()
         except BaseException:
@@ -95,7 +96,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
             raise
 
     def _check_header(self) -> None:
-        """What was read before the file had settled may have been another's."""
+        """Raise WeightFileError if the header changed before the file's mtime was stable."""
         if read_header(self.source) != self.header:
             raise WeightFileError(
                 f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
@@ -116,14 +117,14 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 def encode_tensors(
     tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> list[memoryview]:
-    """The pieces of a small safetensors file, in canonical order."""
+    """Return the pieces of a small safetensors file, in canonical order."""
     order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     header = render_header(pack_ranges(order), {"format": "pt", **metadata})
     return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
 
 
 def read_header(source: ByteSource) -> Header:
-    """The header of a safetensors file. Raises WeightFileError."""
+    """Read and parse the header of a safetensors file. Raises WeightFileError."""
     prefix = bytearray(min(8, source.size))
     source.read_into([memoryview(prefix)], 0)
     length = header_length(bytes(prefix), source.size, source.where)
@@ -133,7 +134,7 @@ def read_header(source: ByteSource) -> Header:
 
 
 def holds_goldens(metadata: Mapping[str, str]) -> bool:
-    """Whether a file holds recorded calls instead of weights."""
+    """Return True if a file holds recorded calls instead of weights."""
     try:
         return "cases" in msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -147,7 +148,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        if holds_goldens(header.metadata):  # of no weights
+        if holds_goldens(header.metadata):
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
@@ -173,9 +174,9 @@ def write_weight_file(
     graph_id: str,
     labels: Mapping[str, str] | None = None,
 ) -> Stamp:
-    """Write a weight file; it appears under `path` whole or not at all. Otherwise as `new_weight_file`.
+    """Write a weight file and return its stamp. The file appears under `path` whole or not at all.
 
-    Returns the stamp that the file carries.
+    For the arguments see `new_weight_file`.
     """
     with new_weight_file(Path(path), rows, data, graph_id=graph_id, labels=labels or {}, cast={}) as (file, stamp):
         file.rename(Path(path))
@@ -192,10 +193,10 @@ def new_weight_file(
     labels: Mapping[str, str],
     cast: Mapping[str, list[str]],
 ) -> Iterator[tuple[PendingFile, Stamp]]:
-    """A weight file in canonical layout, on disk beside `path`, that the block is to rename; and the stamp in it.
+    """Write a weight file in canonical layout to a temporary name beside `path`; the block must rename it.
 
-    `data` gives each tensor's little-endian row-major bytes, in pieces, in the order of `canonical_order(rows)`.
-    One tensor is in memory at a time. `cast` is recorded as it is.
+    Yields the file, whose bytes are on disk, and its stamp. `data` gives each tensor's little-endian row-major bytes,
+    in pieces, in the order of `canonical_order(rows)`. One tensor is in memory at a time. `cast` is recorded as it is.
     """
     order = canonical_order(rows)
     blank = Stamp(
@@ -213,7 +214,7 @@ def new_weight_file(
 
 
 class StampedFile(PendingFile):
-    """A safetensors file that is being written: its tensors, the stamp that has their digests, and then its name."""
+    """Safetensors file that is being written: first the tensors, then the stamp with their digests, then the name."""
 
     def __init__(self, path: Path, order: Sequence[TensorRow], key: str, labels: Mapping[str, str]) -> None:
         self._order, self._ranges = order, pack_ranges(order)
@@ -221,9 +222,9 @@ class StampedFile(PendingFile):
         super().__init__(path)
 
     def write_tensors(self, data: TensorData, blank: msgspec.Struct) -> dict[str, str]:
-        """Write the tensors, behind room for the stamp. Returns their digests by name.
+        """Write the tensors after a gap for the header, and return their digests by name.
 
-        blank: the stamp, still without digests.
+        blank: the stamp without digests; the gap's size is computed from it.
         """
         self._room = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
         items = iter(data.items() if isinstance(data, Mapping) else data)
@@ -235,7 +236,7 @@ class StampedFile(PendingFile):
         return digests
 
     def write_stamp(self, stamp: msgspec.Struct) -> None:
-        """Fill the room before the tensors; all bytes are on disk then."""
+        """Write the header into the gap before the tensors, and flush all bytes to disk."""
         header = self._header(stamp)
         if len(header) != self._room:
             raise ValueError("the header changed its size between two renderings")
@@ -244,8 +245,8 @@ class StampedFile(PendingFile):
         self.sync()
 
     def _header(self, stamp: msgspec.Struct) -> bytes:
-        """The bytes before the tensors, with room for longer labels."""
-        # "format": transformers and others refuse files without it
+        """Return the bytes before the tensors, with room for longer labels."""
+        # transformers and others refuse files without "format"
         metadata = {"format": "pt", self._key: msgspec.json.encode(stamp).decode()}
         text = json.dumps(msgspec.json.encode(self._labels).decode(), ensure_ascii=False)
         return render_header(self._ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))

@@ -1,4 +1,4 @@
-"""One set of tensors in one file or several: a weight file, an index with its shards, a Hugging Face directory."""
+"""Weight sets: tensors in one file or several, as a weight file, an index with shards, or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AGAIN = "Write the checkpoint again, or copy it again."
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: `nbytes` row-major bytes from `offset`, counted from the start of the file."""
+    """Tensor in a file: `nbytes` row-major bytes from `offset`, counted from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,23 +54,23 @@ class WeightSet(AbstractContextManager["WeightSet"]):
 
     @property
     def stamp(self) -> Stamp | None:
-        """What weightswap has written about the tensors; files that belong to an index have none."""
+        """Stamp that weightswap wrote into the file; None for shards of an index."""
         return self.files[0].stamp if len(self.files) == 1 else None
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """That of the file; files that belong to an index have none."""
+        """Metadata of the file; empty for shards of an index."""
         return self.files[0].header.metadata if len(self.files) == 1 else {}
 
     @property
     def holds_goldens(self) -> bool:
-        """Whether these are recorded calls instead of weights."""
+        """True if the set holds recorded calls instead of weights."""
         return holds_goldens(self.metadata)
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         """Raise WeightFileError if any file was written to since it was opened, or may have been.
 
-        proven: all that was read has digests in the file, which the caller compares.
+        proven: True if the caller has compared everything it read with digests in the file.
         """
         for file in self.files:
             file.check_unchanged(proven=proven)
@@ -86,26 +86,26 @@ class WeightSet(AbstractContextManager["WeightSet"]):
 def open_weights(path: str | os.PathLike[str] | Url, check: Check | None = None) -> WeightSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
-    path: a local path or an fsspec URL. In a directory `model.safetensors` is taken, else the only index, else the only
-    .safetensors file that is no shard. Every header is read and checked, no data. check: called every few milliseconds
-    while a remote answer is waited for; what it raises ends the wait.
+    path: a local path or an fsspec URL. In a directory `model.safetensors` is opened, else the only index, else the
+    only .safetensors file that is not a shard. Every header is read and checked; no data is read. check: a callback,
+    called every few milliseconds while waiting for a remote response; an exception that it raises ends the wait.
 
-    Raises WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+    Raises WeightFileError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
     """
-    found = _find(as_location(path), check)
-    if found.name.endswith(INDEX_SUFFIX):
-        return _open_shards(found, check)
-    return WeightSet(found, {"": WeightFile(found, check)})
+    location = _find(as_location(path), check)
+    if location.name.endswith(INDEX_SUFFIX):
+        return _open_shards(location, check)
+    return WeightSet(location, {"": WeightFile(location, check)})
 
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
-    """`v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
+    """Return `v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
     path = Path(weights)
     return path.with_name(_goldens_name(path.name))
 
 
 def goldens_url(weights: Url) -> Url:
-    """As `goldens_path`, for the URL of a weight file or an index."""
+    """Return the URL of the goldens for the URL of a weight file or an index, like `goldens_path`."""
     return weights.with_name(_goldens_name(weights.name))
 
 
@@ -122,11 +122,11 @@ def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
 
 def _find(location: Location, check: Check | None) -> Location:
     names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
-    return location if names is None else location / _meant(location, names)
+    return location if names is None else location / _choose(location, names)
 
 
 def local_names(path: Path) -> list[str] | None:
-    """What a directory holds; None for anything else. Raises WeightFileError."""
+    """Return the sorted names in a directory; None for anything else. Raises WeightFileError."""
     try:
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else None
     except (OSError, ValueError) as error:
@@ -141,8 +141,7 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
     return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
 
 
-def _meant(path: Location, names: Sequence[str]) -> str:
-    """Which of the files in a directory to open."""
+def _choose(path: Location, names: Sequence[str]) -> str:
     if SINGLE_NAME in names:
         return SINGLE_NAME
     if MANIFEST_NAME in names:
@@ -162,11 +161,11 @@ def _meant(path: Location, names: Sequence[str]) -> str:
             f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; name the one "
             "that is meant"
         )
-    raise WeightFileError(f"{path}: {_nothing(names)}")
+    raise WeightFileError(f"{path}: {_no_candidate(names)}")
 
 
 def lost_index(names: Sequence[str]) -> str:
-    """What is wrong if the files of a directory are nothing but shards, which an index would tell apart; else empty."""
+    """Return a message if all files of a directory are shards whose index is missing; otherwise an empty string."""
     shards = [_SHARD.fullmatch(name) for name in names]
     parts = [shard for shard in shards if shard is not None and int(shard[2]) > 1]
     if not parts or len(parts) < len(names):
@@ -179,11 +178,11 @@ def lost_index(names: Sequence[str]) -> str:
 
 
 def is_torch_name(name: str) -> bool:
-    """Whether a file has a name as torch's checkpoints have: pickled, or a part of a distributed one."""
+    """Return True for the names of torch's checkpoints: pickled files and parts of distributed checkpoints."""
     return name.endswith(TORCH_SUFFIXES) or name == ".metadata"
 
 
-def _nothing(names: Sequence[str]) -> str:
+def _no_candidate(names: Sequence[str]) -> str:
     pickled = [name for name in names if is_torch_name(name)]
     if pickled:
         return (
@@ -194,7 +193,7 @@ def _nothing(names: Sequence[str]) -> str:
 
 
 def _open_shards(index: Location, check: Check | None) -> WeightSet:
-    # a link to the folder may be turned to another one between two of them
+    # resolved once: a link to the folder may be changed while the shards are opened
     folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check)
     with ExitStack() as stack:
@@ -207,9 +206,9 @@ def _open_shards(index: Location, check: Check | None) -> WeightSet:
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None) -> dict[str, str]:
-    """Read and check an index of shards with this suffix: tensor -> shard, which is in the index's folder.
+    """Read and check an index of shards with the given suffix, and return its map of tensors to shards.
 
-    Raises WeightFileError.
+    The shards' paths are relative to the index's folder. Raises WeightFileError.
     """
     raw = read_small(index, MOST_INDEX_BYTES, check)
     if raw is None:
@@ -231,8 +230,8 @@ class _Index(msgspec.Struct):
 
 def _check_shard(index: Location, name: str, suffix: str) -> None:
     shard = PurePosixPath(name)
-    odd = "\\\0" if isinstance(index, Path) else "\\\0?#:"  # some file systems find a query or a version there
-    if shard.is_absolute() or ".." in shard.parts or set(name) & set(odd) or not name.endswith(suffix):
+    forbidden = "\\\0" if isinstance(index, Path) else "\\\0?#:"  # in URLs these begin a query or a version
+    if shard.is_absolute() or ".." in shard.parts or set(name) & set(forbidden) or not name.endswith(suffix):
         raise WeightFileError(
             f"{index}: names the shard {name!r}; expected the name of a {suffix} file in the index's folder. "
             "Do not use this checkpoint unless you trust where it is from."

@@ -1,1 +1,1 @@
-"""Bytes at a path or URL: found, read without changing under us, written whole."""
+"""Sources of bytes at a path or URL, with detection of changes during a read, and files that are written whole."""

@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all.
 
-A link stays, and what it points to is replaced. Nothing replaces a device, a pipe or a socket.
+A symbolic link is kept, and its target is replaced. Devices, pipes and sockets are never replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file; False also for a name that no file can have."""
+    """Return True if there is a regular file; False also for an invalid name."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -38,13 +38,13 @@ def is_file(path: Path) -> bool:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise Unsupported where there is what no file may replace, and OSError where that cannot be told."""
+    """Raise Unsupported for a device, a pipe or a socket, and OSError if the path cannot be examined."""
     if kind := _SPECIAL.get(_kind(path)):
         raise Unsupported(f"{path}: is {kind}, which no file replaces; name a file")
 
 
 def _kind(path: Path) -> int:
-    """What there is, or what a link points to; 0 for nothing."""
+    """Return the file type bits of a path or of a link's target; 0 if nothing is there."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def _kind(path: Path) -> int:
 
 
 def _followed(path: Path) -> Path:
-    """What a link points to. Raises what `check_replaceable` does."""
+    """Return the target of a link, or the path itself. Raises what `check_replaceable` raises."""
     check_replaceable(path)
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
@@ -70,7 +70,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_names(folder: Path) -> None:
-    """Have the names in a folder on disk. They are there already: that they are not safe yet is a warning."""
+    """Flush the names in a folder to disk. A failure is only a warning: the names are there already."""
     try:
         _sync(folder)
     except OSError as error:
@@ -80,7 +80,7 @@ def _sync_names(folder: Path) -> None:
 
 
 class PendingFile:
-    """A file that is being written, locked, under a temporary name beside `path`.
+    """File that is being written, locked, under a temporary name beside `path`.
 
     It is removed when the block ends, unless `rename` was called.
     """
@@ -91,12 +91,12 @@ class PendingFile:
         self._temporary, self.file = _new_temporary(target)
 
     def sync(self) -> None:
-        """Have the bytes on disk."""
+        """Flush the bytes to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def rename(self, path: Path) -> None:
-        """Replace `path`, in the same folder. A reader sees the old file or this one; `sync` comes first."""
+        """Replace `path`, in the same folder. Readers see the old file or this one. Call `sync` first."""
         target = _followed(path)
         self._temporary.replace(target)
         _sync_names(target.parent)
@@ -113,7 +113,7 @@ class PendingFile:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that replaces `path`, its bytes on disk, when the block ends without an error."""
+    """Open a new file. When the block ends without an error, its bytes are flushed to disk and it replaces `path`."""
     with PendingFile(path) as new:
         yield new.file
         new.sync()
@@ -122,7 +122,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_report(path: Path) -> Iterator[BinaryIO]:
-    """As `new_file`; but a pipe, or a device that takes bytes in a row, is written to."""
+    """Open a new file like `new_file`, or an existing pipe or character device, which is written to."""
     with os.fdopen(os.open(path, os.O_WRONLY), "wb") if _is_stream(path) else new_file(path) as file:
         yield file
 
@@ -132,7 +132,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def check_reportable(path: Path) -> None:
-    """Raise OSError or Unsupported where `new_report` could not write now; its folder has to be there."""
+    """Raise OSError or Unsupported if `new_report` cannot write now. The folder must exist."""
     if _is_stream(path):
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -147,10 +147,11 @@ def check_reportable(path: Path) -> None:
 
 @contextmanager
 def companion(path: Path, content: bytes | None) -> Iterator[None]:
-    """Replace a small file, or remove it (None). If the block fails, the old one is put back.
+    """Replace a small file, or remove it (None). If the block fails, restore the old file.
 
-    For a file that must be there before the one that it belongs to, which the block renames: whoever watches the folder
-    may take that as soon as it is there. A process that is killed in between leaves the new one beside the old.
+    For a file that must exist before the main file, which the block renames: a process that watches the folder may read
+    both as soon as the main file appears. If this process is killed in between, the new companion is left beside the
+    old main file.
     """
     check_replaceable(path)
     old = path.read_bytes() if path.exists() else None
@@ -182,11 +183,11 @@ def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
-        file.close()  # removed before it was locked
+        file.close()  # `remove_abandoned` unlinked the file before it was locked
 
 
 def _lock(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Lock a file until it is closed or this process ends. False if another has it, or there are no locks here."""
+    """Lock a file until it is closed or this process ends. Return False if it is locked, or locks are unsupported."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -195,9 +196,9 @@ def _lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 
 def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
-    """Remove the temporary files of `new_file` whose writers are gone, for names that begin with `prefix`.
+    """Remove temporary files that ended writers of names with `prefix` have left, and return their paths.
 
-    Those of writers that still run, in any process of this machine, are left alone. Returns what was removed.
+    Files of writers that still run, in any process of this machine, are kept.
     """
     removed = []
     for path in folder.glob(f".{glob.escape(prefix)}*.tmp-{'[0-9a-f]' * 8}"):
@@ -212,7 +213,7 @@ def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
 
 
 def _put_in_place(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`; what is there is moved aside, and back if that fails. Another may do the same."""
+    """Rename `folder` to `path`. An old folder is moved aside, and back on failure. Another process may do the same."""
     for last in (False, False, False, True):
         old = _sibling(path, "old")
         check_replaceable(path)
@@ -233,9 +234,9 @@ def _put_in_place(folder: Path, path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder that replaces `path` when the block ends without an error.
+    """Create a folder that replaces `path` when the block ends without an error.
 
-    A folder cannot be replaced in one system call: an old one is moved aside first and removed afterwards.
+    A folder cannot be replaced in one system call: the old one is moved aside first and removed afterwards.
     """
     path = _followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,8 +244,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for written in (*temporary.rglob("*"), temporary):
-            _sync(written)
+        for entry in (*temporary.rglob("*"), temporary):
+            _sync(entry)
         _put_in_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

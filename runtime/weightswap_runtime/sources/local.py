@@ -1,4 +1,4 @@
-"""Local files as sources of bytes; how it is noticed that one is written to."""
+"""Local files as byte sources, with detection of writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime.errors import WeightFileError
 
 from .byte_source import between
 
-CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
+CLOCK_TICK_NS = 20_000_000  # twice the tick (up to 10 ms) of the kernel's clock for file times
 _REPLACE = "Replace files (os.replace), never rewrite them."
 _UNPROVEN = (
     "which cannot be told from a write where no digests are compared. Try again, and let nobody make or remove names "
@@ -25,7 +25,7 @@ _UNPROVEN = (
 
 
 class _Fingerprint(NamedTuple):
-    """What shows that a file is written to. Times in nanoseconds."""
+    """Status of a file that changes with every write. Times in nanoseconds."""
 
     size: int
     modified: int
@@ -34,9 +34,9 @@ class _Fingerprint(NamedTuple):
 
 
 def outwait_clock(changed: int) -> bool:
-    """Wait until a later write would give a file another ctime than `changed`, in nanoseconds. Whether that took time.
+    """Wait until any later write gives a file a ctime other than `changed`, in nanoseconds. Return True if it waited.
 
-    mtime says nothing: it is what a writer wants it to be. A ctime in the future is that of another clock.
+    mtime is no evidence, because writers can set it. A ctime in the future comes from another clock.
     """
     if time.time_ns() - changed >= CLOCK_TICK_NS:
         return False
@@ -45,13 +45,13 @@ def outwait_clock(changed: int) -> bool:
 
 
 def has_writer(fd: int) -> bool:
-    """Whether a file is open for writing, or mapped so, in any process; False where that cannot be told.
+    """Return True if a file is open for writing, or mapped writable, in any process; False if this is unknown.
 
-    A read lease tells: the kernel gives none while there is a writer. Whoever is not the file's owner gets none either,
-    and some file systems have none. fd: open for reading alone.
+    The kernel grants no read lease while there is a writer. It is unknown for users other than the file's owner, and on
+    file systems without leases. fd: open for reading only.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for a writer that comes just now; SIGIO would end the process
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # sent if a writer opens the file now; SIGIO would kill us
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
@@ -60,14 +60,14 @@ def has_writer(fd: int) -> bool:
 
 
 def open_at_once(path: Path) -> int:
-    """A descriptor for reading. Without O_NONBLOCK a named pipe would be waited for."""
+    """Open a file descriptor for reading, with O_NONBLOCK so that a named pipe does not block."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 class LocalFile:
-    """A regular file. It stays readable when its name is replaced."""
+    """Regular file as a ByteSource. It stays readable when its name is replaced."""
 
-    unit = 1 << 20  # small enough that the hasher finds it still in the cache
+    unit = 1 << 20  # small enough to stay in the cache until it is hashed
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -92,24 +92,24 @@ class LocalFile:
             raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        wanted = sum(map(len, buffers))
+        size = sum(map(len, buffers))
         try:
-            got = os.preadv(self.fd, buffers, offset)
-            while got < wanted:
-                more = os.preadv(self.fd, between(buffers, got, wanted), offset + got)
-                if not more:
+            done = os.preadv(self.fd, buffers, offset)
+            while done < size:
+                count = os.preadv(self.fd, between(buffers, done, size), offset + done)
+                if not count:
                     raise WeightFileError(
-                        f"{self.where}: ends at byte {offset + got}, {wanted - got} bytes early; it was truncated "
+                        f"{self.where}: ends at byte {offset + done}, {size - done} bytes early; it was truncated "
                         f"while it was read. {_REPLACE}"
                     )
-                got += more
+                done += count
         except OSError as error:
             raise self._unreadable(error, f" at byte {offset}") from error
 
     def await_stable_mtime(self) -> None:
-        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows.
+        """Wait until the file's times are older than a tick of the clock, so that a later write changes them.
 
-        One write is stamped when it begins, so that no writer may be left from before.
+        A write sets the times when it begins, so a file that is still open for writing is refused.
         """
         waited = outwait_clock(self._identity.changed)
         if has_writer(self.fd):
@@ -124,7 +124,7 @@ class LocalFile:
         before, now = self._identity, self._fingerprint()
         if now[:2] != before[:2]:
             raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
-        # a write shows in ctime even where mtime is set back; so do other names, which excuse nothing
+        # a write changes ctime even if mtime is set back; a change of the names does, too, and could hide a write
         if not proven and now != before:
             names = f"from {before.links} to {now.links} names" if now.links != before.links else "its mode, or more"
             raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
@@ -132,7 +132,7 @@ class LocalFile:
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            with suppress(OSError):  # the descriptor is free all the same, and nothing was written
+            with suppress(OSError):  # the descriptor is closed even then, and nothing was written
                 os.close(fd)
 
     def _fingerprint(self) -> _Fingerprint:

@@ -1,4 +1,4 @@
-"""Where a weight file lies: a local path, or a URL whose credentials no message shows."""
+"""Locations of files: local paths, and URLs whose credentials are never shown in messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VERSION = re.compile(r"\?versionId=[^/?]*$|#\d+$")  # the version of an object 
 
 @dataclass(frozen=True, repr=False)
 class Url:
-    """An fsspec URL, used as pathlib's paths are. Its text hides what may be a secret; `raw` does not."""
+    """fsspec URL with an interface like pathlib's. Its text hides possible secrets; `raw` does not."""
 
     raw: str
 
@@ -47,18 +47,18 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of its path; empty if that ends with a slash."""
+        """Last part of the path; empty if the path ends with a slash."""
         return self._split()[1].rpartition("/")[2]
 
     @property
     def parent(self) -> Url:
-        """The folder, without a slash at its end. A query stays: it may be what gives access."""
+        """URL of the folder, without a slash at its end. The query is kept: it may hold the access token."""
         scheme, path, query = self._split()
         folder, slash, _ = path.rpartition("/")
         return replace(self, raw=scheme + (folder or slash) + query)
 
     def with_name(self, name: str) -> Url:
-        """A neighbour; `name` as it stands in a URL."""
+        """Return the URL of a neighbour; `name` is already encoded."""
         scheme, path, query = self._split()
         folder, slash, _ = path.rpartition("/")
         return replace(self, raw=scheme + folder + slash + name + query)
@@ -69,7 +69,7 @@ class Url:
         return replace(self, raw=scheme + folder + (quote(name) if self.is_web else name) + query)
 
     def _split(self) -> tuple[str, str, str]:
-        """The protocol, the path with its host or bucket, and what a neighbour's URL would share."""
+        """Return the protocol, the path with its host or bucket, and the query, which neighbours share."""
         scheme, slashes, rest = self.raw.partition("://")
         if not self.is_web:
             return scheme + slashes, _VERSION.sub("", rest), ""
@@ -81,16 +81,16 @@ Location = Path | Url
 
 
 def check_writable(path: object) -> None:
-    """Raise Unsupported for a URL, as files are written to local folders alone, and for devices, pipes and sockets."""
+    """Raise Unsupported for a URL, because files are only written locally, and for devices, pipes and sockets."""
     if is_url(path) or isinstance(path, Url):
         raise Unsupported(f"{printable(path)}: files are written locally; write it here, then copy it there")
     if isinstance(path, str | os.PathLike):
-        with suppress(OSError, ValueError):  # which whoever writes will meet
+        with suppress(OSError, ValueError):  # the write will raise it
             check_replaceable(Path(path))
 
 
 def fixed(path: Path) -> Path:
-    """The same path whatever the working directory becomes. Without one, as given."""
+    """Return the absolute path, or the path unchanged if there is no working directory."""
     try:
         return path.absolute()
     except OSError:
@@ -98,12 +98,12 @@ def fixed(path: Path) -> Path:
 
 
 def fixed_text(location: Location) -> str:
-    """As other processes find it: an absolute path, or the URL with its secrets."""
+    """Return a location as text for other processes: an absolute path, or the URL with its secrets."""
     return location.raw if isinstance(location, Url) else str(fixed(location))
 
 
 def folder_behind(folder: Location) -> Location:
-    """A folder without the links on the way, which may be turned meanwhile. Raises WeightFileError."""
+    """Resolve the links in a folder's path, which may change during a read. Raises WeightFileError."""
     if isinstance(folder, Url):
         return folder
     try:
@@ -113,14 +113,14 @@ def folder_behind(folder: Location) -> Location:
 
 
 def is_url(path: object) -> bool:
-    """Whether this is a text that is read as a URL; a `Path` never is."""
+    """Return True for a string that is a URL; a `Path` never is."""
     return isinstance(path, str) and "://" in path
 
 
 def as_location(path: object) -> Location:
-    """A path as given, or a URL: a text with `://` in it. `file://` is a local path.
+    """Convert an argument to a Path, or to a Url if it is a string with `://`. `file://` becomes a local path.
 
-    Raises WeightFileError for what is neither, and Unsupported for chains of URLs.
+    Raises WeightFileError for other types and invalid URLs, and Unsupported for chained URLs.
     """
     if isinstance(path, Url):
         return path
@@ -142,13 +142,13 @@ def as_location(path: object) -> Location:
 
 
 def check_scheme(path: str | os.PathLike[str]) -> None:
-    """Raise Unsupported for MLflow's URIs, and WeightFileError for a path that must have been meant as a URL."""
+    """Raise Unsupported for MLflow's URIs, and WeightFileError for a path that looks like a mistyped URL."""
     text = os.fspath(path)
     if isinstance(path, str) and _MISTYPED.match(path) and not is_url(path):
         protocol = path.partition(":")[0]
         raise WeightFileError(f"{protocol}:{HIDDEN}: not a URL; expected {protocol}:// and a host")
     scheme = _SCHEME.match(text) if isinstance(text, str) else None
-    if scheme is None or os.path.exists(scheme[1]):  # noqa: PTH110 - of a folder that is called so
+    if scheme is None or os.path.exists(scheme[1]):  # noqa: PTH110 - a folder may have the scheme's name
         return
     if scheme[1] in _MLFLOW:
         raise Unsupported(
@@ -160,9 +160,9 @@ def check_scheme(path: str | os.PathLike[str]) -> None:
 
 
 def _check_encoded(url: Url) -> None:
-    """Raise WeightFileError where the host of a web server seems to end in the middle of a password."""
-    host, *late = _END_OF_HOST.split(_user(url.raw), maxsplit=1)
-    if url.is_web and late and not _HOST.fullmatch(host):
+    """Raise WeightFileError if the host of a web server seems to end in the middle of a password."""
+    host, *rest = _END_OF_HOST.split(_user(url.raw), maxsplit=1)
+    if url.is_web and rest and not _HOST.fullmatch(host):
         raise WeightFileError(
             f"{url}: user and password cannot be told from the rest; write them percent-encoded "
             "(urllib.parse.quote(password, safe=''))"
@@ -177,20 +177,20 @@ def _local(url: Url) -> Path:
 
 
 def printable(path: object) -> str:
-    """The text of a path or URL, without secrets, for messages."""
+    """Return the text of a path or URL for messages, without secrets."""
     return _without_secrets(path) if isinstance(path, str) and is_url(path) else str(path)
 
 
 def redact(text: str, url: str = "") -> str:
-    """A message in which every URL, and `url` also without its protocol, is printed without secrets.
+    """Return a message without the secrets of any URL in it, nor of `url` where it appears without its protocol.
 
-    Where `url` is taken apart in the middle of a password, nothing of the message is.
+    If the password of `url` contains characters that end a host, the whole message is hidden.
     """
     if _END_OF_HOST.search(_user(url)):
         return HIDDEN
     if rest := _rest(url):
         text = text.replace(rest, _rest(_without_secrets(url)))
-    return _URL.sub(lambda found: _without_secrets(found[0]), text)
+    return _URL.sub(lambda match: _without_secrets(match[0]), text)
 
 
 def _rest(url: str) -> str:
@@ -198,9 +198,9 @@ def _rest(url: str) -> str:
 
 
 def _user(url: str) -> str:
-    """What stands before the last `@`, as a password may not be percent-encoded; empty where none ends a user.
+    """Return the text before the last `@`, as passwords may not be percent-encoded; empty if there is no user.
 
-    In a key of a bucket it does not, unless a colon stands before.
+    In URLs of buckets an `@` may be part of a key; it ends a user only if the host part has a colon or an `@`.
     """
     protocol, _, rest = url.partition("://")
     user = rest.rpartition("@")[0]
@@ -209,10 +209,10 @@ def _user(url: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Without user and password, without the values of a query, and without a web page's fragment."""
+    """Remove user and password, the values of the query, and the fragment of a web URL."""
     protocol, _, rest = url.partition("://")
     user = _user(url)
-    if "?" in user or "#" in user:  # what follows may be a value of a query
+    if "?" in user or "#" in user:  # the rest may be a value of a query
         return f"{protocol}://{HIDDEN}"
     if user:
         rest = HIDDEN + rest[len(user) :]

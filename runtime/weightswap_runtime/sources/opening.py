@@ -1,4 +1,4 @@
-"""Opening what a path or a URL names, as a source of bytes."""
+"""Opening of a path or a URL as a byte source."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .location import Url, as_location
 
 
 class GivenUrl(Url):
-    """A URL whose content somebody in this process gives; so are its neighbours'."""
+    """URL whose content, and that of its neighbours, comes from a subclass in this process."""
 
     def find(self, check: Check | None) -> ByteSource | None:
-        """As `find_source`."""
+        """Open the content, like `find_source`."""
         raise NotImplementedError
 
 
 def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource:
     """Open a local file, or the object behind a URL; its content is pinned.
 
-    check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait. Raises
-    WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+    check: a callback, called every few milliseconds while waiting for a remote response; an exception that it raises
+    ends the wait. Raises WeightFileError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
     """
     source = find_source(path, check)
     if source is None:
@@ -33,7 +33,7 @@ def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
 
 
 def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource | None:
-    """As `open_source`, but None for a URL that nothing is behind."""
+    """Like `open_source`, but return None if there is no object behind a URL."""
     location = as_location(path)
     if isinstance(location, Path):
         return LocalFile(location)
@@ -45,7 +45,7 @@ def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
 
 
 def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | None = None) -> bytes | None:
-    """The bytes of a file or object of at most `limit` bytes; None if there is none. Raises as `open_source` does."""
+    """Read a file or object of at most `limit` bytes; None if there is none. Raises what `open_source` raises."""
     try:
         source = find_source(path, check)
     except WeightFileError as error:

@@ -1,1 +1,1 @@
-"""A file becomes a verified set of weights: planned, read, computed, checked."""
+"""Staging of weights: a file is planned, read, computed and checked, and becomes a verified set of weights."""

@@ -1,4 +1,4 @@
-"""Checks of what a staging has read."""
+"""Checks of staged weights: graph id, weights id, digests, and non-finite values."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequ
         )
 
 
-def check_expected(found: str, where: str, request: SwapRequest) -> None:
-    """Raise UnexpectedWeights for other weights than the caller has asked for."""
-    if request.expect is not None and found != request.expect:
-        raise UnexpectedWeights(f"{where}: gives the weights {found[:12]}, expected {request.expect[:12]}")
+def check_expected(weights_id: str, where: str, request: SwapRequest) -> None:
+    """Raise UnexpectedWeights if the weights id is not the one that the caller expects."""
+    if request.expect is not None and weights_id != request.expect:
+        raise UnexpectedWeights(f"{where}: gives the weights {weights_id[:12]}, expected {request.expect[:12]}")
 
 
 def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """Which tensors have other digests than the file records, by those of the blocks that were read."""
+    """Return a message for each tensor whose digest differs from the stamp's; `read` has the digests of its blocks."""
     if stamp is None:
         return []
-    found = {name: tensor_digest(blocks) for name, blocks in sorted(read.items())}
+    digests = {name: tensor_digest(blocks) for name, blocks in sorted(read.items())}
     return [
         f"{name}: the file records the digest {stamp.digests[name][:12]}, its bytes have {digest[:12]}"
-        for name, digest in found.items()
+        for name, digest in digests.items()
         if digest != stamp.digests[name]
     ]
 
 
 def check_finite(identity: Identity, where: str, staging: Staging) -> Mapping[str, Nonfinite]:
-    """What is not finite, and is in the weights that are served. Raises NonFiniteWeights if it is not allowed."""
-    before = staging.replaces.nonfinite if staging.replaces else None
-    found = newly_nonfinite(staging.manifest.weights, identity.nonfinite, before)
-    refuse_nonfinite(found, staging.request.allow_nonfinite, where)
-    return found
+    """Return the kinds of non-finite values that the served weights have not.
+
+    Raises NonFiniteWeights if they are not allowed.
+    """
+    served = staging.replaces.nonfinite if staging.replaces else None
+    nonfinite = newly_nonfinite(staging.manifest.weights, identity.nonfinite, served)
+    refuse_nonfinite(nonfinite, staging.request.allow_nonfinite, where)
+    return nonfinite

@@ -1,4 +1,4 @@
-"""Weights that the adapter computes, from the files into an arena."""
+"""Weights that the adapter computes from a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 def compute_weights(
     weights: WeightSet, computed: Mapping[str, Mapping[str, str]], arena: Arena, staging: Staging
 ) -> Findings:
-    """Compute each weight of `computed` into the arena; returns what was found, by weight.
+    """Compute each weight of `computed` into the arena, and return the findings by weight.
 
-    One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
-    OutOfMemory, StageCancelled, and what opening the adapter's graph raises; the arena's content is then undefined.
+    `computed` maps each weight to its inputs: checkpoint key -> name in the files. Beside the arena, one weight and its
+    inputs are held. Raises WeightFileError, WeightsMismatch, OutOfMemory, StageCancelled, and what opening the
+    adapter's graph raises; the arena's content is then undefined.
     """
     transforms = staging.open_transforms()
     from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_bytes  # needs torch

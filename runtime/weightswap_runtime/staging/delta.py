@@ -1,4 +1,4 @@
-"""Staging of a delta: its parts, laid over copies of the blocks that are served."""
+"""Staging of a delta: its parts are laid over copies of the served blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .request import Base, Contents, StagedChange, Staging
 
 
 def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Staging) -> StagedChange:
-    """Put a delta file's parts over copies of the live blocks that they change, and prove the weights id of the result.
+    """Lay a delta file's parts over copies of the served blocks that they change, and prove the result's weights id.
 
     Raises BaseMismatch, GraphMismatch, WeightsMismatch, WeightFileError, DigestMismatch, UnexpectedWeights, MemoryError
-    and StageCancelled. Nothing that is served, and no arena, is written to.
+    and StageCancelled. No arena is written to.
     """
     check_header(stamp, weights.where, staging)
     served = base.identity.weights_id
@@ -38,9 +38,9 @@ def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Stag
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     staging.job.begin("verifying")
-    laid = overlay(parts, base, staging.workers, staging.job)
-    digests = {**base.identity.digests, **laid.digests}
-    identity = identify(staging.manifest.weights, digests, stamp.labels, laid.nonfinite)
+    changed = overlay(parts, base, staging.workers, staging.job)
+    digests = {**base.identity.digests, **changed.digests}
+    identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
     if identity.weights_id != stamp.weights_id:
         text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it says"
         raise DigestMismatch(weights.where, [text], "Write the delta again, or copy it again.")
@@ -55,11 +55,11 @@ def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Stag
         seconds_verified=time.perf_counter() - staged,
         base=stamp.base,
     )
-    return StagedChange(contents, HostPatch(laid.spans))
+    return StagedChange(contents, HostPatch(changed.spans))
 
 
 def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
-    """Check everything that a delta's header can tell, whatever it is laid over.
+    """Check a delta by its header alone, without its base.
 
     Raises Unsupported, GraphMismatch, UnexpectedWeights and WeightsMismatch.
     """
@@ -80,7 +80,7 @@ def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
 
 
 def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict[str, ByteRanges]:
-    """The parts of each weight that the file changes. Raises WeightFileError and DigestMismatch."""
+    """Read the parts of each weight that the file changes. Raises WeightFileError and DigestMismatch."""
     names = list(weights.tensors)
     staging.job.begin("reading", sum(tensor.nbytes for tensor in weights.tensors.values()))
     scratch, blocks = read_scratch(weights, names, staging.workers, staging.job)

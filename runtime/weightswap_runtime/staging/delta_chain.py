@@ -1,4 +1,4 @@
-"""Staging of a delta whose base is not served: a full set is read, and all deltas up to it are laid over that."""
+"""Staging of a delta whose base is not served: a full set is read, then each delta of the chain is laid over it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from .request import Base, BaseFile, Contents, Staging
 
 
 def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: Staging) -> Contents:
-    """Bring an arena to the weights of a delta, from the files of `request.onto`; nothing that is served is read.
+    """Fill an arena with the weights of a delta, from the files of `request.onto`; served weights are not read.
 
     Raises what `stage_full` and `stage_delta` raise; the arena's content is then undefined.
     """
-    check_header(stamp, weights.where, staging)  # before much is read
+    check_header(stamp, weights.where, staging)  # before large files are read
     full, *deltas = staging.request.onto
-    between = _leading_to(full, staging)
+    first = _staging_of(full, staging)
     with open_weights(full.path, staging.job.check) as opened:
-        contents = stage_full(plan(opened, between.manifest, between.request), arena, between)
-    for each in deltas:
-        with open_weights(each.path, staging.job.check) as opened:
-            contents = _laid(opened, delta_stamp(opened), arena, contents, _leading_to(each, staging))
-    return _laid(weights, stamp, arena, contents, staging)
+        contents = stage_full(plan(opened, first.manifest, first.request), arena, first)
+    for delta in deltas:
+        with open_weights(delta.path, staging.job.check) as opened:
+            contents = _lay_delta(opened, delta_stamp(opened), arena, contents, _staging_of(delta, staging))
+    return _lay_delta(weights, stamp, arena, contents, staging)
 
 
-def _leading_to(base: BaseFile, staging: Staging) -> Staging:
-    """What is between may be anything, as long as it is what was said."""
+def _staging_of(base: BaseFile, staging: Staging) -> Staging:
+    """Return the staging of an intermediate file, which must give the weights that the request says."""
     request = staging.request._replace(path=base.path, expect=base.weights_id, allow_nonfinite=None)
     return staging._replace(request=request)
 
 
-def _laid(weights: WeightSet, stamp: DeltaStamp | None, arena: Arena, before: Contents, staging: Staging) -> Contents:
-    """The arena with a delta laid over what it has."""
+def _lay_delta(
+    weights: WeightSet, stamp: DeltaStamp | None, arena: Arena, before: Contents, staging: Staging
+) -> Contents:
+    """Lay a delta over the arena's weights, whose contents are `before`."""
     if stamp is None:
         raise BaseMismatch(f"{weights.where}: is no delta by now; put back the one that was there, or swap a full file")
     contents, patch = stage_delta(weights, stamp, Base(arena, before.identity), staging)

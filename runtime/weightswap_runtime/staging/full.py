@@ -1,4 +1,4 @@
-"""Staging: a weight file or a checkpoint becomes a full set of weights that serves nobody yet."""
+"""Staging of a full set: a weight file or a checkpoint is read into an arena that serves no calls yet."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .request import READINGS, Contents, Staging, SwapRequest
 
 
 class Plan(NamedTuple):
-    """Opened files whose names, dtypes and shapes fit the graph, or the part of it that is asked for.
+    """Open files whose names, dtypes and shapes fit the graph, or the requested part of it.
 
-    left_out: the names that the caller ignores.
+    `ignored` are the names in the files that the caller's `ignore=` matches.
     """
 
     weights: WeightSet
     match: Match
     manifest: Manifest
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def used(self) -> set[str]:
-        """The names of the tensors that are read."""
+        """Names in the files of the tensors to read."""
         used = {name for names in self.match.found.values() for name in names}
         return used | {name for names in self.match.computed.values() for name in names.values()}
 
@@ -43,57 +43,58 @@ class Plan(NamedTuple):
 
 
 def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
-    """Check everything that the headers of a checkpoint can tell.
+    """Check a checkpoint by its headers alone, and return what to read.
 
     Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
     if weights.holds_goldens:
         raise WeightsMismatch(weights.where, ["holds recorded calls, no weights"], "Give the weight file beside it.")
-    wanted = part_of(manifest, request.only) if request.only else manifest
+    part = part_of(manifest, request.only) if request.only else manifest
     stamp = weights.stamp
-    # a stamp says that the names are FQNs; other files may have either
+    # in a file with a stamp names are FQNs; in other files they may also be checkpoint keys
     readings = NAMES if stamp else READINGS[request.keys]
     ignored = ignored_names(weights.tensors, request.ignore, weights.where)
     tensors = {name: tensor for name, tensor in weights.tensors.items() if name not in ignored}
-    match = resolve(tensors, wanted, weights.where, readings=readings, part=bool(request.only))
+    match = resolve(tensors, part, weights.where, readings=readings, part=bool(request.only))
     if stamp:
         check_graph(stamp.graph_id, manifest, weights.where, request)
         if not request.only and stamp.graph_id == manifest.graph_id:
             check_expected(stamp.weights_id, weights.where, request)
-    return Plan(weights, match, wanted, ignored)
+    return Plan(weights, match, part, ignored)
 
 
 def fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
-    """Read the files into an arena that has the plan's weights, and verify digests and ties.
+    """Read the files into an arena laid out for the plan's weights, and verify digests and ties.
 
-    Returns what was found, by weight, and when all was read. Raises WeightFileError, MemoryError, DigestMismatch,
-    WeightsMismatch, StageCancelled, and ArtifactError or MissingExtra where the adapter's graph cannot be opened; the
-    arena's content is then undefined.
+    Returns the findings by weight, and the `perf_counter` time at which reading ended. Raises WeightFileError,
+    MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, and ArtifactError or MissingExtra if the adapter's
+    graph cannot be opened; the arena's content is then undefined.
     """
     weights, match = plan.weights, plan.match
     staging.job.begin("reading", plan.nbytes)
-    read = read_tensors(weights, match.found, arena, staging.workers, staging.job)
+    by_key = read_tensors(weights, match.found, arena, staging.workers, staging.job)
     findings = compute_weights(weights, match.computed, arena, staging) if match.computed else Findings({}, {})
-    done = time.perf_counter()
+    read_at = time.perf_counter()
     staging.job.begin("verifying")
-    _verify(weights, match, read.digests)
-    findings.add(_by_weight(read, match))
-    return findings, done
+    _verify(weights, match, by_key.digests)
+    findings.add(_by_weight(by_key, match))
+    return findings, read_at
 
 
-def _by_weight(read: Findings, match: Match) -> Findings:
+def _by_weight(by_key: Findings, match: Match) -> Findings:
+    """Return the findings by FQN instead of the file's names."""
     first = {name: keys[0] for name, keys in match.found.items()}
-    nonfinite = {name: read.nonfinite[key] for name, key in first.items() if key in read.nonfinite}
-    return Findings({name: read.digests[key] for name, key in first.items()}, nonfinite)
+    nonfinite = {name: by_key.nonfinite[key] for name, key in first.items() if key in by_key.nonfinite}
+    return Findings({name: by_key.digests[key] for name, key in first.items()}, nonfinite)
 
 
 def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
-    """Read a full set into an arena, and verify it: digests, ties, weights id, and values that are not finite.
+    """Read a full set into an arena, and verify its digests, ties, weights id, and non-finite values.
 
-    Raises what `fill` does, UnexpectedWeights and NonFiniteWeights.
+    Raises what `fill` raises, UnexpectedWeights and NonFiniteWeights.
     """
     start = time.perf_counter()
-    findings, read = fill(plan, arena, staging)
+    findings, read_at = fill(plan, arena, staging)
     stamp, where = plan.weights.stamp, plan.weights.where
     labels = stamp.labels if stamp else {}
     identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
@@ -106,21 +107,21 @@ def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
         kind="full",
         source=where,
         nonfinite=check_finite(identity, where, staging),
-        ignored=(*plan.match.ignored, *plan.left_out),
+        ignored=(*plan.match.ignored, *plan.ignored),
         bytes_read=plan.nbytes,
-        seconds_staged=read - start,
-        seconds_verified=time.perf_counter() - read,
+        seconds_staged=read_at - start,
+        seconds_verified=time.perf_counter() - read_at,
     )
 
 
-def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
-    """Raise DigestMismatch or WeightsMismatch for wrong digests and broken ties, with all of them."""
+def _verify(weights: WeightSet, match: Match, digests: dict[str, Blocks]) -> None:
+    """Raise DigestMismatch or WeightsMismatch with all wrong digests and broken ties."""
     ties = [
         f"{' and '.join(keys)} are one tensor in the graph, the file has different values for them"
         for keys in match.found.values()
-        if len({read[key] for key in keys}) > 1
+        if len({digests[key] for key in keys}) > 1
     ]
-    if corrupt := digest_problems(weights.stamp, read):
+    if corrupt := digest_problems(weights.stamp, digests):
         raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")

@@ -1,4 +1,4 @@
-"""Verifying a staged session: it must reproduce the goldens, or at least give finite outputs on their inputs."""
+"""Check of a staged session: it must reproduce the goldens, or at least give finite outputs for their inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightswap_runtime.tensors.comparing import DEFAULT_TOLERANCES, EXACT, Tole
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import describe
 
-OTHER_KERNELS = 10  # times the tolerances: another device or other kernels sum in another order
+OTHER_KERNELS = 10  # factor of the tolerances on another device or with other kernels, which sum in another order
 _Compare = Callable[[TensorBytes, TensorBytes], str | None]
 
 
@@ -37,19 +37,21 @@ def verify(
     mode: Mode = "goldens",
     check: Callable[[], None] = lambda: None,
 ) -> Mode:
-    """Run every case of the goldens on a session that serves nobody, and judge its outputs.
+    """Run every case of the goldens on a session that serves no calls yet, and check its outputs.
 
-    bound: the session's of `engine`, with the weights `weights_id`. Each case starts from the initial state.
-    mode "goldens": outputs equal the recorded ones within the stated tolerance; without one, bit for bit where the
-    engine's environment is that of the recording, else within the tolerances of torch.testing for their dtype, or ten
-    times those on another kind of device or with other kernels. Bit for bit, NaN equals NaN and 0.0 is not -0.0.
-    Integers are always exact.
-    mode "finite": outputs are finite wherever the recorded ones are; to inputs alone, throughout. An artifact's own
-    goldens of other weights are checked in this mode, and so are goldens of another graph. mode "off": nothing is run.
-    check: called before each case; what it raises ends the verification.
+    bound: the graphs of the session, bound by `engine` to the weights `weights_id`. Each case starts from the initial
+    state.
+    mode "goldens": outputs must equal the recorded ones within the recorded tolerance. Without one, they must be equal
+    bit for bit if the engine's environment is that of the recording, and otherwise within the tolerances of
+    torch.testing for their dtype, or ten times those on another kind of device or with other kernels. Bit for bit, NaN
+    equals NaN and 0.0 does not equal -0.0. Integers are always exact.
+    mode "finite": outputs must be finite wherever the recorded ones are, or everywhere if the goldens have inputs only.
+    An artifact's own goldens of other weights are checked in this mode, and so are goldens of another graph.
+    mode "off": nothing is run.
+    check: a callback, called before each case; an exception that it raises ends the verification.
 
-    Returns the mode in which it was done. Raises GoldenMismatch with the worst element of every output that is wrong,
-    GoldensError for a file of other weights, Unsupported for another mode; whatever `check` raises.
+    Returns the mode of the check that was done. Raises GoldenMismatch with the worst element of every wrong output,
+    GoldensError for a file of other weights, Unsupported for an unknown mode, and whatever `check` raises.
     """
     check_mode(mode)
     if mode == "off":
@@ -60,12 +62,12 @@ def verify(
         check()
         outputs = leaves(manifest.methods[case.method].signature.output)
         with engine.default_torch_modes():
-            found = list(_case_problems(goldens, case, bound, engine, outputs, compare))
-        problems += [f"case {number}, {case.method}{problem}" for problem in found]
-    done: Mode = "goldens" if compare else "finite"
+            of_case = list(_case_problems(goldens, case, bound, engine, outputs, compare))
+        problems += [f"case {number}, {case.method}{problem}" for problem in of_case]
+    checked: Mode = "goldens" if compare else "finite"
     if problems:
-        raise GoldenMismatch(goldens.where, problems, _ADVICE[done])
-    return done
+        raise GoldenMismatch(goldens.where, problems, _ADVICE[checked])
+    return checked
 
 
 _ADVICE: dict[Mode, str] = {
@@ -76,7 +78,7 @@ _ADVICE: dict[Mode, str] = {
 
 
 def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment | None) -> _Compare | None:
-    """How outputs are compared with the recorded ones; None where they only have to be finite."""
+    """Return the comparison of outputs with the recorded ones; None if they only have to be finite."""
     if mode == "finite" or not goldens.same_graph or goldens.weights_id is None:
         return None
     if goldens.weights_id != weights_id:
@@ -94,7 +96,7 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
 
 
 def default_tolerance(dtype: str, factor: int = 1) -> Tolerance:
-    """(rtol, atol) for outputs of a dtype where none is stated."""
+    """Return the (rtol, atol) for outputs of a dtype if the goldens record none."""
     rtol, atol = DEFAULT_TOLERANCES.get(dtype, EXACT)
     return factor * rtol, factor * atol
 
@@ -126,7 +128,7 @@ def _case_problems(
 
 
 def _is_of_graph(error: Exception, where: str) -> bool:
-    """Whether an operator raised an error of its own, such as an index out of range. Raises OutOfMemory."""
+    """Return True if an operator raised the error, such as an index out of range. Raises OutOfMemory."""
     if isinstance(error, WeightswapError | MemoryError) or is_of_device(error):
         return False
     if lacks_memory(error):
@@ -138,7 +140,7 @@ def _tensor_problem(
     engine: Engine, recorded: TensorBytes | None, value: Any, compare: Callable[[Any, TensorBytes], str | None]
 ) -> str | None:
     try:
-        found = engine.content(value)
-    except Unsupported as error:  # no file has such a dtype
+        content = engine.content(value)
+    except Unsupported as error:  # files cannot hold the dtype
         return f": expected {describe(recorded)}, but {error}" if recorded else None
-    return compare(recorded, found)
+    return compare(recorded, content)

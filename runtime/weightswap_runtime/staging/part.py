@@ -1,4 +1,4 @@
-"""Staging of a part: some weights from a file, the others are those that are served."""
+"""Staging of a part: some weights are read from a file, the others are the served ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from .request import Base, Contents, StagedChange, Staging
 
 
 def stage_part(plan: Plan, base: Base, staging: Staging) -> StagedChange:
-    """Read the plan's weights into memory of their own; the rest are the live ones. Raises what `fill` does."""
+    """Read the plan's weights into new memory; all others stay the served ones.
+
+    Raises what `fill` raises, UnexpectedWeights and NonFiniteWeights.
+    """
     part = HostArena(ArenaLayout(plan.manifest.weights))
     start = time.perf_counter()
-    findings, read = fill(plan, part, staging)
+    findings, read_at = fill(plan, part, staging)
     before, where = base.identity, plan.weights.where
     kept = {name: counts for name, counts in before.nonfinite.items() if name not in findings.digests}
     digests = {**before.digests, **findings.digests}
-    # most of it is still what the labels say
+    # the served labels are kept: they still describe most of the weights
     identity = identify(staging.manifest.weights, digests, before.labels, kept | findings.nonfinite)
     check_expected(identity.weights_id, where, staging.request)
     slots = base.arena.layout.slots
@@ -31,9 +34,9 @@ def stage_part(plan: Plan, base: Base, staging: Staging) -> StagedChange:
         source=where,
         nonfinite=check_finite(identity, where, staging),
         only=staging.request.only,
-        ignored=plan.left_out,
+        ignored=plan.ignored,
         bytes_read=plan.nbytes,
-        seconds_staged=read - start,
-        seconds_verified=time.perf_counter() - read,
+        seconds_staged=read_at - start,
+        seconds_verified=time.perf_counter() - read_at,
     )
     return StagedChange(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in findings.digests))

@@ -1,4 +1,4 @@
-"""Tensors of a weight file as arrays, for tools: no artifact, no model."""
+"""Tensors of a weight file as arrays, for tools that have no artifact and no model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def read_weights(
     """Read tensors by name from a weight file, or a checkpoint in safetensors files (also sharded, or a directory).
 
     only: patterns of the names in the file, such as "encoder.*" (`*` also matches dots); only their bytes are read.
-    framework: "numpy" gives writable arrays, "torch" tensors on the CPU; each has memory of its own.
-    bfloat16 and 8-bit floats are arrays of ml_dtypes. Digests, where the file has them, are checked.
+    framework: "numpy" returns writable arrays, "torch" tensors on the CPU; each has its own memory. numpy arrays of
+    bfloat16 and 8-bit floats have dtypes of ml_dtypes. Digests are checked if the file has them.
 
-    Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for elements of
-    less than a byte.
+    Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for dtypes with
+    elements of less than a byte.
     """
     with open_weights(path) as weights:
         names = sorted(weights.tensors)
         if only is not None:
             names = sorted(select(names, patterns(only), weights.where))
-        converted = _converter(framework)
+        convert = _converter(framework)
         _check_dtypes(weights, names)
         memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
         pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
@@ -46,7 +46,7 @@ def read_weights(
         if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
             raise DigestMismatch(weights.where, problems, DAMAGED)
         stored = weights.tensors
-        return {name: converted(each.memory, stored[name].dtype, stored[name].shape) for name, each in memory.items()}
+        return {name: convert(room.memory, stored[name].dtype, stored[name].shape) for name, room in memory.items()}
 
 
 def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Reading: bytes from weight files into memory, hashed on the same pass."""
+"""Reader of weight files: their bytes go into an arena, and are hashed on the same pass."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from weightswap_runtime.tensors.digests import BLOCK, Blocks, block_count
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
-READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
-SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
-COPY_STEP = 4 << 20  # bytes that are moved into another order before a cancel is noticed
+READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
+SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
+COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
 _BLANK = b""
 
 
-# a weight that the arena keeps in another order than the file, or None for what only its digest is read of; and a name
+# a weight and its name in the file; the weight is None if only the digest is needed
 Scratched = tuple[NamedTensor | None, str]
 
 
 class Piece(NamedTuple):
-    """A tensor of a file, and the slot that it goes to. `begin` counts from the file's start.
+    """Tensor of a file, and the slot to read it into. `begin` is its offset in the file.
 
-    `nonfinite` gets an entry for each block that is not finite throughout.
+    `nonfinite` gets an entry for each block that has NaN or infinities.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What was found in tensors that were read, by name in the set: their blocks' digests, and what is not finite."""
+    """Digests of the blocks of tensors, and the counts of their non-finite values, both by tensor name."""
 
     digests: dict[str, Blocks]
     nonfinite: dict[str, Counts]
@@ -65,7 +65,7 @@ class Findings(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some neighbouring blocks of a piece: bytes `start` to `stop` of the tensor."""
+    """Contiguous blocks of a piece: bytes `start` to `stop` of the tensor."""
 
     piece: Piece
     start: int
@@ -77,41 +77,41 @@ class Part(NamedTuple):
 
 
 def read_tensors(
-    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: WorkerThreads, job: Job
+    weights: WeightSet, names: Mapping[str, tuple[str, ...]], arena: Arena, workers: WorkerThreads, job: Job
 ) -> Findings:
-    """Read each weight from its first name in `found` into the arena; returns what was found, by name in the set.
+    """Read each weight from its first name in `names` into the arena, and return the findings by name in the file.
 
-    Further names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
-    WeightFileError for a file that ends early, that cannot be read, or that was written to meanwhile; the arena's
+    The other names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
+    WeightFileError for a file that ends early, that cannot be read, or that was written to during the read; the arena's
     content is then undefined, but nothing writes to it any more.
     """
     rows = arena.layout.weights
     slots = arena.layout.slots
     plain = [
-        new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
+        new_piece(weights, keys[0], arena, slots[name]) for name, keys in names.items() if rows[name].stride is None
     ]
     _read_plain(plain, arena, workers, job)
-    read = Findings.of(plain)
-    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
-    others += [(None, key) for keys in found.values() for key in keys[1:]]
+    findings = Findings.of(plain)
+    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in names.items() if rows[name].stride is not None]
+    others += [(None, key) for keys in names.values() for key in keys[1:]]
     for batch in _batches(weights, others):
-        read.add(_read_batch(weights, batch, arena, workers, job))
+        findings.add(_read_batch(weights, batch, arena, workers, job))
     weights.check_unchanged(proven=weights.stamp is not None)
-    return read
+    return findings
 
 
 def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, job: Job) -> None:
-    """Read what lies in the arena as in the file; the arena computes the digests where it can, and of what arrived."""
+    """Read tensors that the arena keeps in the file's order; if it can, the arena hashes the bytes that arrived."""
     if pieces and arena.computes_digests:
         read_pieces(pieces, workers, job, hashing=False)
         blocks = [list(_blocks(piece)) for piece in pieces]
-        found = arena.digests([block for of_piece in blocks for block in of_piece])
-        if found is not None:
-            left = iter(found)
+        digests = arena.digests([block for of_piece in blocks for block in of_piece])
+        if digests is not None:
+            remaining = iter(digests)
             for piece, of_piece in zip(pieces, blocks, strict=True):
-                piece.digests[:] = [next(left) for _ in of_piece]
+                piece.digests[:] = [next(remaining) for _ in of_piece]
             return
-        for piece in pieces:  # all is read once more, and hashed on the way
+        for piece in pieces:  # the arena could not: everything is read once more, and hashed here
             piece.nonfinite.clear()
     read_pieces(pieces, workers, job)
 
@@ -121,7 +121,7 @@ def _blocks(piece: Piece) -> Iterator[ByteRange]:
 
 
 def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
-    """As many at once as SCRATCH bytes hold, at least one."""
+    """Yield batches of items that fit into SCRATCH bytes, or of one item."""
     batch: list[Scratched] = []
     size = 0
     for item in items:
@@ -138,17 +138,17 @@ def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Sc
 def _read_batch(
     weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: WorkerThreads, job: Job
 ) -> Findings:
-    """Read tensors into memory of their own, and from there into the arena."""
+    """Read tensors into scratch memory, and copy the weights among them into the arena."""
     keys = [key for _, key in batch]
-    scratch, found = read_scratch(weights, keys, workers, job)
+    scratch, findings = read_scratch(weights, keys, workers, job)
     for index, (weight, _) in enumerate(batch):
         if weight is not None:
             lay(arena, weight, scratch.part(index), job)
-    return found
+    return findings
 
 
 def read_scratch(weights: WeightSet, keys: Sequence[str], workers: WorkerThreads, job: Job) -> tuple[Scratch, Findings]:
-    """Read tensors into memory of their own; returns it with what was found.
+    """Read tensors into new memory, and return it with the findings.
 
     Raises WeightFileError, StageCancelled and MemoryError.
     """
@@ -159,21 +159,21 @@ def read_scratch(weights: WeightSet, keys: Sequence[str], workers: WorkerThreads
 
 
 def new_piece(weights: WeightSet, key: str, room: Room, slot: ByteRange) -> Piece:
-    """Where one tensor is in its file, and where it goes; both have the same size."""
+    """Return the piece that reads one tensor of a file into a slot of the same size."""
     stored = weights.tensors[key]
     blanks = [_BLANK] * block_count(stored.nbytes)
     return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
 
 
 def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, hashing: bool = True) -> None:
-    """Fill every piece's slot, its list of digests unless that is not asked for, and that of what is not finite."""
+    """Read every piece into its slot, count its non-finite values, and hash it if `hashing`."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
     reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
     workers.run_all(_reader(job, hashing), _groups(reads))
 
 
 def _unit(piece: Piece, job: Job) -> int:
-    """How many bytes suit the file, the memory and the job at once."""
+    """Return the bytes per read that suit the file, the memory and the job."""
     return job.unit(min(piece.source.unit, piece.room.most))
 
 
@@ -185,26 +185,26 @@ def _parts(piece: Piece, unit: int) -> Iterator[Part]:
 
 
 def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
-    """Neighbours in a file that one scattered read fills, of about the size that suits the file and the job."""
+    """Yield groups of adjacent parts, each for one scattered read of about the preferred size."""
     read: list[Part] = []
-    room = end = 0
+    remaining = end = 0
     for part in parts:
         begin, length = part.piece.begin + part.start, part.stop - part.start
         piece, first = part.piece, read[0].piece if read else None
         follows = first and piece.source is first.source and piece.room is first.room and begin == end
-        if not (follows and length <= room and len(read) < MOST_BUFFERS):
+        if not (follows and length <= remaining and len(read) < MOST_BUFFERS):
             if read:
                 yield read
-            read, room = [], max(_unit(part.piece, job), length)
+            read, remaining = [], max(_unit(part.piece, job), length)
         read.append(part)
-        room -= length
+        remaining -= length
         end = begin + length
     if read:
         yield read
 
 
 def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
-    """What a thread reads in a row, to one room: one large read, or several small ones."""
+    """Yield groups of reads that a thread does in a row: one large read, or several small ones into one room."""
     group: list[list[Part]] = []
     size = 0
     for read in reads:
@@ -223,58 +223,59 @@ def _reader(job: Job, hashing: bool) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
         room = reads[0][0].piece.room
         with room.room([part.slot for read in reads for part in read]) as memory:
-            waiting = iter(memory)
+            buffers = iter(memory)
             for read in reads:
                 piece, start, _ = read[0]
-                targets = [next(waiting) for _ in read]
+                targets = [next(buffers) for _ in read]
                 for low, high in job.steps(0, sum(map(len, targets))):
                     piece.source.read_into(between(targets, low, high), piece.begin + start + low)
                 for part, target in zip(read, targets, strict=True):
-                    _look_at(part, target, hashing)
+                    _inspect(part, target, hashing)
 
     return work
 
 
-def _look_at(part: Part, target: memoryview, hashing: bool) -> None:
+def _inspect(part: Part, target: memoryview, hashing: bool) -> None:
+    """Hash each block of a part that was read, and count its non-finite values while it is in the cache."""
     first = part.start // BLOCK
     for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
         block = target[start : start + BLOCK]
         if hashing:
             part.piece.digests[index] = blake3(block).digest()
-        if found := count_nonfinite(part.piece.dtype, block):  # while it is in the cache
-            part.piece.nonfinite.append(found)
+        if counts := count_nonfinite(part.piece.dtype, block):
+            part.piece.nonfinite.append(counts)
 
 
 def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
     """Copy a row-major tensor into an arena, which may keep its dimensions in another order.
 
-    Raises StageCancelled, with the copy half done.
+    Raises StageCancelled; the copy is then incomplete.
     """
     with arena.room([arena.layout.slots[weight.name]]) as (target,):
         write_rows(weight, rows, target, job)
 
 
 def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
-    """As `lay`, into the memory of one weight."""
+    """Copy a row-major tensor into the memory of one weight, like `lay`."""
     if weight.stride is None:
         target[:] = source
     else:
-        rows, kept = _both_orders(weight, source, target)
-        _copy(kept, rows, job)
+        rows, strided = _both_orders(weight, source, target)
+        _copy(strided, rows, job)
 
 
 def read_rows(weight: NamedTensor, source: memoryview, job: Job) -> memoryview:
-    """The bytes of a tensor of an arena, row-major: the arena's own memory, unless that keeps another order."""
+    """Return the row-major bytes of an arena's tensor: `source` itself, or a copy if the arena's order differs."""
     if weight.stride is None:
         return source
     memory = memoryview(allocate(len(source)))
-    rows, kept = _both_orders(weight, memory, source)
-    _copy(rows, kept, job)
+    rows, strided = _both_orders(weight, memory, source)
+    _copy(rows, strided, job)
     return memory
 
 
 def _copy(target: np.ndarray, source: np.ndarray, job: Job) -> None:
-    """Element by element, in steps between which a cancel is noticed; each is one piece of the target's memory."""
+    """Copy an array in steps, each contiguous in the target's memory; a cancel takes effect between two steps."""
     order = np.argsort([-step for step in target.strides], kind="stable")
     _copy_in_order(target.transpose(order), source.transpose(order), job)
 
@@ -293,10 +294,10 @@ def _copy_in_order(target: np.ndarray, source: np.ndarray, job: Job) -> None:
 def _both_orders(
     weight: NamedTensor, row_major: bytearray | memoryview, arena: memoryview
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same tensor in the order of a file, and in the order of an arena."""
+    """Return views of the memory of a file's and of an arena's tensor, with the same shape."""
     assert weight.stride is not None
     size = len(arena) // max(1, int(np.prod(weight.shape)))
     element = np.dtype(f"V{size}")
     strides = [step * size for step in weight.stride]
-    kept = np.lib.stride_tricks.as_strided(np.frombuffer(arena, element), weight.shape, strides)
-    return np.frombuffer(row_major, element).reshape(weight.shape), kept
+    strided = np.lib.stride_tricks.as_strided(np.frombuffer(arena, element), weight.shape, strides)
+    return np.frombuffer(row_major, element).reshape(weight.shape), strided

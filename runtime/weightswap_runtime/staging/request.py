@@ -1,4 +1,4 @@
-"""Requests for a staging, what it works with, and what was staged."""
+"""Records of a staging: the request, the resources, and the result."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ LEASE_TIMEOUT = 60.0  # seconds
 Busy = Literal["refuse", "wait"]
 Kind = Literal["full", "partial", "delta", "rollback"]
 Admit = Callable[[Location, str], None]
-"""Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
+"""A callback: takes a path or URL and the weights id that the file claims; raises a SwapError to refuse it."""
 READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
 
 
 class BaseFile(NamedTuple):
-    """A file that leads to the weights over which a delta is laid: a full set, or an earlier delta."""
+    """File that leads to the base of a delta: a full set, or an earlier delta. `weights_id` is what it results in."""
 
     path: str | os.PathLike[str]
     weights_id: str
 
 
 class SwapRequest(NamedTuple):
-    """What a caller wants staged, and how. `only` are patterns of FQNs; empty: everything. `ignore` are patterns of
-    names in the file, which are as if they were not there.
+    """Request of a caller to stage a file.
 
-    `allow_nonfinite`: the weights that may have values that are not finite where the served ones have none: all, none,
-    or some; None: all, but whoever swaps does not say so. `by` who asks. `rate_limit` in bytes per second. `busy`: what
-    is done where another staging is open. `timeout` in seconds, for that and for leases; None: for ever. `onto`: what
-    is read first for a delta whose base is not served, a full set and then deltas.
+    `only` are patterns of the FQNs to stage; empty means all. `ignore` are patterns of names in the file that are
+    treated as absent. `allow_nonfinite` says which weights may have NaN or infinities that the served ones have not:
+    all, none, or some by name; None means all, without a statement by the caller. `by` is the author of the request.
+    `rate_limit` is in bytes per second. `busy` says what to do while another staging is open. `timeout`, in seconds,
+    limits the waits for that staging and for leases; None means no limit. `onto` are the files to read first for a
+    delta whose base is not served: a full set, then deltas.
     """
 
     path: str | os.PathLike[str]
@@ -67,11 +68,11 @@ class SwapRequest(NamedTuple):
 
     @property
     def patience(self) -> float | None:
-        """For how many seconds another staging is waited for; None: not at all."""
+        """Seconds to wait for another staging; None means not to wait."""
         return patience(self.busy, self.timeout)
 
     def check(self) -> None:
-        """Raise Unsupported for what cannot be meant."""
+        """Raise Unsupported for invalid values."""
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
@@ -82,21 +83,23 @@ class SwapRequest(NamedTuple):
 
 
 def check_busy(busy: str) -> None:
-    """Raise Unsupported for what `busy=` cannot be."""
+    """Raise Unsupported for an invalid value of `busy=`."""
     if busy not in ("refuse", "wait"):
         raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
 
 
 def patience(busy: Busy, timeout: float | None) -> float | None:
-    """For how many seconds another staging is waited for; None: not at all."""
+    """Return the seconds to wait for another staging; None means not to wait."""
     if busy == "refuse":
         return None
     return math.inf if timeout is None else timeout
 
 
 class Staging(NamedTuple):
-    """What one staging works with. `manifest`: of the graph that the file is for. `replaces`: the weights that are
-    served; None: none yet. `open_transforms` raises ArtifactError, and MissingExtra without torch.
+    """Resources of one staging.
+
+    `manifest` is that of the graph for which the file is staged. `replaces` is the identity of the served weights; None
+    if there are none yet. `open_transforms` raises ArtifactError, and MissingExtra without torch.
     """
 
     request: SwapRequest
@@ -108,10 +111,11 @@ class Staging(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were.
+    """Result of a staging.
 
-    `nonfinite`: the weights that have NaN or infinities which those that are served have not. `base`: of a delta, the
-    weights that it starts from.
+    `seconds_staged` is the time of reading and hashing, `seconds_verified` that of comparing. `verified` is the mode in
+    which goldens were verified. `nonfinite` are the weights with NaN or infinities that the served ones have not.
+    `base` is the weights id that a delta starts from.
     """
 
     identity: Identity
@@ -128,19 +132,19 @@ class Contents(NamedTuple):
     base: str = ""
 
     def proven(self, verified: str, seconds: float) -> Contents:
-        """The same after goldens were tried for `seconds`."""
+        """Return the same contents after goldens were verified, which took `seconds`."""
         return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
 
 
 class Base(NamedTuple):
-    """The weights over which a part or a delta is laid: which, and where they lie."""
+    """Weights over which a part or a delta is laid: the arena that holds them, and their identity."""
 
     arena: Arena
     identity: Identity
 
 
 class StagedChange(NamedTuple):
-    """A verified full set of weights, as what changes in the live arena."""
+    """Verified full set of weights, expressed as changes of the live arena."""
 
     contents: Contents
     patch: HostPatch

@@ -1,4 +1,4 @@
-"""Value transforms: weights computed from a checkpoint's tensors by the adapter's graph, one weight at a time."""
+"""Value transforms: the adapter's graph computes weights from a checkpoint's tensors, one weight at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ CPU = torch.device("cpu")
 
 
 class Transform(NamedTuple):
-    """One weight as a function of some inputs of the adapter's graph. `needs` are their positions, then its calls'."""
+    """One weight as a function of inputs of the adapter's graph.
+
+    `inputs` are the positions of these inputs; `needs` continues with those of the graph's nodes that compute it.
+    """
 
     row: NamedTensor
     call: Callable[..., Any]
@@ -36,7 +39,7 @@ class Transform(NamedTuple):
 
 
 class Transforms:
-    """The graph of an artifact's adapter. Only functional operators are accepted: inputs are never changed."""
+    """Graph of an artifact's adapter. Only functional operators are accepted, so inputs are never changed."""
 
     def __init__(self, artifact: Artifact) -> None:
         """Open the graph. Raises ArtifactError."""
@@ -56,10 +59,10 @@ class Transforms:
         self._constants = _constants(artifact)
 
     def compute(self, weights: Sequence[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
-        """Compute weights, in an order in which neighbours share inputs.
+        """Compute weights, in an order in which neighbours share inputs, and yield each with its name.
 
-        `read(key)` gives a tensor of the checkpoint with the recorded dtype and shape; a result may be a view of it. No
-        more is held than one weight, what it is computed from, and inputs that the next one needs too.
+        `read(key)` returns a tensor of the checkpoint with the recorded dtype and shape; a result may be a view of it.
+        At any time one weight, its inputs, and the inputs that the next one shares are held.
 
         Raises ArtifactError, and what `read` and the operators raise.
         """
@@ -70,8 +73,8 @@ class Transforms:
             value = self._run(transform, held, read)
             self._check_result(transform.row, value)
             yield weight, value
-            wanted = self._transforms[following].inputs if following else ()
-            held = {position: held[position] for position in wanted if position in held}
+            next_inputs = self._transforms[following].inputs if following else ()
+            held = {position: held[position] for position in next_inputs if position in held}
 
     def _run(self, transform: Transform, held: dict[int, torch.Tensor], read: Read) -> torch.Tensor:
         for position in transform.inputs:
@@ -84,16 +87,15 @@ class Transforms:
         return result
 
     def _check_result(self, row: NamedTensor, value: torch.Tensor) -> None:
-        found = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
-        if found != (row.dtype, row.shape):
+        dtype, shape = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
+        if (dtype, shape) != (row.dtype, row.shape):
             raise ArtifactError(
-                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected {describe(row)}. Export "
-                "again."
+                f"{self._where}: computes {dtype}{list(shape)} for {row.name}, expected {describe(row)}. Export again."
             )
 
 
 def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]]:
-    """By output of a graph: its part that gives it, the inputs that this takes, and the positions of all it needs."""
+    """Return for each output: the compiled part of the graph that computes it, its inputs, and all positions needed."""
     for node in graph.nodes:
         operator = find_operator(node.target)
         if operator.mutable or operator.higher_order:
@@ -125,12 +127,12 @@ def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
 
 
 def _needed(positions: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
-    """The positions and all that they are computed from, in order."""
-    needed, waiting = set(positions), list(positions)
-    while waiting:
-        new = uses.get(waiting.pop(), set()) - needed
+    """Return the positions and all those that they are computed from, sorted."""
+    needed, queue = set(positions), list(positions)
+    while queue:
+        new = uses.get(queue.pop(), set()) - needed
         needed |= new
-        waiting += new
+        queue += new
     return tuple(sorted(needed))
 
 
@@ -138,5 +140,5 @@ def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:
     rows = [item for item in artifact.manifest.adapter.inputs if item.kind == "constant"]
     if not rows:
         return {}
-    found = artifact.tensors(ADAPTER_CONSTANTS_NAME, rows)
-    return {row.name: copied_tensor(found[row.name]) for row in rows}
+    tensors = artifact.tensors(ADAPTER_CONSTANTS_NAME, rows)
+    return {row.name: copied_tensor(tensors[row.name]) for row in rows}

@@ -1,4 +1,4 @@
-"""The engine `aoti` beside AOTInductor with its weights inside."""
+"""Engine `aoti` compared with AOTInductor with constant weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEAR = Goal("ratio", "at most", 1.03)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """A 12-layer encoder, through `model(x)`, on one thread."""
+    """Measure a 12-layer encoder, through `model(x)`, on one thread."""
     with on_one_thread(), torch.no_grad():
         yield from _rows(settings)
 
@@ -44,15 +44,15 @@ def _rows(settings: Settings) -> Iterator[Row]:
         }
         for what, subject in subjects.items():
             close(subject(), eager(x), what)
-        taken = in_turn({what: per_call(subject, 15) for what, subject in subjects.items()}, 6 * settings.rounds)
-    micros = {what: [second * 1e6 for second in values] for what, values in taken.items()}
+        timings = in_turn({what: per_call(subject, 15) for what, subject in subjects.items()}, 6 * settings.rounds)
+    micros = {what: [second * 1e6 for second in values] for what, values in timings.items()}
     what = f"model(x), engine aoti, 12 layers, {TOKENS} tokens"
     yield compared(what, "us", micros["model"], "AOTInductor, weights inside", micros["bare"], NEAR)
     yield compared(what, "us", micros["model"], "engine torch", micros["torch"])
 
 
 def _bare(eager: Encoder, x: torch.Tensor, path: Path) -> Callable[[torch.Tensor], Any]:
-    """As anybody would compile it: the weights are in the package."""
+    """Compile the usual way: the weights are in the package."""
     program = torch.export.export(eager, (x,))
     compiled = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     runner: Callable[[torch.Tensor], Any] = torch._inductor.aoti_load_package(compiled)

@@ -1,4 +1,4 @@
-"""What a call costs over the graph that it runs."""
+"""Overhead of a call over the graph that it runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
 from weightswap_runtime.engines.torch.cpu import BoundTorch
 
-BLOCKS = 6  # for each round
+BLOCKS = 6
 OVERHEAD = Goal("median", "at most", 20)
 QUICKER = {"eager": Goal("ratio", "at most", 0.8), "module": Goal("ratio", "at most", 0.7)}
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """A graph that costs next to nothing, and one of a few hundred operators.
+    """Measure a graph that costs almost nothing, and one of a few hundred operators.
 
-    On one thread: what a call adds does not depend on it, but the graph's own time then varies less.
+    On one thread: the overhead does not depend on the threads, but the graph's own time varies less.
     """
     with on_one_thread():
         yield from _calls("Linear(16, 16)", nn.Linear(16, 16), torch.randn(1, 16), BLOCKS * settings.rounds, calls=200)
@@ -36,7 +36,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def encoder(settings: Settings) -> Iterator[Row]:
-    """The graph of a few hundred operators."""
+    """Measure the graph of a few hundred operators."""
     torch.manual_seed(0)
     blocks = BLOCKS * settings.rounds
     with on_one_thread():
@@ -45,7 +45,7 @@ def encoder(settings: Settings) -> Iterator[Row]:
 
 
 def _prologue(blocks: int) -> Iterator[Row]:
-    """Weights that are computed from others in each call of eager, here by weight normalisation."""
+    """Measure weights that eager computes from others in each call, here by weight normalisation."""
     eager, x = Encoder().eval(), torch.randn(1, 32, 128)
     for module in [module for module in eager.modules() if isinstance(module, nn.Linear)]:
         nn.utils.parametrizations.weight_norm(module)
@@ -56,8 +56,8 @@ def _prologue(blocks: int) -> Iterator[Row]:
         models = {"with": load(artifact, weights), "without": load(artifact, weights, prologue=False)}
         for name, model in models.items():
             equal(model(x), eager(x), f"{name} prologue")
-        taken = in_turn({name: per_call(partial(model, x), 15) for name, model in models.items()}, blocks)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(partial(model, x), 15) for name, model in models.items()}, blocks)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     what = "model(x), 12-layer encoder, normalised weights"
     yield compared(what, "us", micros["with"], "prologue=False", micros["without"])
 
@@ -83,10 +83,10 @@ def _calls(
             "module": lambda: module(x),
         }
         measures = {key: per_call(call, calls) for key, call in subjects.items()}
-        # by themselves: a block of another module's calls leaves caches in which the next block starts slower
+        # measured apart: another module's calls leave caches in which the next block starts slower
         alone = in_turn({key: measures[key] for key in ("model", "bare")}, blocks)
-        taken = in_turn(measures, blocks)
-    micros = {key: [second * 1e6 for second in values] for key, values in taken.items()}
+        timings = in_turn(measures, blocks)
+    micros = {key: [second * 1e6 for second in values] for key, values in timings.items()}
     over = [(one - other) * 1e6 for one, other in zip(alone["model"], alone["bare"], strict=True)]
     what = f"model(x) minus bare graph, {name}"
     yield Row(
@@ -97,10 +97,10 @@ def _calls(
 
 
 def _bare(model: Model) -> Callable[[torch.Tensor], Any]:
-    """The graph with its weights in place, as the engine calls it: no checks, no lease, no tree of outputs.
+    """Return the graph with its weights, called as the engine calls it: no checks, no lease, no output tree.
 
-    It is the model's own, as a second copy of graph and weights elsewhere in memory runs faster or slower by more
-    than what is measured here.
+    It is the model's own graph, because a second copy of graph and weights elsewhere in memory runs faster or slower by
+    more than the measured overhead.
     """
     bound = bound_of(model)
     assert isinstance(bound, BoundTorch)

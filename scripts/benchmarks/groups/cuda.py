@@ -1,4 +1,4 @@
-"""Swaps and calls on an accelerator, which is meant to be CUDA. Each peer does the same with torch alone."""
+"""Swaps and calls on an accelerator, normally CUDA. Each peer does the same with torch alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMITS = 100  # for each round
 CALLS = 200  # for each percentile
 
 NEARLY_A_COPY = Goal("ratio", "at least", 0.8)
-ONE_COPY = Goal("ratio", "at most", 1.053)  # at least 0.95 of its rate
+ONE_COPY = Goal("ratio", "at most", 1.053)  # goal: at least 0.95 of its rate
 FROM_THE_HOST = Goal("ratio", "at least", 0.9)
 INSTANT = Goal("p99", "at most", 50)
 UNDISTURBED = Goal("ratio", "at most", 1.15)
@@ -39,14 +39,14 @@ FOUR_TIMES = Goal("ratio", "at most", 0.25)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each part frees its memory before the next one starts; one that fails does not keep the others from being tried.
+    """Measure each part; it frees its memory before the next one starts, and a failed part does not stop the others.
 
-    Raises SystemExit where torch finds no accelerator, and an ExceptionGroup of what parts have raised.
+    Raises SystemExit if torch finds no accelerator, and an ExceptionGroup of the parts' errors.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         raise SystemExit("scripts/bench cuda needs a GPU, and torch finds none here")
-    device, errors = found.type, list[Exception]()
+    device, errors = accelerator.type, list[Exception]()
     with stored(settings.megabytes * 1_000_000) as large:
         parts = [
             partial(part, large) for part in (_staging, _commits, _in_place, _from_host, _calls, _whole, _constants)
@@ -55,7 +55,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             try:
                 yield from part(device, settings.rounds)
             except Exception as error:
-                errors.append(error.with_traceback(None))  # its frames would keep a model
+                errors.append(error.with_traceback(None))  # the error's frames would keep a model alive
             gc.collect()
             torch.accelerator.empty_cache()
     if errors:
@@ -63,7 +63,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _settled(function: Callable[[], object]) -> float:
-    """Seconds until the device has done everything that it was asked for."""
+    """Return the seconds until the device has done all its work."""
     torch.accelerator.synchronize()
 
     def work() -> None:
@@ -74,7 +74,7 @@ def _settled(function: Callable[[], object]) -> float:
 
 
 def _answered(function: Callable[[], object]) -> float:
-    """Seconds until the thread's own stream is done, whatever others are busy with: what a call feels."""
+    """Return the seconds until the thread's own stream is done, whatever other streams do: the latency of a call."""
     stream = torch.accelerator.current_stream()
     stream.synchronize()
 
@@ -102,25 +102,25 @@ def _paths(stored: Stored) -> Iterator[Path]:
 
 
 def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """From the page cache to the device, digests on, beside one copy from page-locked memory."""
+    """Measure staging from the page cache to the device with digests, beside one copy from page-locked memory."""
     model, paths = _opened(stored, device), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
 
     def stage() -> float:
         start = time.perf_counter()
         staged = model.stage(next(paths))
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         staged.commit()
-        return taken
+        return elapsed
 
     def stage_hashing_on_host() -> float:
         with mock.patch.object(Accelerator, "hasher", return_value=None):
             return stage()
 
-    copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
-    taken = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
+    timings = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     peer = "page-locked copy_ to the device"
     yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
     yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], "digests on the host", rate["on host"])
@@ -128,7 +128,7 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Double residency: what the caller of a commit waits, while the device is busy with calls."""
+    """Measure the wait of a commit's caller in double residency, while the device is busy with calls."""
     model = _opened(stored, device)
     model.swap(stored.versions[1].path)
     tokens, seen = stored.tokens.to(device), []
@@ -142,7 +142,7 @@ def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Single residency, staged on the device: until the copy is done there."""
+    """Measure commits in single residency, staged on the device, until the copy is done there."""
     model, paths = _opened(stored, device, residency="single", staging="device"), _paths(stored)
     one, other = (torch.empty(stored.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     held: list[float] = []
@@ -151,8 +151,8 @@ def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         staged = model.stage(next(paths))
         return _settled(lambda: held.append(staged.commit().seconds_paused))
 
-    taken = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, {stored.size}"
     yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], ONE_COPY)
     yield spread(f"{what}: new calls could wait", "us", [second * 1e6 for second in held])
@@ -160,10 +160,10 @@ def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Single residency, staged in the host's memory: until it is on the device, beside a copy of page-locked memory."""
+    """Measure commits in single residency, staged in host memory, beside a copy of page-locked memory to the device."""
     model, paths = _opened(stored, device, residency="single", staging="host"), _paths(stored)
     locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
     kinds: set[str] = set()
 
     def commit() -> float:
@@ -173,16 +173,16 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         torch.accelerator.synchronize()
         return time.perf_counter() - start
 
-    copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
-    taken = in_turn({"commit": commit, "copy": copy}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
+    timings = in_turn({"commit": commit, "copy": copy}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"commit in single residency from host memory ({', '.join(sorted(kinds))}), {stored.size}"
     yield compared(what, "GB/s", rate["commit"], "page-locked copy_ to the device", rate["copy"], FROM_THE_HOST)
     _check(stored, model)
 
 
 def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """From a path to weights that serve, which the plain way has once they are copied over those that serve."""
+    """Measure from a path to served weights; the plain way is done when they are copied over the served ones."""
     model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
     with torch.no_grad():
         eager = Stack(stored.nbytes).eval().to(device)
@@ -191,13 +191,13 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         plain: lambda: eager.load_state_dict(safetensors.torch.load_file(first.path)),
         "load_state_dict(torch.load())": lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True)),
     }
-    if device == "cuda":  # the only accelerator that safetensors loads to
-        there = partial(safetensors.torch.load_file, first.path, device=device)
-        peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(there())
+    if device == "cuda":  # safetensors loads to no other accelerator
+        load_first = partial(safetensors.torch.load_file, first.path, device=device)
+        peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(load_first())
     measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
     measures |= {name: partial(_settled, work) for name, work in peers.items()}
-    taken = in_turn(measures, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn(measures, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         goal = FOUR_TIMES if name == plain else None
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name], goal)
@@ -205,7 +205,7 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """AOTInductor's ways to take new weights: over those that serve, or beside them and exchanged."""
+    """Measure AOTInductor's ways to take new weights: over the served ones, or beside them and exchanged."""
     if device != "cuda":
         return
     if lacks := _lacks():
@@ -235,15 +235,15 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         work()
         close(call(tokens).cpu(), first.expected, name)
     measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
-    taken = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    timings = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
     _check(stored, model)
 
 
 def _lacks() -> str | None:
-    """What AOTInductor compiles with, and is not here."""
+    """Return what AOTInductor needs to compile and is missing here."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         return "a C++ compiler"
     try:
@@ -254,7 +254,6 @@ def _lacks() -> str | None:
 
 
 def _compiled(stored: Stored, device: str) -> Path:
-    """A package of AOTInductor's without weights."""
     with torch.device(device), torch.no_grad():
         eager = Stack(stored.nbytes).eval()
     with quiet(), torch.no_grad():
@@ -271,12 +270,12 @@ def _compiled(stored: Stored, device: str) -> Path:
 
 
 def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """What calls feel of a staging that goes on without a pause."""
+    """Measure calls during a staging without pauses."""
     model, paths, tokens = _opened(stored, device), _paths(stored), stored.tokens.to(device)
 
     def slowest() -> float:
-        taken = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
-        return percentile(taken, 0.99)
+        timings = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
+        return percentile(timings, 0.99)
 
     def slowest_while_staging() -> float:
         stop = Event()
@@ -293,38 +292,38 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
             stop.set()
             thread.join()
 
-    taken = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+    timings = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     what, peer = f"p99 of a call, staging {stored.size} without a pause", "p99 without staging"
     yield compared(what, "us", micros["staging"], peer, micros["alone"], UNDISTURBED)
 
 
 def _encoder(device: str, rounds: int) -> Iterator[Row]:
-    """A small model, whose calls are bound by the host unless they were captured."""
+    """Return a small model, whose calls are bound by the host unless they are captured."""
     x = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
     with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
         eager = Encoder().eval()
         with quiet():
             artifact = export(eager, (x,), out=Path(folder) / "encoder.artifact")
         file = pack(eager, artifact, out=Path(folder) / "v.safetensors").path
-        there, eager = x.to(device), eager.to(device)
-        expected = eager(there).cpu()
+        on_device, eager = x.to(device), eager.to(device)
+        expected = eager(on_device).cpu()
         models = {"plain": load(artifact, file, device=device)}
         if device == "cuda":
             models["captured"] = load(artifact, file, device=device, cuda_graphs="auto")
         for name, model in models.items():
-            close(model(there).cpu(), expected, name)
+            close(model(on_device).cpu(), expected, name)
 
         def settled(function: Callable[[torch.Tensor], object]) -> Callable[[], None]:
             def call() -> None:
-                function(there)
+                function(on_device)
                 torch.accelerator.synchronize()
 
             return call
 
         calls = {"eager": settled(eager)} | {name: settled(model) for name, model in models.items()}
-        taken = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
-    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     for name in models:
         goal = FOUR_TIMES if name == "captured" else None
         what = f"model(x), 12-layer encoder, {name}"

@@ -1,4 +1,4 @@
-"""New weights in servers of other kinds: AOTInductor's constants, an ONNX Runtime session that is built again."""
+"""New weights in other kinds of servers: AOTInductor's constants, and a rebuilt ONNX Runtime session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSE = 1e-3
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each puts the same two sets of weights behind the same model, from files in the page cache."""
+    """Measure each with the same two sets of weights behind the same model, from files in the page cache."""
     with stored(settings.megabytes * 1_000_000) as large:
         model = load(large.artifact, large.versions[0].path)
         paths = itertools.cycle(version.path for version in large.versions)
@@ -32,15 +32,15 @@ def rows(settings: Settings) -> Iterator[Row]:
             "ONNX Runtime, a new InferenceSession": _onnx(large),
         }
         measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
-        taken = in_turn(measures | {name: partial(seconds, work) for name, work in others.items()}, settings.rounds)
+        timings = in_turn(measures | {name: partial(seconds, work) for name, work in others.items()}, settings.rounds)
         large.check(model)
-        millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+        millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
         for name in others:
             yield compared(f"swap {large.size}, engine torch", "ms", millis["swap"], name, millis[name])
 
 
 def _compiled(large: Stored) -> Callable[[], object]:
-    """Compiled without constants; they are copied in from a mapped file."""
+    """Compile without constants, which are copied in from a mapped file."""
     first = large.versions[0]
     program = torch.export.export(Stack(large.nbytes).eval(), (large.tokens,))
     with quiet(), torch.no_grad():
@@ -60,7 +60,7 @@ def _compiled(large: Stored) -> Callable[[], object]:
 
 
 def _onnx(large: Stored) -> Callable[[], object]:
-    """The same network, its weights as external data of their own."""
+    """Export the same network, with separate external data for its weights."""
     path = large.versions[0].path.with_name("stack.onnx")
     onnx.save(_graph(large), path, save_as_external_data=True, location="stack.data")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -87,8 +87,8 @@ def _graph(large: Stored) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def _check(found: np.ndarray, large: Stored, what: str) -> None:
-    """Other engines compute in another order, so their outputs are only close."""
+def _check(output: np.ndarray, large: Stored, what: str) -> None:
+    """Compare outputs approximately: other engines compute in another order."""
     expected = large.versions[0].expected.numpy()
-    if not np.allclose(found, expected, rtol=CLOSE, atol=CLOSE * float(np.abs(expected).max())):
+    if not np.allclose(output, expected, rtol=CLOSE, atol=CLOSE * float(np.abs(expected).max())):
         raise RuntimeError(f"{what}: not the output of the eager model")

@@ -1,4 +1,4 @@
-"""All engines: opening, calls, swaps and the first answer, each beside its peer."""
+"""All engines: opening, calls, swaps and the first answer, each compared with its peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import open as opening
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """What the engine `torch` does, then `aoti`, then `onnx`, then new weights in servers of other kinds."""
+    """Measure the engine `torch`, then `aoti`, then `onnx`, then new weights in other kinds of servers."""
     yield from opening.rows(settings)
     yield from call.encoder(settings)
     yield from aoti.rows(settings)

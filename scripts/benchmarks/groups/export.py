@@ -1,4 +1,4 @@
-"""From a class to an artifact, against the bare capture and against `torch.export.save`; small models by family."""
+"""Export from a class to an artifact, against the bare capture and `torch.export.save`; small models by family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GB = 1_000_000_000
 
 
 class Size(NamedTuple):
-    """A Llama topology; `billions` of parameters, of two bytes each."""
+    """Llama topology; `billions` of parameters, of two bytes each."""
 
     billions: float
     layers: int
@@ -50,7 +50,7 @@ SIZES = (Size(0.0065, 2, 512), Size(1.1, 16, 2048), Size(3.8, 24, 3072), Size(8.
 
 
 class Figures(NamedTuple):
-    """What one process found: seconds, the most bytes of memory, bytes written."""
+    """Measurements of one process: seconds, peak memory in bytes, bytes written."""
 
     seconds: float
     peak: int
@@ -58,7 +58,7 @@ class Figures(NamedTuple):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """By family in this process; the others in one each, with `torch.export.save` where there is room for it."""
+    """Measure families in this process, and the others in one each, with `torch.export.save` if memory allows it."""
     for name, build in FAMILIES.items():
         yield _family(name, build, settings.rounds)
     for size in [size for size in SIZES if size.billions <= settings.billions][-3:]:
@@ -66,7 +66,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _family(name: str, build: Callable[[], tuple[torch.nn.Module, torch.Tensor]], rounds: int) -> Row:
-    """A model's export against that of torch alone, in turn."""
+    """Measure a model's export and torch's own in turn."""
     model, x = build()
     shapes = ({0: torch.export.Dim("batch", max=32)},)
     with TemporaryDirectory(prefix="weightswap-bench-") as folder:
@@ -79,9 +79,9 @@ def _family(name: str, build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]
         def bare() -> None:
             torch.export.export(model, (x,), dynamic_shapes=shapes, strict=False)
 
-        taken = in_turn({"ours": partial(seconds, ours), "bare": partial(seconds, bare)}, rounds)
+        timings = in_turn({"ours": partial(seconds, ours), "bare": partial(seconds, bare)}, rounds)
     return compared(
-        f"{name}: model to artifact, time", "s", taken["ours"], "torch.export.export", taken["bare"], NEARLY_BARE
+        f"{name}: model to artifact, time", "s", timings["ours"], "torch.export.export", timings["bare"], NEARLY_BARE
     )
 
 
@@ -89,13 +89,13 @@ def _one_size(size: Size, rounds: int) -> Iterator[Row]:
     figures: dict[str, list[Figures]] = {"ours": [], "bare": []}
 
     def measure(way: str) -> float:
-        found = _run(way, size)
-        figures[way].append(found)
-        return found.seconds
+        result = _run(way, size)
+        figures[way].append(result)
+        return result.seconds
 
-    taken = in_turn({way: partial(measure, way) for way in figures}, rounds)
+    timings = in_turn({way: partial(measure, way) for way in figures}, rounds)
     what = f"{size}: class to artifact"
-    yield compared(f"{what}, time", "s", taken["ours"], "torch.export.export", taken["bare"], NEARLY_BARE)
+    yield compared(f"{what}, time", "s", timings["ours"], "torch.export.export", timings["bare"], NEARLY_BARE)
     saved = _run("saved", size) if _has_room(size) else None
     ours = figures["ours"]
     goals = (SMALL, TINY) if size is SIZES[-1] else (None, None)

@@ -1,4 +1,4 @@
-"""A fleet of eight replicas on four nodes of one machine, beside the ways in which Ray Serve changes weights."""
+"""Fleet of eight replicas on four nodes of one machine, compared with Ray Serve's ways to change weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _PATIENCE = 300.0  # seconds
 
 
 class Change(NamedTuple):
-    """How long a change of all replicas took, in ms: as the caller saw it, and from the first replica to the last."""
+    """Time of a change of all replicas in ms: for the caller, and from the first replica to the last."""
 
     whole: float
     skew: float
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """The network of the group `serve`, two sets of weights in turn. Each figure of a peer is a change of all replicas.
+    """Measure the network of the group `serve` with two sets of weights in turn. A peer's figures are of all replicas.
 
-    A fleet's replicas change with their node's keeper, by one word in the memory that they share. All clocks are one.
+    A fleet's replicas change with their node's keeper, by one word in shared memory. All clocks are the same.
     """
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name, _cluster():
         folder = Path(name)
@@ -65,20 +65,20 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _given(rounds: int) -> Row:
-    """How fast weights go from one node to another, beside what two processes of this machine can."""
+    """Measure transfers of weights between nodes, compared with two processes of this machine."""
     import ray
     from peer_relay import NBYTES, pair
 
     giver, taker = pair()
     rates: tuple[list[float], list[float]] = [], []
-    for turn in range(rounds + 1):  # the first warms up
+    for turn in range(rounds + 1):  # the first one is a warm-up
         ray.get(giver.open.remote(f"memory://{turn}"))
-        given = ray.get(taker.take.remote(f"memory://{turn}"))
+        relayed = ray.get(taker.take.remote(f"memory://{turn}"))
         whole = ray.get(taker.has_all.remote())
         sent = ray.get(taker.receive.remote(ray.get(giver.listen.remote())))
         if not (whole and ray.get(taker.has_all.remote())):
             raise RuntimeError("other bytes have arrived than were given")
-        for rate, took in zip(rates, (given, sent), strict=True):
+        for rate, took in zip(rates, (relayed, sent), strict=True):
             rate.append(NBYTES / took / 1e9)
     what = f"{NBYTES >> 20} MiB from a node to another, in chunks"
     return compared(what, "GB/s", rates[0][1:], "a socket", rates[1][1:])
@@ -116,20 +116,19 @@ def _cluster() -> Iterator[None]:
         from ray.cluster_utils import Cluster
 
         options = {"num_cpus": 4, "object_store_memory": 1 << 30}
-        made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
         try:
             for _ in range(NODES - 1):
-                made.add_node(**options)
-            ray.init(made.address, log_to_driver=False, logging_level="error")
+                cluster.add_node(**options)
+            ray.init(cluster.address, log_to_driver=False, logging_level="error")
             yield
             serve.shutdown()
         finally:
             ray.shutdown()
-            made.shutdown()
+            cluster.shutdown()
 
 
 def _written(folder: Path, number: int) -> nn.Module:
-    """A set of weights, as each side wants it."""
     torch.manual_seed(number)
     model = network()
     if not (folder / "net.artifact").exists():
@@ -140,23 +139,21 @@ def _written(folder: Path, number: int) -> nn.Module:
 
 
 class _Fleet:
-    """Ours."""
-
     def __init__(self, folder: Path, fleet: Any) -> None:
         self._folder, self._fleet = folder, fleet
         self.parts: list[tuple[float, float]] = []
 
     def swap(self, number: int) -> Change:
-        began = time.perf_counter()
+        start = time.perf_counter()
         receipt = self._fleet.swap(self._folder / f"{number}.safetensors")
-        whole = time.perf_counter() - began
+        whole = time.perf_counter() - start
         if receipt.late or len(receipt.nodes) != NODES:
             raise RuntimeError(f"not all nodes took part: {receipt}")
         self.parts.append((receipt.seconds_staged * 1e3, receipt.seconds_committed * 1e3))
         return Change(whole * 1e3, receipt.skew * 1e3)
 
     def ask_one_more(self) -> float:
-        """Milliseconds that each further keeper takes which is asked at the same time."""
+        """Return the milliseconds that each further keeper adds to a request that is sent to all at the same time."""
         from weightswap_fleet.coordinator.actors import RayNodes, find_spec
 
         nodes = RayNodes(find_spec(self._fleet.name))
@@ -188,7 +185,7 @@ def _fleet(folder: Path) -> _Fleet:
 
 
 class _Peer:
-    """A deployment of Ray Serve whose replicas load weights, and its three ways."""
+    """Deployment of Ray Serve whose replicas load weights in three ways."""
 
     def __init__(self, folder: Path) -> None:
         from ray import serve
@@ -202,15 +199,15 @@ class _Peer:
         self._wait(0)
 
     def tell(self, number: int) -> Change:
-        """Each replica loads them when it is told to."""
+        """Send each replica a request to load them."""
         return self._changed(number, lambda: self._told("load", self._weights(number)))
 
     def configure(self, number: int) -> Change:
-        """The configuration of the application says so; replicas are told one after another, and live on."""
+        """Change the application's `user_config` by its configuration; replicas get it one after another, and stay."""
         return self._changed(number, partial(self._configure, number))
 
     def run(self, number: int) -> Change:
-        """The application is run again with another `user_config`; replicas are replaced."""
+        """Run the application again with another `user_config`; replicas are replaced."""
         import peer_ray_serve
 
         application = peer_ray_serve.Network.options(
@@ -240,13 +237,13 @@ class _Peer:
         _get_global_client().deploy_apps(ServeDeploySchema.parse_obj({"applications": [application]}))
 
     def _changed(self, number: int, change: Callable[[], object]) -> Change:
-        began = time.time()
+        start = time.time()
         change()
         since = self._wait(number)
-        return Change((max(since) - began) * 1e3, (max(since) - min(since)) * 1e3)
+        return Change((max(since) - start) * 1e3, (max(since) - min(since)) * 1e3)
 
     def _wait(self, number: int) -> list[float]:
-        """When each replica began to serve the weights; until all do."""
+        """Wait until all replicas serve the weights, and return when each began to."""
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             served = self._told("served")

@@ -1,4 +1,4 @@
-"""Generation beside transformers' own `generate`, beside the matrices that a token reads, and the export of both."""
+"""Generation compared with transformers' `generate` and with the matrices that a token reads, and its export."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ MOST_ROUNDS = 5
 
 
 class Size(NamedTuple):
-    """A Llama topology."""
-
     billions: float
     layers: int
     width: int
@@ -61,26 +59,26 @@ THRICE = Goal("ratio", "at most", 3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One thread, greedy, seconds a token; models no larger than the settings allow."""
+    """Measure seconds per token, greedy on one thread; models are no larger than the settings allow."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name:
-        taken = _taken(SMALL, Path(name, "small"), settings.rounds)
+        timings = _token_timings(SMALL, Path(name, "small"), settings.rounds)
         for engine, goal in AHEAD.items():
-            yield _row(SMALL, engine, taken, "dynamic", goal)
-            yield _row(SMALL, engine, taken, "static", goal)
+            yield _row(SMALL, engine, timings, "dynamic", goal)
+            yield _row(SMALL, engine, timings, "static", goal)
         for number, size in enumerate(each for each in LARGE if each.billions <= settings.billions):
-            taken = _taken(size, Path(name, str(number)), min(settings.rounds, MOST_ROUNDS))
-            yield _row(size, "torch", taken, "dynamic", NOT_SLOWER)
-            yield _row(size, "aoti", taken, "matrices", NEARLY_BARE)
+            timings = _token_timings(size, Path(name, str(number)), min(settings.rounds, MOST_ROUNDS))
+            yield _row(size, "torch", timings, "dynamic", NOT_SLOWER)
+            yield _row(size, "aoti", timings, "matrices", NEARLY_BARE)
         yield _export(Path(name), min(settings.rounds, MOST_ROUNDS))
 
 
-def _row(size: Size, engine: str, taken: dict[str, list[float]], peer: str, goal: Goal) -> Row:
+def _row(size: Size, engine: str, timings: dict[str, list[float]], peer: str, goal: Goal) -> Row:
     called = "its matrices alone" if peer == "matrices" else f"transformers, {peer} cache"
-    return compared(f"model.generate, {engine}, a token of {size}", "us", taken[engine], called, taken[peer], goal)
+    return compared(f"model.generate, {engine}, a token of {size}", "us", timings[engine], called, timings[peer], goal)
 
 
-def _taken(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each subject for a token."""
+def _token_timings(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the microseconds per token of each subject."""
     eager = size.model()
     with quiet():
         artifact = export_decoder(eager, out=folder / "a.artifact", length=LENGTH, engines=["aoti"])
@@ -93,37 +91,37 @@ def _taken(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
     subjects["static"] = partial(_theirs, eager, prompt, cache_implementation="static")
     _check_tokens(size, eager, prompt, subjects)
     subjects["matrices"] = _matrices(eager)
-    taken = in_turn({what: partial(seconds, subject) for what, subject in subjects.items()}, rounds)
-    return {what: [second / NEW * 1e6 for second in values] for what, values in taken.items()}
+    timings = in_turn({what: partial(seconds, subject) for what, subject in subjects.items()}, rounds)
+    return {what: [second / NEW * 1e6 for second in values] for what, values in timings.items()}
 
 
 def _check_tokens(size: Size, eager: Any, prompt: torch.Tensor, subjects: dict[str, Callable[[], Any]]) -> None:
-    """Raise WrongOutput for other tokens than transformers'.
+    """Raise WrongOutput for tokens other than transformers'.
 
-    In bfloat16 the sums of attention are rounded otherwise over caches of other lengths: those of the other subjects
-    are no measure there, and one as long as ours is.
+    In bfloat16, sums of attention are rounded differently over caches of other lengths, so the reference is a cache as
+    long as ours.
     """
-    found = subjects["torch"]()
+    ours = subjects["torch"]()
     expected = [_theirs(eager, prompt, past_key_values=StaticCache(config=eager.config, max_cache_len=LENGTH))]
     if size.dtype == torch.float32:
         expected += [subjects["static"](), subjects["dynamic"]()]
-    if any(tokens != found for tokens in expected):
+    if any(tokens != ours for tokens in expected):
         raise WrongOutput(f"{size}: other tokens than transformers'")
 
 
 def _ours(model: Any, prompt: torch.Tensor) -> list[int]:
-    found: list[int] = model.generate(prompt[0], max_new_tokens=NEW)
-    return found
+    tokens: list[int] = model.generate(prompt[0], max_new_tokens=NEW)
+    return tokens
 
 
 def _theirs(eager: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
     settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "disable_compile": True}
-    found: list[int] = eager.generate(prompt, **settings, **options)[0, prompt.shape[1] :].tolist()
-    return found
+    tokens: list[int] = eager.generate(prompt, **settings, **options)[0, prompt.shape[1] :].tolist()
+    return tokens
 
 
 def _matrices(eager: nn.Module) -> Callable[[], None]:
-    """As many products of a vector with each of the model's matrices as there are new tokens."""
+    """Multiply a vector with each of the model's matrices, once per new token."""
     pairs = [
         (module.weight, torch.zeros(1, module.in_features, dtype=module.weight.dtype))
         for module in eager.modules()
@@ -151,7 +149,7 @@ class _Method(nn.Module):
 
 
 def _export(folder: Path, rounds: int) -> Row:
-    """Both methods, by weightswap and by `torch.export` alone."""
+    """Measure the export of both methods, by weightswap and by `torch.export` alone."""
     eager = SMALL.model()
     bare = decoder(eager, LENGTH, 1)
 
@@ -167,6 +165,6 @@ def _export(folder: Path, rounds: int) -> Row:
         "theirs": lambda: seconds(theirs),
     }
     with quiet():
-        taken = in_turn(measures, rounds)
+        timings = in_turn(measures, rounds)
     what = f"export_decoder, {SMALL}"
-    return compared(what, "s", taken["ours"], "torch.export of both methods", taken["theirs"], THRICE)
+    return compared(what, "s", timings["ours"], "torch.export of both methods", timings["theirs"], THRICE)

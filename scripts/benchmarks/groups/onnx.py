@@ -1,4 +1,4 @@
-"""The engine `onnx` beside ONNX Runtime with weights inside, a session that is built again, and torch."""
+"""Engine `onnx` compared with ONNX Runtime with weights inside, a rebuilt session, and torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_ROUNDS = 5
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """A 12-layer encoder, 38 MB, called on one thread; the cold start is of the same model."""
+    """Measure a 12-layer encoder, 38 MB, on one thread, and the cold start of the same model."""
     torch.manual_seed(0)
     with TemporaryDirectory(prefix="weightswap-bench-") as name, torch.no_grad():
         folder = Path(name)
@@ -63,27 +63,27 @@ def _session(path: Path) -> Any:
 
 
 def _calls(served: Model, path: Path, eager: Encoder, rounds: int) -> Iterator[Row]:
-    """Through `model(x)`, against a session with the weights as its initialisers."""
+    """Measure `model(x)` against a session with the weights as its initialisers."""
     peer = _session(path)
     for tokens in TOKENS:
         x = torch.randn(1, tokens, WIDTH)
         array = x.numpy()
-        for what, found in (("model", served(array)), ("session", peer.run(None, {"x": array})[0])):
-            close(found, eager(x), f"{what}, {tokens} tokens")
+        for what, output in (("model", served(array)), ("session", peer.run(None, {"x": array})[0])):
+            close(output, eager(x), f"{what}, {tokens} tokens")
         subjects: dict[str, Callable[[], object]] = {
             "model": partial(served, array),
             "session": lambda array=array: peer.run(None, {"x": array}),  # type: ignore[misc]
         }
-        taken = in_turn({name: per_call(call, 8) for name, call in subjects.items()}, 4 * rounds)
-        micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+        timings = in_turn({name: per_call(call, 8) for name, call in subjects.items()}, 4 * rounds)
+        micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
         goal = NEAR if tokens == 64 else None
         what = f"model(x), engine onnx, 12 layers, {tokens} tokens"
         yield compared(what, "us", micros["model"], "ONNX Runtime, weights inside", micros["session"], goal)
 
 
 def _swaps(served: Model, files: list[Path], pointing: list[Path], rounds: int) -> Iterator[Row]:
-    """From a file to the next answer's weights, and the commit alone, against building a session of that file."""
-    served.swap(files[1])  # so that there is something to roll back to
+    """Measure from a file to the next answer, and the commit alone, against building a session of that file."""
+    served.swap(files[1])  # for a rollback
     ours, theirs = itertools.cycle(files), itertools.cycle(pointing)
     measures = {
         "swap": lambda: seconds(lambda: served.swap(next(ours))),
@@ -98,7 +98,7 @@ def _swaps(served: Model, files: list[Path], pointing: list[Path], rounds: int) 
 
 
 def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
-    """`weightswap run`, from process start to its end."""
+    """Measure `weightswap run` from process start to its end."""
     np.savez(folder / "inputs.npz", x=np.zeros((1, 2, WIDTH), np.float32))
     program = "from weightswap_tools.program import main; main()"
     files = [str(folder / name) for name in ("a.artifact", "v0.safetensors", "inputs.npz")]
@@ -107,8 +107,8 @@ def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
         engine: partial(seconds, partial(subprocess.run, [*command, engine], capture_output=True, check=True))
         for engine in ("onnx", "torch")
     }
-    taken = {name: [second * 1e3 for second in values] for name, values in in_turn(measures, rounds).items()}
-    yield spread("weightswap run --engine onnx, start to end", "ms", taken["onnx"], SOON)
+    timings = {name: [second * 1e3 for second in values] for name, values in in_turn(measures, rounds).items()}
+    yield spread("weightswap run --engine onnx, start to end", "ms", timings["onnx"], SOON)
     yield compared(
-        "weightswap run --engine onnx, start to end", "ms", taken["onnx"], "--engine torch", taken["torch"], THIRD
+        "weightswap run --engine onnx, start to end", "ms", timings["onnx"], "--engine torch", timings["torch"], THIRD
     )

@@ -1,4 +1,4 @@
-"""From an artifact to a graph that can be called, and from the shell to a first answer."""
+"""From an artifact to a callable graph, and from the shell to a first answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_ROUNDS = 5
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """The largest topology that the settings allow; each opening in a process of its own, after `import torch`."""
+    """Measure the largest topology that the settings allow, each in a process of its own, after `import torch`."""
     size = [size for size in SIZES if size.billions <= settings.billions][-1]
     with TemporaryDirectory(prefix="weightswap-bench-") as folder:
         with quiet():
@@ -41,15 +41,15 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _one_size(size: Size, artifact: Path, rounds: int) -> Iterator[Row]:
-    taken = in_turn({way: partial(_run, way, artifact) for way in ("ours", "torch")}, rounds)
-    millis = {way: [second * 1e3 for second in values] for way, values in taken.items()}
+    timings = in_turn({way: partial(_run, way, artifact) for way in ("ours", "torch")}, rounds)
+    millis = {way: [second * 1e3 for second in values] for way, values in timings.items()}
     peer = "torch.export.load().module()"
     for goal in (AT_ONCE, FORTIETH) if size is SIZES[-1] else (None,):
         yield compared(f"open the graph, {size}", "ms", millis["ours"], peer, millis["torch"], goal)
 
 
 def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
-    """`weightswap run` of a small model, against a process that imports torch and leaves."""
+    """Measure `weightswap run` of a small model, against a process that only imports torch."""
     model, x = nn.Linear(16, 16).eval(), torch.zeros(1, 16)
     with quiet():
         pack(model, export(model, (x,), out=folder / "small.artifact"), out=folder / "small.safetensors")
@@ -60,10 +60,10 @@ def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
         "run": ["-c", program, "run", files[0], "-w", files[1], "-i", files[2]],
         "torch": ["-c", "import torch"],
     }
-    taken = in_turn({name: partial(_seconds, command) for name, command in commands.items()}, rounds)
-    over = [(one - other) * 1e3 for one, other in zip(taken["run"], taken["torch"], strict=True)]
-    bare = median(taken["torch"]) * 1e3
-    ratio = median(one / other for one, other in zip(taken["run"], taken["torch"], strict=True))
+    timings = in_turn({name: partial(_seconds, command) for name, command in commands.items()}, rounds)
+    over = [(one - other) * 1e3 for one, other in zip(timings["run"], timings["torch"], strict=True)]
+    bare = median(timings["torch"]) * 1e3
+    ratio = median(one / other for one, other in zip(timings["run"], timings["torch"], strict=True))
     what = "weightswap run, start to end, minus import torch"
     yield Row(what, "ms", median(over), rounds, goal=SOON, peer="import torch", peer_median=bare, ratio=ratio)
 

@@ -1,4 +1,4 @@
-"""`weightswap serve` beside servers that people write: what a call costs beyond the model's, and calls per second."""
+"""`weightswap serve` compared with hand-written servers: the overhead of a call, and calls per second."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ HTTP, GRPC = Goal("median", "at most", 0.8), Goal("median", "at most", 1.0)
 AHEAD, SOONER = Goal("ratio", "at least", 1.0), Goal("ratio", "at most", 1.0)
 _SERVE = "from weightswap_tools.commands.serve import serve_command; serve_command()"
 _PEERS = Path(__file__).parent.parent
-_OF_PROTOCOL = ("fastapi_protocol", "kserve")  # peers that take the requests that we do
+_OF_PROTOCOL = ("fastapi_protocol", "kserve")  # peers with the same protocol
 Bodies = tuple[str, bytes, dict[str, str]]  # path, body, headers
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """A network of two layers, one row a call, clients in this process; every server in one of its own."""
+    """Measure a network of two layers, one row per call, clients in this process, and every server in its own."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         eager = network()
@@ -63,7 +63,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 def _alone(
     settings: Settings, stack: ExitStack, folder: Path, weights: Path, x: torch.Tensor, expected: torch.Tensor
 ) -> Iterator[Row]:
-    """Concurrency 1: the protocol's own clients, and a bare connection for the peers."""
+    """Measure concurrency 1: the protocol's own clients, and a bare connection for the peers."""
     http_port, grpc_port = stack.enter_context(_ours(folder, weights, "--grpc-port", str(_free_port())))
     model = load(folder / "net.artifact", weights)
     subjects: dict[str, Callable[[], Any]] = {"bare": partial(model, x)}
@@ -77,18 +77,18 @@ def _alone(
     for name, subject in subjects.items():
         close(subject(), expected, name)
     measures = {name: partial(_milliseconds, subject) for name, subject in subjects.items()}
-    taken = in_turn(measures, settings.rounds)
+    figures = in_turn(measures, settings.rounds)
     for name, goal in (("http", HTTP), ("grpc", GRPC)):
-        if name in taken:
-            beyond = [one - bare for one, bare in zip(taken[name], taken["bare"], strict=True)]
+        if name in figures:
+            beyond = [one - bare for one, bare in zip(figures[name], figures["bare"], strict=True)]
             yield spread(f"tritonclient.{name}, binary, 1 client: beyond model(x)", "ms", beyond, goal)
-    yield spread("model(x)", "ms", taken["bare"])
+    yield spread("model(x)", "ms", figures["bare"])
     for peer in _peers():
-        yield compared("serve, HTTP, binary, 1 client", "ms", taken["ours"], peer, taken[peer], SOONER)
+        yield compared("serve, HTTP, binary, 1 client", "ms", figures["ours"], peer, figures[peer], SOONER)
 
 
 def _loaded(settings: Settings, folder: Path, weights: Path, x: torch.Tensor) -> Iterator[Row]:
-    """Calls per second of clients that ask one call after another, and how long the slowest wait."""
+    """Measure calls per second of clients that call without pause, and their slowest waits."""
     path, body, headers = _our_request(x)
     ours = {"serve": (), "serve --max-batch 32": ("--max-batch", "32")}
     peers = _peers()
@@ -105,20 +105,20 @@ def _loaded(settings: Settings, folder: Path, weights: Path, x: torch.Tensor) ->
             measures = {
                 name: partial(_calls_per_second, request, clients, waits[name]) for name, request in requests.items()
             }
-            taken = in_turn(measures, max(1, settings.rounds // 3))
+            figures = in_turn(measures, max(1, settings.rounds // 3))
             slowest = {name: [percentile(calls, 0.99) for calls in rounds] for name, rounds in waits.items()}
             load = "1 client" if clients == 1 else f"{clients} clients"
             for name in ours:
                 yield spread(f"{name}, {load}: a call", "ms", list(chain(*waits[name])))
                 for peer in peers:
-                    yield compared(f"{name}, {load}: calls", "1/s", taken[name], peer, taken[peer], AHEAD)
+                    yield compared(f"{name}, {load}: calls", "1/s", figures[name], peer, figures[peer], AHEAD)
                     yield compared(f"{name}, {load}: p99 of a call", "ms", slowest[name], peer, slowest[peer], SOONER)
             for peer in peers:
                 yield spread(f"{peer}, {load}: a call", "ms", list(chain(*waits[peer])))
 
 
 def _peers() -> Sequence[str]:
-    """Those that are installed; KServe in a Python of its own, that KSERVE_PYTHON names, as it wants older packages."""
+    """Return the installed peers; KServe, which needs older packages, runs in the Python named by KSERVE_PYTHON."""
     needs = {"fastapi": "fastapi", "fastapi_protocol": "fastapi", "litserve": "litserve"}
     return [peer for peer, package in needs.items() if find_spec(package)] + ["kserve"] * (
         "KSERVE_PYTHON" in os.environ
@@ -136,19 +136,19 @@ def _calls_per_second(request: Bodies, clients: int, waits: list[list[float]]) -
 async def _ask_for_a_while(request: Bodies, clients: int, waits: list[list[float]]) -> float:
     url, body, headers = request
     until = time.perf_counter() + SECONDS
-    found: list[float] = []
+    waits_ms: list[float] = []
 
     async def ask(session: aiohttp.ClientSession) -> None:
-        while (began := time.perf_counter()) < until:
+        while (start := time.perf_counter()) < until:
             async with session.post(url, data=body, headers=headers) as reply:
                 await reply.read()
                 reply.raise_for_status()
-            found.append((time.perf_counter() - began) * 1e3)
+            waits_ms.append((time.perf_counter() - start) * 1e3)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
         await asyncio.gather(*(ask(session) for _ in range(clients)))
-    waits.append(found)
-    return len(found) / SECONDS
+    waits.append(waits_ms)
+    return len(waits_ms) / SECONDS
 
 
 def _our_request(x: torch.Tensor) -> Bodies:
@@ -172,7 +172,7 @@ def _their_request(peer: str, x: torch.Tensor) -> Bodies:
 
 
 def _raw(port: int, path: str, body: bytes, headers: dict[str, str]) -> Callable[[], Any]:
-    """A call over one connection of Python's own; what comes back are the output's last bytes."""
+    """Call over a connection of Python's own; the last bytes of the response are the output."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     nbytes = ROWS * CLASSES * 4
 
@@ -192,7 +192,7 @@ def _triton(protocol: str, port: int, x: torch.Tensor) -> Callable[[], Any]:
 
 @contextmanager
 def _ours(folder: Path, weights: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """`weightswap serve`, and its ports for HTTP and gRPC."""
+    """Run `weightswap serve`, and return its ports for HTTP and gRPC."""
     port = _free_port()
     arguments = [str(folder / "net.artifact"), "-w", str(weights), "--port", str(port), "--threads", "1", *options]
     with _process([sys.executable, "-c", _SERVE, *arguments], port):
@@ -209,7 +209,6 @@ def _served(peer: str, folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _process(command: list[str], port: int) -> Iterator[None]:
-    """A server that runs for the length of the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True) as process:
         try:
@@ -217,10 +216,10 @@ def _process(command: list[str], port: int) -> Iterator[None]:
                 if process.poll() is not None:
                     raise RuntimeError(f"{command}: ended with status {process.returncode}")
                 time.sleep(0.05)
-            time.sleep(1)  # to be warm
+            time.sleep(1)  # warm-up
             yield
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # with its child processes
 
 
 def _answers(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a context costs: what it adds to a call, beside a fresh state for each; the memory of several."""
+"""Cost of contexts: overhead of a call, compared with a fresh state for each; the memory of several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOGETHER = Goal("ratio", "at most", 1.2)
 
 
 class Caches(nn.Module):
-    """As many tensors of state as a decoder of 12 layers has; `plain` has none, and as many operators."""
+    """Model with the state tensors of a decoder of 12 layers; `plain` has none, and as many operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Caches(nn.Module):
 
 
 class Fitted(nn.Module):
-    """A large base, and keys of `ROWS` training rows that a fit leaves behind."""
+    """Model with a large base, and keys of `ROWS` training rows that a fit stores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Fitted(nn.Module):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Calls on one thread; memory."""
+    """Measure calls on one thread, and memory."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name:
         yield from _rows(settings, Path(name))
         yield _memory(Path(name, "fitted"))
@@ -84,8 +84,8 @@ def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
         "plain, bare": partial(bound.run, "plain", [x]),
         "fresh": partial(model, x),
     }
-    taken = in_turn({what: per_call(subject, 50) for what, subject in subjects.items()}, 4 * settings.rounds)
-    micros = {what: [second * 1e6 for second in values] for what, values in taken.items()}
+    timings = in_turn({what: per_call(subject, 50) for what, subject in subjects.items()}, 4 * settings.rounds)
+    micros = {what: [second * 1e6 for second in values] for what, values in timings.items()}
     what = f"model(x, context=...), {TENSORS} tensors of state"
     over = {
         kind: [one - bare for one, bare in zip(micros[kind], micros[f"{kind}, bare"], strict=True)]
@@ -106,7 +106,7 @@ def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
 
 
 def _memory(folder: Path) -> Row:
-    """Resident memory of fitted members over one base, beside that of one."""
+    """Measure resident memory of fitted members over one base, compared with one member."""
     eager, x = Fitted().eval(), torch.randn(ROWS, BASE)
     with quiet():
         artifact = export(eager, (x,), out=folder / "a.artifact")

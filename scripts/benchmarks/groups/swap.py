@@ -38,7 +38,7 @@ ONE_COPY = Goal("ratio", "at most", 1.3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each part frees its memory before the next one starts."""
+    """Measure each part; it frees its memory before the next one starts."""
     with stored(settings.megabytes * 1_000_000) as large:
         yield from _parts(large, settings.rounds, (_staging, _looking, _commits, _whole))
         yield from _kinds(settings.rounds)
@@ -51,7 +51,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _parts(stored: Stored, rounds: int, parts: tuple[Part, ...]) -> Iterator[Row]:
-    """What is measured on a model in double residency that has used both of its arenas, and can roll back."""
+    """Measure on a model in double residency that has used both of its arenas, and can roll back."""
     first, second = stored.versions
     model = load(stored.artifact, first.path)
     stored.check(model)
@@ -64,11 +64,11 @@ def _parts(stored: Stored, rounds: int, parts: tuple[Part, ...]) -> Iterator[Row
 
 
 def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """Into memory that was written to before, digests and checks included."""
+    """Measure staging into memory that was written before, digests and checks included."""
     peers = Peers()
     path = stored.versions[0].path
     memory = Memory(path.stat().st_size, touched=True)
-    taken = in_turn(
+    timings = in_turn(
         {
             "stage": _stage(model, _paths(stored)),
             "read": lambda: seconds(lambda: peers.read(path, memory)),
@@ -77,7 +77,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
         },
         rounds,
     )
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what, read = f"stage {stored.size}, warm arena", f"preadv, {peers.threads} threads"
     yield compared(what, "GB/s", rate["stage"], read, rate["read"], NEARLY_AS_FAST)
     yield compared(what, "GB/s", rate["stage"], "preadv + BLAKE3, no checks", rate["both"])
@@ -85,7 +85,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 
 
 def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """What looking for values that are not finite costs: the same staging with and without it."""
+    """Measure the cost of the search for non-finite values: the same staging with and without it."""
     paths = _paths(stored)
     stage = _stage(model, paths)
 
@@ -93,27 +93,27 @@ def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
         with patch.object(reading, "count_nonfinite", lambda *_: None):
             return stage()
 
-    taken = in_turn({"stage": stage, "blind": blind}, rounds)
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    timings = in_turn({"stage": stage, "blind": blind}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"looking for NaN while {stored.size} are staged"
     yield compared(what, "GB/s", rate["stage"], "without looking", rate["blind"], NEARLY_FREE)
 
 
 def _kinds(rounds: int) -> Iterator[Row]:
-    """Looking at a block that was just hashed and is in the cache, for each size of a value; one thread."""
+    """Measure the search in a block that was just hashed and is in the cache, by element size; one thread."""
     block = memoryview(bytearray(BLOCK))
     for dtype in ("F64", "F32", "BF16", "F8_E4M3"):
         measures = {
             "look": per_call(partial(count_nonfinite, dtype, block), 200),
             "hash": per_call(lambda: blake3(block).digest(), 200),
         }
-        taken = in_turn(measures, rounds)
-        rate = {name: [BLOCK / second / 1e9 for second in values] for name, values in taken.items()}
+        timings = in_turn(measures, rounds)
+        rate = {name: [BLOCK / second / 1e9 for second in values] for name, values in timings.items()}
         yield compared(f"looking for NaN, {dtype}, in the cache", "GB/s", rate["look"], "BLAKE3", rate["hash"])
 
 
 def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
-    """Into memory that nothing has written to: the kernel's page faults are inside, on both sides."""
+    """Measure staging into untouched memory, which includes the kernel's page faults on both sides."""
     peers = Peers()
     path = stored.versions[0].path
 
@@ -124,14 +124,14 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
         memory = Memory(path.stat().st_size, touched=False)
         return seconds(lambda: peers.read(path, memory))
 
-    taken = in_turn({"stage": stage, "read": read}, -(-rounds // 2))
-    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    timings = in_turn({"stage": stage, "read": read}, -(-rounds // 2))
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what, peer = f"stage {stored.size}, fresh arena", "preadv into fresh memory"
     yield compared(what, "GB/s", rate["stage"], peer, rate["read"])
 
 
 def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """A rollback is a commit that reads no file, so many of them can be measured at any size."""
+    """Measure rollbacks, which are commits that read no file, so many are possible at any size."""
     yield from _rollbacks(model, f"{stored.size}, idle", rounds)
     with calling(lambda: model(stored.tokens), CALLERS):
         yield from _rollbacks(model, f"{stored.size}, {CALLERS} threads calling", rounds)
@@ -140,7 +140,7 @@ def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
     seen, paused = [], []
     for _ in range(COMMITS * rounds):
-        time.sleep(0.0005)  # lets the calling threads in, as any pause between two commits would
+        time.sleep(0.0005)  # lets the calling threads run, like any pause between two commits
         start = time.perf_counter()
         receipt = model.rollback()
         seen.append((time.perf_counter() - start) * 1e6)
@@ -151,20 +151,20 @@ def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
 
 def _staged_commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     paths = _paths(stored)
-    taken = []
+    timings = []
     for _ in range(COMMITS * rounds):
         staged = model.stage(next(paths))
-        taken.append(seconds(staged.commit) * 1e6)
-    yield spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", taken, INSTANT)
+        timings.append(seconds(staged.commit) * 1e6)
+    yield spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", timings, INSTANT)
 
 
 def _single(stored: Stored, rounds: int) -> Iterator[Row]:
-    """One arena: the commit copies. The goal is judged against one `copy_` of a flat tensor, the usual memcpy here."""
+    """Measure single residency, where a commit copies. The goal is relative to one `copy_` of a flat tensor."""
     peers, paths = Peers(), _paths(stored)
     model = load(stored.artifact, next(paths), residency="single")
     target, source = (Memory(stored.nbytes, touched=True) for _ in range(2))
     target_tensor, source_tensor = target.tensor(), source.tensor()
-    taken = in_turn(
+    timings = in_turn(
         {
             "commit": lambda: model.swap(next(paths)).seconds_paused,
             "copy_": lambda: seconds(lambda: target_tensor.copy_(source_tensor)),
@@ -174,7 +174,7 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
         rounds,
     )
     stored.check(model)
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, {stored.size}"
     yield compared(what, "ms", millis["commit"], "one torch copy_", millis["copy_"], ONE_COPY)
     yield compared(what, "ms", millis["commit"], f"memcpy, {peers.threads} threads", millis["threads"])
@@ -182,7 +182,7 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
 
 
 def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
-    """From a path to weights that serve."""
+    """Measure from a path to served weights."""
     paths = _paths(stored)
     first = stored.versions[0]
     with torch.no_grad():
@@ -198,10 +198,10 @@ def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     }
     measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
     measures |= {name: partial(seconds, work) for name, work in others.items()}
-    taken = in_turn(measures, rounds)
+    timings = in_turn(measures, rounds)
     with torch.no_grad():
         equal(eager(stored.tokens), first.expected, "the eager model after its own load")
-    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in others:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
 
@@ -211,13 +211,13 @@ def _paths(stored: Stored) -> Iterator[Path]:
 
 
 def _stage(model: Model, paths: Iterator[Path]) -> Measure:
-    """Times the staging alone; the commit that follows makes the other arena the next target."""
+    """Time only the staging; the commit afterwards makes the other arena the next target."""
 
     def measure() -> float:
         start = time.perf_counter()
         staged = model.stage(next(paths))
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         staged.commit()
-        return taken
+        return elapsed
 
     return measure

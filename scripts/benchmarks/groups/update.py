@@ -1,4 +1,4 @@
-"""Updates of a model that serves: calls during a staging, cancelling, deltas."""
+"""Updates of a serving model: calls during a staging, cancels, deltas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANCELS = 10  # for each round
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each part frees its memory before the next one starts."""
+    """Measure each part; it frees its memory before the next one starts."""
     with tabled(settings.megabytes * 1_000_000) as table:
         yield from _calls(table, settings.rounds)
         gc.collect()
@@ -36,7 +36,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _calls(table: Stored, rounds: int) -> Iterator[Row]:
-    """The 99th percentile of one thread's calls in windows with and without a staging that goes on all the time."""
+    """Measure the 99th percentile of one thread's calls in windows with and without continuous staging."""
     model = load(table.artifact, table.versions[0].path)
     for limit in (RATE, None):
         idle, busy = [], []
@@ -53,42 +53,42 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
 
 
 def _p99(model: Model, table: Stored, window: float) -> float:
-    taken, end = [], time.perf_counter() + window
+    timings, end = [], time.perf_counter() + window
     while time.perf_counter() < end:
-        taken.append(seconds(lambda: model(table.tokens)))
-    return percentile(taken, 0.99)
+        timings.append(seconds(lambda: model(table.tokens)))
+    return percentile(timings, 0.99)
 
 
 def _p99_while_staging(model: Model, table: Stored, window: float, limit: float | None) -> float:
-    paths, taken = cycle(version.path for version in table.versions), []
+    paths, timings = cycle(version.path for version in table.versions), []
     end = time.perf_counter() + window
     staged = model.stage(next(paths), background=True, rate_limit=limit)
     while time.perf_counter() < end:
         if staged.done:
             staged.discard()
             staged = model.stage(next(paths), background=True, rate_limit=limit)
-        taken.append(seconds(lambda: model(table.tokens)))
+        timings.append(seconds(lambda: model(table.tokens)))
     staged.cancel()
-    return percentile(taken, 0.99)
+    return percentile(timings, 0.99)
 
 
 def _cancels(large: Stored, rounds: int) -> Iterator[Row]:
-    """From the call of `cancel()` to its return, somewhere in a staging at full speed."""
+    """Measure from the call of `cancel()` to its return, during a staging at full speed."""
     model = load(large.artifact, large.versions[0].path)
-    taken = []
+    timings = []
     for number in range(CANCELS * rounds):
         staged = model.stage(large.versions[1].path, background=True)
         time.sleep(0.002 * (number % 10))
-        taken.append(seconds(staged.cancel) * 1e3)
+        timings.append(seconds(staged.cancel) * 1e3)
     large.check(model)
-    yield spread(f"cancel of a staging, {large.size}", "ms", taken, AT_ONCE)
+    yield spread(f"cancel of a staging, {large.size}", "ms", timings, AT_ONCE)
 
 
 def _deltas(large: Stored, rounds: int, residency: str) -> Iterator[Row]:
-    """Deltas there and back, against full swaps of the same two sets by another model."""
+    """Measure deltas there and back, against full swaps of the same two sets by another model."""
     for what, scattered in (("1 % of it in blocks", False), ("1 % of its rows, scattered", True)):
-        taken = _there_and_back(large, large.changed(0.01, scattered=scattered), rounds, residency)
-        millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+        timings = _there_and_back(large, large.changed(0.01, scattered=scattered), rounds, residency)
+        millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
         name = f"swap of a delta, {large.size}, {what}, {residency} residency"
         goal = None if scattered else TWENTIETH
         yield compared(name, "ms", millis["delta"], "swap of the full file", millis["full"], goal)
@@ -101,11 +101,11 @@ def _there_and_back(large: Stored, changed: Path, rounds: int, residency: str) -
     back = write_delta(changed, base, base.with_name("back.safetensors"))
     delta, full = (load(large.artifact, base, residency=residency) for _ in range(2))  # type: ignore[arg-type]
     deltas, files = cycle((there.path, back.path)), cycle((changed, base))
-    delta.swap(next(deltas))  # in double residency the first one copies a whole set
+    delta.swap(next(deltas))  # in double residency the first delta copies a whole set
     full.swap(next(files))
-    taken = in_turn({"delta": lambda: _swap(delta, deltas), "full": lambda: _swap(full, files)}, rounds)
+    timings = in_turn({"delta": lambda: _swap(delta, deltas), "full": lambda: _swap(full, files)}, rounds)
     equal(delta(large.tokens), full(large.tokens), f"generation {delta.generation}, by deltas")
-    return taken
+    return timings
 
 
 def _swap(model: Model, paths: Iterator[Path]) -> float:

@@ -1,4 +1,4 @@
-"""What a variant costs: adding one of 1 % of the weights beside a full swap, and choosing one in a call."""
+"""Cost of variants: adding one of 1 % of the weights, compared with a full swap, and choosing one in a call."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
 
 LAYERS, WIDTH, SMALL = 28, 1024, 16
-SHARE = 200  # a layer's width over twice its rank: A and B are 1 % of it
+SHARE = 200  # a layer's width over twice its rank: A and B are 1 % of the layer
 ADDING = Goal("ratio", "at most", 0.02)
 CHOOSING = Goal("median", "at most", 10.0)
 
 
 class Tuned(nn.Module):
-    """Layers, each with LoRA's two matrices beside it, of 1 % of its size."""
+    """Layers with LoRA's two matrices, of 1 % of their size."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Tuned(nn.Module):
 
 
 class Small(Tuned):
-    """As many tensors that are variable, and a call that computes next to nothing with them."""
+    """Model with as many variable tensors, whose call computes almost nothing with them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[0](x) + torch.cat([*self.lora_a, *(b.T for b in self.lora_b)]).sum()
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Adding, with every processor; choosing, on one thread."""
+    """Measure adding with all processors, and choosing on one thread."""
     with TemporaryDirectory(prefix="weightswap-bench-") as name:
         width = int((settings.megabytes * 1e6 / 4 / LAYERS) ** 0.5)
         yield _adding(settings, *_served(Path(name, "large"), Tuned(width)))
@@ -58,7 +58,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _served(folder: Path, eager: Tuned) -> tuple[Model, Path, Path, torch.Tensor]:
-    """A model, its weights, a variant of it, and an input."""
+    """Return a model, its weights, a variant of it, and an input."""
     folder.mkdir()
     x = torch.randn(1, eager.layers[0].in_features)
     with quiet():
@@ -74,8 +74,8 @@ def _adding(settings: Settings, model: Model, weights: Path, variant: Path, _: t
         "add": partial(model.add_variant, "lora", "one", variant),
         "swap": partial(model.swap, weights),
     }
-    taken = in_turn({what: per_call(subject, 1) for what, subject in subjects.items()}, settings.rounds)
-    millis = {what: [second * 1e3 for second in values] for what, values in taken.items()}
+    timings = in_turn({what: per_call(subject, 1) for what, subject in subjects.items()}, settings.rounds)
+    millis = {what: [second * 1e3 for second in values] for what, values in timings.items()}
     share = variant.stat().st_size / weights.stat().st_size
     what = f"add_variant, {share:.1%} of {weights.stat().st_size / 1e6:.0f} MB"
     return compared(what, "ms", millis["add"], "a full swap", millis["swap"], ADDING)
@@ -88,7 +88,7 @@ def _choosing(settings: Settings, model: Model, _: Path, variant: Path, x: torch
         "chosen": partial(model, x, variants=choice),
         "base": partial(model, x),
     }
-    taken = in_turn({what: per_call(subject, 200) for what, subject in subjects.items()}, 4 * settings.rounds)
-    more = [(one - other) * 1e6 for one, other in zip(taken["chosen"], taken["base"], strict=True)]
-    base = [second * 1e6 for second in taken["base"]]
+    timings = in_turn({what: per_call(subject, 200) for what, subject in subjects.items()}, 4 * settings.rounds)
+    more = [(one - other) * 1e6 for one, other in zip(timings["chosen"], timings["base"], strict=True)]
+    base = [second * 1e6 for second in timings["base"]]
     return compared(f"choosing {2 * LAYERS} tensors in a call, added", "us", more, "the call itself", base, CHOOSING)

@@ -1,4 +1,4 @@
-"""`weightswap verify` of an encoder on three engines, beside one load and call of each."""
+"""`weightswap verify` of an encoder on three engines, compared with one load and call of each."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def build():
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """From the shell to the verdict: goldens, parity with the eager model, swaps in both residencies."""
+    """Measure from the shell to the verdict: goldens, parity with the eager model, swaps in both residencies."""
     width = WIDTH if settings.megabytes >= 100 else SMALL
     with TemporaryDirectory(prefix="weightswap-bench-") as name:
         folder = Path(name)
         with quiet():
             megabytes = _prepare(folder, width)
-        taken = in_turn({"verify": partial(_verify, folder), "run": partial(_run, folder)}, min(settings.rounds, 3))
+        timings = in_turn({"verify": partial(_verify, folder), "run": partial(_run, folder)}, min(settings.rounds, 3))
     what = f"weightswap verify, 12-layer encoder, {megabytes:.0f} MB, {len(ENGINES)} engines"
     peer = "weightswap run, once for each engine"
-    yield compared(what, "s", taken["verify"], peer, taken["run"], WITHIN_A_MINUTE)
+    yield compared(what, "s", timings["verify"], peer, timings["run"], WITHIN_A_MINUTE)
 
 
 def _prepare(folder: Path, width: int) -> float:
-    """The artifact, compiled, weights with goldens, and a recipe. Returns the size of the weights in MB."""
+    """Write a compiled artifact, weights with goldens, and a recipe. Returns the size of the weights in MB."""
     home = str(Path(__file__).parents[1])
     (folder / "recipe.py").write_text(RECIPE.format(home=home, width=width, tokens=TOKENS))
     torch.manual_seed(0)

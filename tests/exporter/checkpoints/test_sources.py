@@ -22,7 +22,7 @@ from tests.support.checkpoints import (
     tensors,
 )
 from tests.support.composed import Sum
-from tests.support.desk import in_place
+from tests.support.intake_rig import in_place
 from tests.support.models import Renamed
 from weightswap_exporter import export, pack
 from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, WeightswapError

@@ -1,6 +1,6 @@
-"""Swaps, calls and pins that are interrupted at any instruction, hundreds of times; a process of its own.
+"""Swaps, calls and pins that are interrupted at random instructions, hundreds of times, in a separate process.
 
-`python -m tests.promises.all_or_nothing.interrupts FOLDER RESIDENCY` exits with 0 if the model is whole afterwards.
+`python -m tests.promises.all_or_nothing.interrupts FOLDER RESIDENCY` exits with 0 if the model still works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETS = 3
 
 
 class Alarm:
-    """Raises KeyboardInterrupt in the main thread some time after `set`, unless it was cleared before."""
+    """Timer that raises KeyboardInterrupt in the main thread some time after `set`, unless it is cleared before."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -47,7 +47,7 @@ def work(model: Model, file: Path) -> None:
 
 
 def interrupted(alarm: Alarm, model: Model, file: Path, seconds: float) -> bool:
-    """One round of work; whether it was interrupted."""
+    """Do one round of work, and return True if it was interrupted."""
     try:
         alarm.set(seconds)
         work(model, file)

@@ -1,4 +1,4 @@
-"""Every system call and allocation on the road of a swap fails once: what is served stays, and the next swap works."""
+"""Every system call and allocation of a swap fails once: the served weights stay, and the next swap works."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TOLERATED = {"a read is short", "a close fails", "no helper"}
 
 
 class Way(NamedTuple):
-    """From A to `goal`, after `prepare`, by `change`."""
+    """Way from the weights A to `goal`: by `change`, after `prepare`."""
 
     goal: Callable[[RichFiles], Origin]
     change: Callable[[Model, RichFiles], object]
@@ -115,13 +115,13 @@ def part_b(files: RichFiles) -> Origin:
 
 
 def from_b(model: Model, files: RichFiles) -> None:
-    """B, and then A again, so that a rollback leads to B."""
+    """Serve B, and then A again, so that a rollback leads to B."""
     model.swap(files.full[B])
     model.swap(files.full[A])
 
 
 def restored(model: Model, files: RichFiles) -> None:
-    """In double residency a rollback has to bring back what a staging has overwritten."""
+    """Serve B, then A, and stage C: in double residency a rollback then has to restore B."""
     from_b(model, files)
     model.stage(files.full[C]).discard()
 
@@ -164,7 +164,7 @@ class Served(NamedTuple):
 
 
 def serves(model: Model, files: RichFiles, origin: Origin) -> None:
-    """Outputs, bytes and id are those of one set, and the model has not failed."""
+    """Check that outputs, bytes and id are those of one set, and that the model has not failed."""
     assert not model.failed
     assert torch.equal(model(X), files.eager(origin))
     assert live_bytes(model) == files.arena_bytes(origin)
@@ -172,17 +172,17 @@ def serves(model: Model, files: RichFiles, origin: Origin) -> None:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Those of temporary files, such as weights; threads of other libraries have theirs."""
-    found = set()
+    """Return the descriptors of temporary files, such as weights; threads of libraries have others."""
+    descriptors = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that this reads the directory with
-            found.add((entry.name, str(entry.readlink())))
-    return {(name, target) for name, target in found if target.startswith(tempfile.gettempdir())}
+        with suppress(FileNotFoundError):  # the descriptor that reads this directory
+            descriptors.add((entry.name, str(entry.readlink())))
+    return {(name, target) for name, target in descriptors if target.startswith(tempfile.gettempdir())}
 
 
 @functools.cache
 def model_of(files: RichFiles, residency: str) -> Model:
-    """One model goes through all of it."""
+    """Return the one model that all tests use."""
     return load(files.artifact, residency=residency, keep_previous="host")  # type: ignore[arg-type]
 
 
@@ -195,7 +195,7 @@ def test_a_fault_at_any_call_changes_nothing(
 ) -> None:
     model = model_of(files, residency)
 
-    model.swap(files.checkpoints[A])  # opens the adapter's graph, for good
+    model.swap(files.checkpoints[A])  # opens the adapter's graph, which stays open
     prepare(model, files, way)
     for number in each_call(fault, lambda: way.change(model, files), most):
         prepare(model, files, way)
@@ -212,7 +212,7 @@ def test_a_fault_at_any_call_changes_nothing(
             assert isinstance(error, WeightswapError | MemoryError | RuntimeError), repr(error)
             assert Served.by(model) == before
         del error
-        assert open_descriptors() <= descriptors  # the collector may have closed what an earlier test has left
+        assert open_descriptors() <= descriptors  # the garbage collector may have closed leftovers of an earlier test
         model.swap(files.full[C])
         serves(model, files, files.whole(C))
 
@@ -279,7 +279,7 @@ PHASES = {"open": (os, "open"), "fstat": (os, "fstat"), "preadv": (os, "preadv")
 def test_a_file_may_change_at_any_time(
     event: Callable[[Path, Path], None], phase: tuple[Any, str], way: str, residency: str, files: RichFiles
 ) -> None:
-    """The swap is refused, or what it serves is exactly one file's content."""
+    """The swap is refused, or it serves exactly one content of the file."""
     model = model_of(files, residency)
     sources = {
         "delta": (files.deltas[A, B], files.deltas[A, C]),
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_be_bound_leaves_the_others_alone(
 
 
 def test_refusals_have_names(files: RichFiles) -> None:
-    """Faults of the system come as errors of the family, not as whatever the call has raised."""
+    """System errors are raised as errors of weightswap's family."""
     model = load(files.artifact, files.full[A])
     expected = {"no descriptor": WeightFileError, "no status": WeightFileError, "a read fails": WeightFileError}
     expected |= {"a read ends early": WeightFileError, "no memory to read into": OutOfMemory}

@@ -1,4 +1,4 @@
-"""Swaps that are refused, and reads that fail: after each the live model is as it was."""
+"""Swaps that are refused, and reads that fail: after each the served model is unchanged."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: W
             model(odd)
 
 
-def test_what_an_interrupt_leaves_behind_ends_by_itself(residency: str, tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupt_end_by_themselves(residency: str, tmp_path: Path) -> None:
     command = [warm.python(), "-m", "tests.promises.all_or_nothing.interrupts", str(tmp_path), residency]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -251,7 +251,7 @@ def test_no_memory_to_stage_into_is_a_refused_swap(
 
 
 class Maps:
-    """Memory for so many more sets of weights."""
+    """Memory for a limited number of further sets of weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 100

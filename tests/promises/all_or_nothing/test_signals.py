@@ -1,4 +1,4 @@
-"""What interrupts and other exceptions find when they arrive in a commit, and signal handlers that call the model."""
+"""Interrupts and other exceptions that arrive during a commit, and signal handlers that call the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Mode
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
-def test_what_is_raised_when_a_commit_is_told_of_finds_it_committed(
+def test_an_exception_in_a_commit_listener_finds_the_commit_done(
     raised: type[BaseException], model: Model, weight_file: WriteWeights
 ) -> None:
     def leave(event: Event) -> None:
@@ -70,7 +70,7 @@ def test_an_interrupt_in_an_in_place_commit_leaves_a_model_that_says_that_it_fai
     assert serves(model, 2)
 
 
-def test_nothing_is_built_on_weights_that_an_interrupt_has_broken_while_another_keeps_the_hold(
+def test_broken_weights_are_no_base_while_another_thread_holds_the_commit(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tiny.path, weight_file(0), residency="single")

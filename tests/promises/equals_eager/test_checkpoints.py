@@ -1,4 +1,4 @@
-"""Checkpoints that are not the weights: swapped in through the adapter, they serve what eager does with them."""
+"""Checkpoints that differ from the weights: swapped in through the adapter, they give what eager computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
 
 
 class Case(NamedTuple):
-    """`old` gives a checkpoint that `load_state_dict` takes; None for what the model saves."""
+    """Model, with `old`: a checkpoint that `load_state_dict` accepts, or None for the one that the model saves."""
 
     build: Callable[[], nn.Module]
     computed: set[str]

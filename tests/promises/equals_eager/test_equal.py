@@ -74,7 +74,7 @@ def test_nested_inputs_and_outputs(tmp_path: Path) -> None:
         with torch.no_grad():
             expected = setup.models[1](*args, options={"gain": part})
         found = model(*args, options={"gain": part})
-        assert type(found[0]) is tuple  # the server has no Pair
+        assert type(found[0]) is tuple  # the class Pair is not needed by the server
         assert equal(found, expected)
 
 
@@ -111,13 +111,13 @@ def test_outputs_share_no_memory_with_weights_state_or_constants(tmp_path: Path,
     setup = Setup(tmp_path, Views, {"forward": MethodSpec("forward", (torch.zeros(4),))}, 3)
     model = load(setup.artifact, setup.files[0], residency=residency)
     x = torch.randn(4)
-    kept = model(x)
-    before = [output.clone() for output in kept]
+    outputs = model(x)
+    before = [output.clone() for output in outputs]
     for file in setup.files[1:]:
         model.swap(file)
         model(x)
-    assert equal(list(kept), before)
-    assert kept[4] is x
+    assert equal(list(outputs), before)
+    assert outputs[4] is x
     for output in model(x):
         output.fill_(7)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_outputs_share_no_memory_with_weights_state_or_constants(tmp_path: Path,
 
 
 class Layouts(nn.Module):
-    """Weights that are kept in another order than row-major."""
+    """Model with weights in an order other than row-major."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_memory_formats_are_kept(tmp_path: Path, residency: str) -> None:
 
 
 def constant(model: Model, name: str) -> torch.Tensor:
-    """The value of a constant in the artifact, by the reference reader."""
+    """Return the value of a constant in the artifact, by the reference reader."""
     import safetensors.torch
 
     return safetensors.torch.load(model.artifact.read("constants.safetensors"))[name]
@@ -243,7 +243,7 @@ def test_hooks_of_forward_run_where_forward_is_called(tmp_path: Path) -> None:
 
 
 class Aliased(nn.Module):
-    """A plain attribute that is a weight under another name."""
+    """Model with a plain attribute that is a weight under another name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loading code of every kind: swap and pack give what eager has after loading, or refuse; never other weights."""
+"""Loading code of every kind: swap and pack give the weights that eager has after loading, or refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 
 def whole(seed: int, *size: int) -> torch.Tensor:
-    """Whole numbers, whose sums are exact in any order: a transposed weight may take another kernel."""
+    """Return integers, whose sums are exact in any order: a transposed weight may use another kernel."""
     return torch.randint(-9, 10, size, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -26,7 +26,7 @@ X = whole(3, 3, 4)
 
 
 class Pair(nn.Module):
-    """Two layers; `pre` and `post` are what loading does beside loading."""
+    """Model of two layers; `pre` and `post` are its load hooks."""
 
     pre: Callable[[Pair, State], object] | None = None
     post: Callable[[Pair], object] | None = None

@@ -1,4 +1,4 @@
-"""Exported equals eager, bit for bit: layers that choose their algorithm, and sizes that are computed with."""
+"""Exported equals eager, bit for bit: layers that choose their algorithm, and computations with sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightswap_runtime import InputMismatch, load
 
 
 class Turned(nn.Module):
-    """Linear on a transposed input: matmul chooses its algorithm by whether the weight requires a gradient."""
+    """Linear layer on a transposed input: matmul chooses its algorithm by the weight's requires_grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture
 def _ordinary_attention() -> Any:
-    """Eager's fused path for inference is not what torch.export captures."""
+    """Disable eager's fused path for inference, which torch.export does not capture."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -74,7 +74,7 @@ def test_layers(build: Callable[[], nn.Module], tmp_path: Path) -> None:
 
 
 class Compared(nn.Module):
-    """Branches on a relation between two dynamic sizes."""
+    """Model that branches on a relation between two dynamic sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_relations_of_one_size(tmp_path: Path) -> None:
 
 
 class Computed(nn.Module):
-    """A linear layer, then something that computes with the dynamic size."""
+    """Linear layer, followed by a computation with the dynamic size."""
 
     def __init__(self, after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

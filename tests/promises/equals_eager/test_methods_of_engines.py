@@ -1,4 +1,4 @@
-"""Methods on engines of their own, over one context's state: calls in any order give what the eager model gives."""
+"""Methods on different engines that share one context's state: calls in any order equal the eager model's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(count: int) -> torch.Tensor:
 
 
 class Places:
-    """The same graphs and weights three times: `decode` on an engine and the rest on `torch`, `prefill` there, none."""
+    """One model loaded three times: with `decode` on another engine, with `prefill` on it, and all on `torch`."""
 
     def __init__(self, folder: Path, engine: str, residency: str) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ def places(request: pytest.FixtureRequest, engine: str, tmp_path_factory: pytest
 
 
 class Pair:
-    """A context, wherever it is, and an eager model that goes the same way."""
+    """Context that moves between the models, and an eager model that gets the same calls."""
 
     def __init__(self, places: Places, place: int) -> None:
         self.places, self.place = places, place
@@ -78,14 +78,14 @@ class Pair:
             forget(self.eager)
         elif step == "move":
             self.context, self.place = self.places.moved(self.context, value), value
-        elif step == "alone":  # without a context: the initial state
+        elif step == "alone":  # calls without a context start from the initial state
             near(call("decode", value), forget(deepcopy(self.eager)).decode(value))
         else:
             near(call(step, value, context=self.context), getattr(self.eager, step)(value))
 
 
 def forget(eager: Decoder) -> Decoder:
-    """The model with the initial state."""
+    """Reset the eager model to the initial state, and return it."""
     for value in eager.buffers():
         value.zero_()
     return eager
@@ -112,5 +112,5 @@ def test_any_order_of_calls_equals_eager(
         else:
             pairs[number].take(step, value)
     for pair in pairs:
-        pair.take("decode", ROW)  # what is left looks at all of the state
+        pair.take("decode", ROW)  # the last calls read the whole state
         pair.context.close()

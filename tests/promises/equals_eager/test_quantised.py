@@ -1,4 +1,4 @@
-"""Weights that torchao has quantised are served by their parts: equal to eager with torchao's own classes."""
+"""Weights quantised by torchao are served by their inner tensors, equal to eager with torchao's own classes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ torch.save(load("a.artifact", "v1.safetensors")(torch.load("x.pt")), "y.pt")
 
 
 class Tied(nn.Module):
-    """One quantised tensor in two places, of a model that loads another of its layers in its own way."""
+    """Model with one quantised tensor in two places, and loading code of its own for another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,14 +138,14 @@ def test_ties_and_loading_code_of_other_layers_are_recorded(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
-    """A float checkpoint for a quantised graph: what quantises it is recorded, and a server runs it."""
+    """The quantisation of a float checkpoint is recorded as the adapter, and a server runs it."""
 
     def load_floats(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         with torch.device("meta"):
-            made = floats(0)
-        made.load_state_dict(checkpoint, assign=True)
-        KINDS["int8 dynamic"](made)
-        model.load_state_dict(made.state_dict(), assign=True)
+            quantised_floats = floats(0)
+        quantised_floats.load_state_dict(checkpoint, assign=True)
+        KINDS["int8 dynamic"](quantised_floats)
+        model.load_state_dict(quantised_floats.state_dict(), assign=True)
 
     artifact = exported("int8 dynamic", tmp_path / "a.artifact", load=load_floats, checkpoint=floats(0).state_dict())
     assert not artifact.manifest.adapter.untraceable

@@ -1,8 +1,8 @@
-"""Code, paths and attributes in every text of an artifact: nothing but the graph's own operators ever runs.
+"""Code, paths and attributes in every text of an artifact: only the graph's own operators ever run.
 
 One text at a time is replaced in archives and manifests, and the digests are made to agree. Then the artifact is
-opened, called, verified and swapped, under an audit hook that sees every file, import, process and piece of code that
-Python is asked for. What C++ does by itself is seen by what it would leave in a folder.
+opened, called, verified and swapped under an audit hook that sees every file, import, process and piece of code that
+Python is asked for. Actions of C++ would show by files in a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weightswap_runtime.format.manifest import ADAPTER_NAME, MANIFEST_NAME
 FORWARD = "graphs/forward.pt2"
 MARK = "planted_by_somebody"
 IN_SHORT = 25  # texts of each file; all of them in the long run
-# what a server or a verification has no reason to do at all, whatever the arguments
+# events that a server or a verification never needs, whatever the arguments
 NEVER = (
     "os.system",
     "os.exec",
@@ -59,7 +59,7 @@ NEVER = (
 
 
 class Split(nn.Module):
-    """Its checkpoint has the halves of a weight, transposed, so that the adapter has a graph."""
+    """Model whose checkpoint has transposed halves of a weight, so that the adapter has a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _join(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest:
 
 
 class Setting(NamedTuple):
-    """An artifact, two sets of weights (one packed, one that the adapter computes), and a folder that stays empty."""
+    """Artifact, two sets of weights (one packed, one that the adapter computes), and a folder that must stay empty."""
 
     artifact: Path
     packed: Path
@@ -140,7 +140,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _is_planted(event: str, args: tuple[Any, ...]) -> bool:
-    """Whether a planted text is looked for as a file or a module, or has become a name in a piece of code."""
+    """Return True if a planted text is opened or imported, or has become a name in compiled code."""
     if event == "exec":
         return any(MARK in name or name in ("system", "mkdir", "__import__") for name in _names(args[0]))
     return event in ("open", "import") and any(MARK in str(each) for each in args)
@@ -169,7 +169,7 @@ def audited() -> Iterator[None]:
 
 
 def use(artifact: Path, setting: Setting) -> None:
-    """What servers and verifications do with an artifact. Refusals are of the family, or torch's in a call."""
+    """Use an artifact like servers and verifications do; only our errors, or torch's in a call, may be raised."""
     with suppress(WeightswapError):
         model = load(artifact, setting.packed)
         with suppress(RuntimeError, TypeError, ValueError, IndexError):
@@ -188,20 +188,20 @@ def use(artifact: Path, setting: Setting) -> None:
 
 
 def texts(document: Any) -> list[tuple[list[Any], bool]]:
-    """Every place of a text in a document: the way there, and whether it is a key."""
-    found: list[tuple[list[Any], bool]] = []
+    """Yield the position of every text in a document, and True for keys."""
+    positions: list[tuple[list[Any], bool]] = []
 
     def walk(value: Any, way: list[Any]) -> None:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, item in items:
             if isinstance(key, str):
-                found.append(([*way, key], True))
+                positions.append(([*way, key], True))
             if isinstance(item, str):
-                found.append(([*way, key], False))
+                positions.append(([*way, key], False))
             walk(item, [*way, key])
 
     walk(document, [])
-    return found
+    return positions
 
 
 def planted(document: Any, way: list[Any], key: bool, payload: str) -> None:
@@ -221,7 +221,7 @@ def document_of(raw: bytes) -> Any:
 
 
 def variants(setting: Setting, name: str, count: int | None, chance: random.Random) -> Iterator[tuple[str, bytes]]:
-    """The file with one text replaced, and with every mention of one, and what that was; for `count` texts or all."""
+    """Yield copies of the file with every mention of one text replaced, and that text; for `count` texts or all."""
     raw = (setting.artifact / name).read_bytes()
     document = json.loads(raw) if name == MANIFEST_NAME else document_of(raw)
     places = texts(document)
@@ -235,7 +235,7 @@ def variants(setting: Setting, name: str, count: int | None, chance: random.Rand
 
 
 def replaced(document: Any, value: str, payload: str) -> None:
-    """Put a payload in the place of every mention of a text."""
+    """Replace every mention of a text by a payload."""
     for place, key in _strings(document):
         if place[key] == value:
             place[key] = payload
@@ -258,7 +258,7 @@ def _changed(raw: bytes, name: str, change: Callable[[Any], None]) -> bytes:
 
 def check(setting: Setting, name: str, count: int | None, seed: int, folder: Path) -> None:
     chance = random.Random(seed)
-    use(setting.artifact, setting)  # what is imported late is imported now
+    use(setting.artifact, setting)  # do lazy imports now
     for what, raw in variants(setting, name, count, chance):
         artifact = folder / "altered"
         shutil.copytree(setting.artifact, artifact)
@@ -287,7 +287,7 @@ def test_no_text_of_an_artifact_runs_or_reaches_a_file(name: str, setting: Setti
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", FILES)
-def test_no_text_at_all_does(name: str, seed: int, setting: Setting, tmp_path: Path) -> None:
+def test_no_text_at_all_runs_or_reaches_a_file(name: str, seed: int, setting: Setting, tmp_path: Path) -> None:
     check(setting, name, None, seed, tmp_path)
 
 
@@ -308,7 +308,7 @@ def test_a_verification_of_an_artifact_with_code_for_an_input(setting: Setting, 
 
 
 def test_the_hook_sees_what_it_is_for(setting: Setting) -> None:
-    """Each payload does what it says where it is run."""
+    """Each payload has its effect if it is executed."""
     code, *_ = payloads(setting.trap)
     with audited():
         eval(code)

@@ -58,7 +58,7 @@ answers["refused"] = model(x)
 assert not any(name == "torch" or name.startswith("torch.") for name, module in sys.modules.items() if module)
 np.savez(f"{{folder}}/answers-{{residency}}-{{chosen}}.npz", **answers)
 """
-EXPECTED = {  # of which set the answers are
+EXPECTED = {  # the set that the answers belong to
     "loaded": 0,
     "swapped": 1,
     "delta": 2,
@@ -81,7 +81,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RichFiles:
 
 
 def save_plain(files: RichFiles, path: Path) -> None:
-    """Runtime names, tied tensors under each of them, without weightswap's metadata."""
+    """Write runtime names, tied tensors under each of theirs, without weightswap's metadata."""
     tensors = files.tensors(0)
     names = {name: weight.name for weight in files.artifact.manifest.weights for name in weight.names}
     safetensors.torch.save_file({name: tensors[row].detach().contiguous().clone() for name, row in names.items()}, path)

@@ -1,4 +1,4 @@
-"""Contexts over weights that change: no answer mixes generations, and no context sees another's state."""
+"""Contexts over changing weights: no answer mixes generations, and no context sees another's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 class ContextMachine(RuleBasedStateMachine):
-    """Calls, saves, loads, swaps and rollbacks over several contexts, against an eager model for each of them."""
+    """Machine of calls, saves, loads, swaps and rollbacks over several contexts, with an eager model for each."""
 
     files: Files
 
@@ -54,7 +54,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.contexts.append((self.model.new_context(on_swap=policy), None, self.current if policy == "pin" else -1))
 
     def pins(self, seed: int) -> bool:
-        return any(context.on_swap == "pin" and made == seed for context, _, made in self.contexts)
+        return any(context.on_swap == "pin" and made_with == seed for context, _, made_with in self.contexts)
 
     @rule(seed=st.integers(0, 2))
     def swap(self, seed: int) -> None:
@@ -82,9 +82,11 @@ class ContextMachine(RuleBasedStateMachine):
             self.current, self.previous = self.previous, self.current
 
     def outdated_by(self, seed: int) -> dict[str, int]:
-        """What a commit of these weights says of the contexts."""
+        """Predict how many contexts a commit of these weights changes, by kind of change."""
         becomes = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
-        return Counter(becomes[context.on_swap] for context, _, made in self.contexts if made not in (-1, seed))
+        return Counter(
+            becomes[context.on_swap] for context, _, made_with in self.contexts if made_with not in (-1, seed)
+        )
 
     @property
     def live(self) -> Any:
@@ -97,9 +99,9 @@ class ContextMachine(RuleBasedStateMachine):
     @torch.no_grad()
     def call(self, data: st.DataObject, factor: int) -> None:
         index = data.draw(st.integers(0, len(self.contexts) - 1))
-        context, eager, made = self.contexts[index]
-        weights = made if context.on_swap == "pin" else self.current
-        if made not in (-1, weights):
+        context, eager, made_with = self.contexts[index]
+        weights = made_with if context.on_swap == "pin" else self.current
+        if made_with not in (-1, weights):
             if context.on_swap == "invalidate":
                 with pytest.raises(StaleContext):
                     self.model(X * factor, context=context)
@@ -116,13 +118,13 @@ class ContextMachine(RuleBasedStateMachine):
     @rule(data=st.data(), what=st.sampled_from(["save", "reset", "close"]))
     def end(self, data: st.DataObject, what: str) -> None:
         index = data.draw(st.integers(0, len(self.contexts) - 1))
-        context, eager, made = self.contexts[index]
+        context, eager, made_with = self.contexts[index]
         if what == "save":
             context.save(path := self.files.folder / "saved.safetensors")
-            self.saved = path, deepcopy(eager), made if eager is not None else -1
+            self.saved = path, deepcopy(eager), made_with if eager is not None else -1
         elif what == "reset":
             context.reset()
-            self.contexts[index] = context, None, made if context.on_swap == "pin" else -1
+            self.contexts[index] = context, None, made_with if context.on_swap == "pin" else -1
         else:
             context.close()
             del self.contexts[index]
@@ -131,15 +133,15 @@ class ContextMachine(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(["invalidate", "reset", "keep"]))
     def restore(self, policy: Policy) -> None:
         assert self.saved
-        path, eager, made = self.saved
-        if made not in (-1, self.current):
+        path, eager, made_with = self.saved
+        if made_with not in (-1, self.current):
             with pytest.raises(ContextMismatch):
                 self.model.load_context(path, on_swap=policy)
-            made = self.current
+            made_with = self.current
             context = self.model.load_context(path, on_swap=policy, allow_other_weights=True)
         else:
             context = self.model.load_context(path, on_swap=policy)
-        self.contexts.append((context, deepcopy(eager), made))
+        self.contexts.append((context, deepcopy(eager), made_with))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
 
 
 class Stream(threading.Thread):
-    """Contexts of one policy, one after the other; each answer is compared with an eager model's."""
+    """Sequence of contexts of one policy, whose answers are compared with an eager model's."""
 
     def __init__(self, policy: Policy, model: Model, files: Files, ids: list[str], stop: threading.Event) -> None:
         super().__init__()
@@ -174,15 +176,15 @@ class Stream(threading.Thread):
 
     def stream(self, context: Context) -> None:
         eager: Remembering | None = None
-        made = -1
+        made_with = -1
         for step in range(8):
-            answer, before = self.model(X * step, context=context), made
-            made = self.ids.index(str(context.weights_id))
-            following = self.files.eager(made)
-            if eager is not None and (self.policy != "reset" or made == before):
+            answer, before = self.model(X * step, context=context), made_with
+            made_with = self.ids.index(str(context.weights_id))
+            following = self.files.eager(made_with)
+            if eager is not None and (self.policy != "reset" or made_with == before):
                 following.total, following.calls = eager.total, eager.calls
             if not torch.equal(answer, following(X * step)):
-                self.wrong.append(f"step {step} of the weights {made}")
+                self.wrong.append(f"step {step} of the weights {made_with}")
             eager = following
             self.answers += 1
 

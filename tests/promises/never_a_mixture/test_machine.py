@@ -1,4 +1,4 @@
-"""A property-based machine drives stagings, commits, rollbacks and pins in any order against a plain model of them."""
+"""Property-based machine: stagings, commits, rollbacks and pins in any order, compared with a plain model of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ kinds = st.sampled_from(["full", "checkpoint"])
 
 
 class Way(NamedTuple):
-    """How weights come in: a full weight file, a checkpoint, a part of either, or a delta from `base`."""
+    """Kind of file that weights come from: a weight file, a checkpoint, a part of either, or a delta from `base`."""
 
     kind: str
     seed: int
@@ -61,7 +61,7 @@ ways = st.one_of(
 
 
 class Files(RichFiles):
-    """The files, whole and damaged."""
+    """The files, intact and damaged."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SETS)
@@ -90,7 +90,7 @@ class Pin(NamedTuple):
 
 
 class SwapMachine(RuleBasedStateMachine):
-    """What is served, what a rollback leads to, and who holds what: predicted before each step, compared after it."""
+    """Machine that predicts the served weights, the rollback's target and the holders before each step."""
 
     files: Files
 
@@ -114,17 +114,17 @@ class SwapMachine(RuleBasedStateMachine):
         if first is not None:
             self.swap(Way("full", first))
 
-    # what is expected
+    # expectations
 
     def goal(self, way: Way) -> Origin:
-        """The set that a staging leads to."""
+        """Return the set that a staging leads to."""
         if way.only is None:
             return self.files.whole(way.seed)
         assert self.current is not None
         return self.files.mixed(self.current, way.only, way.seed)
 
     def refusal(self, way: Way) -> type[SwapError] | None:
-        """Why a staging is refused before anything is written."""
+        """Return the error that refuses a staging before anything is written."""
         builds_on_live = way.kind == "delta" or way.only is not None
         if builds_on_live and (self.current is None or self.failed):
             return BaseMismatch
@@ -137,7 +137,7 @@ class SwapMachine(RuleBasedStateMachine):
         return self.double and any(pin.place != self.place for pin in self.pins)
 
     def overwritten(self) -> None:
-        """A staging has written to the idle arena."""
+        """Note that a staging has written to the idle arena."""
         if self.double and not self.keep:
             self.previous = None
 
@@ -177,7 +177,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.overwritten()
 
     def held(self) -> type[SwapError] | None:
-        """Whether a commit in place must wait for a pin of this thread."""
+        """Return the error of a commit in place that would wait for a pin of this thread."""
         return LeaseTimeout if self.pins and not self.double else None
 
     @precondition(lambda self: not self.staged)
@@ -207,7 +207,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.staged = staged, goal
 
     def settle(self) -> None:
-        """Whether what was stopped had overwritten the previous weights is chance, on which nothing may depend."""
+        """Resolve whether a stopped staging had overwritten the previous weights, which is a matter of chance."""
         if not (self.double and not self.keep and self.previous):
             return
         if not self.pins:
@@ -247,7 +247,7 @@ class SwapMachine(RuleBasedStateMachine):
         if writes:
             self.overwritten()
 
-    # what becomes of a staging
+    # ends of a staging
 
     @precondition(lambda self: self.staged)
     @rule()
@@ -260,7 +260,7 @@ class SwapMachine(RuleBasedStateMachine):
             return
         staged.commit()
         self.committed(origin)
-        self.staged, self.closed = None, staged  # what is referred to holds nothing any more
+        self.staged, self.closed = None, staged  # the staged weights hold nothing any more
         with pytest.raises(StageClosed):
             staged.commit()
 
@@ -283,11 +283,11 @@ class SwapMachine(RuleBasedStateMachine):
         assert torch.equal(staged(X), self.files.eager(origin))
         staged.count(X)
 
-    # breaking in the middle of a commit in place
+    # failures in the middle of a commit in place
 
     @contextmanager
     def breaking(self, after: int) -> Iterator[list[int]]:
-        """The live arena's memory cannot be written to any more, after some pieces."""
+        """Let writes to the served arena's memory fail after some pieces."""
         arena, broken, written = live(self.model).session.arena, [], []
 
         def failing(name: str) -> Any:
@@ -315,7 +315,7 @@ class SwapMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.double and self.current and not self.pins)
     @rule(way=ways, after=st.integers(0, 3))
     def break_a_commit(self, way: Way, after: int) -> None:
-        """Of what is staged; where nothing is, of `way`, or of a full set if that is refused."""
+        """Break a commit of the staged set, or else of `way`, or of a full set if that is refused."""
         if self.staged is None:
             self.stage(way if self.refusal(way) is None else Way("full", way.seed))
         assert self.staged
@@ -385,7 +385,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule()
     def count(self) -> None:
-        """A context's state lasts until other weights answer; that of a call without one begins anew."""
+        """Check a context's state: it lasts until other weights answer; without a context each call starts anew."""
         if self.refused_call() or self.current is None:
             return
         bias = self.files.tensors(self.current[self.files.names.index("mix.bias")])["mix.bias"].detach()

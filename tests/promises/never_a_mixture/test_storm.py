@@ -37,11 +37,11 @@ from weightswap_runtime import (
 
 SETS, THREADS = 4, 8
 STEPS, LONG = 60, 1000
-Served = tuple[int, int]  # the sets that `front` and `back` are of
+Served = tuple[int, int]  # the sets that `front` and `back` come from
 
 
 class Deep(nn.Module):
-    """Enough layers that a mixture of two sets of weights would show."""
+    """Model with enough layers that a mixture of two sets of weights would show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Deep(nn.Module):
 
 
 def content(output: Any) -> bytes:
-    """The bytes of a tensor or an array."""
+    """Return the bytes of a tensor or an array."""
     return np.asarray(moved(output, "cpu")).tobytes()
 
 
 class Seen(NamedTuple):
-    """An output: what was served by the model that gives it, and the generations before and after the call."""
+    """Output, the version of the model that gave it, and the generations before and after the call."""
 
     served: Served
     first: int
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
 
 
 class Files:
-    """An artifact for an engine, its sets of weights, deltas between any two of them, and a damaged file."""
+    """Artifact for an engine, its sets of weights, deltas between any two of them, and a damaged file."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         torch.manual_seed(0)
@@ -93,15 +93,15 @@ FilesOf = Callable[[str], Files]
 
 @pytest.fixture(scope="module")
 def files_of(tmp_path_factory: pytest.TempPathFactory) -> FilesOf:
-    """`files_of(engine)` is made once."""
+    """Cached function `files_of(engine)`."""
     return cache(lambda engine: Files(tmp_path_factory.mktemp("storm"), engine))
 
 
 class Storm:
-    """The model, its files, every possible answer, and what the threads have seen.
+    """The model, its files, every possible answer, and the outputs that the threads have seen.
 
-    `answers` are those to each input, `tried` those of staged weights to the first: weights that wait on the host are
-    tried on the CPU. `before_call` is called before each call.
+    `answers` has the expected outputs for each input, `tried` those of staged weights for the first input: weights that
+    wait on the host are tried on the CPU. `before_call` is called before each call.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Storm:
         return answers
 
     def _own_answers(self, model: Model) -> list[dict[bytes, Served]]:
-        """What the engine gives where nothing else runs."""
+        """Compute the engine's outputs while nothing else runs."""
         answers: list[dict[bytes, Served]] = [{} for _ in self.inputs]
         for front, back in itertools.product(range(SETS), repeat=2):
             model.swap(self.files[front])
@@ -149,7 +149,7 @@ class Storm:
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Threads call without pause as long as the block runs."""
+        """Let threads call without pause during the block."""
         threads = [threading.Thread(target=self._call, args=(index,)) for index in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -194,7 +194,7 @@ class Storm:
         self.ledger[receipt.generation] = served
 
     def check(self) -> None:
-        """Each output is of a generation that was served during the call, and no thread goes back to an older one."""
+        """Check that each output is of a generation served during the call, and that no thread goes back in time."""
         assert self.failures == []
         assert sorted(self.ledger) == list(range(len(self.ledger)))
         for seen in self.seen:
@@ -206,12 +206,12 @@ class Storm:
 
 
 class Changes:
-    """What can happen to the weights."""
+    """Changes of the weights."""
 
     def __init__(self, storm: Storm, choose: random.Random) -> None:
         self._storm, self._model, self._files, self._choose = storm, storm.model, storm.files, choose
         self._previous = storm.now
-        self.swap()  # so that there is something to roll back to
+        self.swap()  # for a rollback
 
     def any(self) -> None:
         self._choose.choice(self.all)()
@@ -298,7 +298,7 @@ def test_the_storm_on_an_accelerator(
     device: str, staging: str, late: float, files_of: FilesOf, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storm = Storm(files_of("torch"), residency, device=device, staging=staging)
-    if late and ACCELERATOR == "cuda":  # else they are over too soon for a missing wait to show
+    if late and ACCELERATOR == "cuda":  # otherwise they end too soon for a missing wait to show
         slow_copies(monkeypatch, late)
         storm.before_call = lambda choose: keep_busy(choose.random() * late)
     changes = Changes(storm, random.Random(5))

@@ -1,4 +1,4 @@
-"""Variants over a base that changes: every answer is that of one base and one variant, whoever comes and goes."""
+"""Variants over a changing base: every answer is that of one base and one variant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 
 
 class Customer(threading.Thread):
-    """Calls with one variant after another; each answer must be that of its variant over one of the bases."""
+    """Thread that calls with one variant after another; each answer must be that of its variant over a base."""
 
     def __init__(self, model: Model, files: Adapters, ids: list[str], stop: threading.Event, seed: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Customer(threading.Thread):
             self.answers += 1
 
     def answer(self, choice: dict[str, str] | None) -> tuple[Sequence[int], torch.Tensor]:
-        """One answer, and the bases that may have given it: of a pin, that one alone."""
+        """Return an answer, and the bases that may have given it: only one if it is pinned."""
         if self.random.random() < 0.5:
             return range(BASES), self.model(X, variants=choice)
         with self.model.pin() as pinned:
@@ -52,7 +52,7 @@ class Customer(threading.Thread):
 
 
 def test_variants_in_a_storm(files: Adapters) -> None:
-    """Variants come and go, and the base changes, under the calls of many threads."""
+    """Variants are added and removed, and the base changes, while many threads call."""
     model, stop = load(files.artifact, files.weights[0], max_variants=ROOM), threading.Event()
     ids = [model.swap(path).weights_id for path in files.weights]
     expected = [files.expected(base, adapter) for base in range(BASES) for adapter in (None, *range(VARIANTS))]

@@ -1,4 +1,4 @@
-"""Processes that share weights, of which some are killed at any moment: no mixture, no old weights, nothing stuck."""
+"""Processes that share weights, some of which are killed at random: no mixture, no old weights, no deadlock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS = 3
 
 
 class _Crew:
-    """A keeper and workers, in processes of their own."""
+    """A keeper and workers in processes."""
 
     def __init__(self, shared: Segment, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class _Crew:
             self._start(slot)
 
     def _start(self, slot: int) -> None:
-        """Slot -1 is the keeper's."""
+        """Start a process; slot -1 is the keeper's."""
         role, memory = ("keeper", self._shared) if slot < 0 else ("worker", self._mapped)
         command = [
             sys.executable,
@@ -50,7 +50,7 @@ class _Crew:
         self._living[slot] = subprocess.Popen([*command, str(path)], cwd=ROOT, pass_fds=memory.descriptors)
 
     def kill(self, slot: int, replace: bool = True) -> None:
-        """Kill -9, and what the manager does then."""
+        """Kill a process with SIGKILL, and clean up like the manager."""
         process = self._living.pop(slot)
         assert process.poll() is None
         process.kill()
@@ -68,11 +68,11 @@ class _Crew:
 
 
 def _lines(folder: Path, role: str) -> list[tuple[str, float, int]]:
-    found: list[Any] = []
+    events: list[Any] = []
     for path in folder.glob(f"{role}.*"):
         whole = path.read_bytes().rpartition(b"\n")[0]
-        found += [json.loads(line) for line in whole.splitlines()]
-    return found
+        events += [json.loads(line) for line in whole.splitlines()]
+    return events
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
@@ -101,7 +101,7 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     calls = [call for call in calls if call[0] == "call"]
     times = [when for when, _ in commits]
     late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
-    assert late == []  # a call that began after a commit had returned had those weights, or later ones
+    assert late == []  # a call that began after a commit returned got those weights, or later ones
     assert min(crew.kills.values()) > 0
     assert len(calls) > 10 * seconds  # on a busy machine, too
     assert len(commits) > seconds

@@ -1,4 +1,4 @@
-"""Cold B versus warm A -> B: a model that was swapped equals one that was loaded, whatever way the weights came."""
+"""Cold B versus warm A -> B: a swapped model equals a freshly loaded one, whatever the way of the weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def through(a: int, b: int) -> int:
-    """A third set, or any other."""
+    """Return a third set."""
     return next(seed for seed in range(SETS) if seed not in (a, b))
 
 
 def delta_back_and_forth(model: Model, files: RichFiles, a: int, b: int) -> None:
-    """A -> B -> A -> B; in double residency each delta finds the arena as the one before has left it."""
+    """Go A -> B -> A -> B; in double residency each delta finds the arena that the one before has left."""
     for base, new in ((a, b), (b, a), (a, b)):
         model.swap(files.deltas[base, new])
 
@@ -75,13 +75,13 @@ def delta_after_a_restore(model: Model, files: RichFiles, a: int, b: int) -> Non
 
 
 def both_parts(model: Model, files: RichFiles, a: int, b: int) -> None:
-    """Part by part, from the weight file and from the checkpoint."""
+    """Swap part by part, from the weight file and from the checkpoint."""
     model.swap(files.full[b], only=PATTERN)
     model.swap(files.checkpoints[b], only=["e*", "scale"])
 
 
 def tried(model: Model, files: RichFiles, a: int, b: int) -> None:
-    """A trial call leaves no traces, in state neither."""
+    """Try staged weights first: a trial call leaves no traces, not even in state."""
     with model.stage(files.deltas[a, b]) as staged:
         staged.count(X)
         staged.commit()
@@ -113,7 +113,7 @@ WAYS: dict[str, Way] = {
 
 
 class Seen(NamedTuple):
-    """Bit for bit: outputs, a state that has just begun, the memory that serves, and the id."""
+    """Bit-exact observations: outputs, a fresh state, the served memory, and the id."""
 
     outputs: list[bytes]
     memory: dict[str, bytes]
@@ -127,7 +127,7 @@ class Seen(NamedTuple):
 
 @functools.cache
 def cold(files: RichFiles, residency: Literal["double", "single"]) -> list[Seen]:
-    """What models show that were loaded with each set."""
+    """Observations of models loaded with each set."""
     return [Seen.of(load(files.artifact, full, residency=residency)) for full in files.full]
 
 
@@ -144,7 +144,7 @@ def test_cold_b_equals_warm_a_to_b(way: Way, residency: Literal["double", "singl
 
 
 def warmed(files: RichFiles, residency: Literal["double", "single"], a: int, *, fresh: bool) -> Model:
-    """A model that serves A: one that has just been loaded, or one that has served other sets before."""
+    """Model that serves A, freshly loaded or after it has served other sets."""
     if fresh:
         return load(files.artifact, files.full[a], residency=residency, keep_previous="host")
     model = used(files, residency)
@@ -176,10 +176,10 @@ def test_a_part_of_b_in_a_is_what_eager_makes_of_both(
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("end", ["refused", "discarded", "cancelled"])
-def test_what_a_staging_has_left_is_not_taken_for_what_lay_there_before(
+def test_leftovers_of_a_staging_are_not_mistaken_for_earlier_weights(
     end: str, residency: Literal["double", "single"], files: RichFiles
 ) -> None:
-    """Live weights and those in the other arena have most blocks in common: these are not copied by the next part."""
+    """Live weights and those in the other arena share most blocks, which the next part does not copy."""
     for a, b in itertools.permutations(range(SETS), 2):
         model, c = used(files, residency), through(a, b)
         model.swap(files.full[a])
@@ -201,10 +201,10 @@ def give_up(model: Model, path: Path, end: str) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("part", ["conv.*", "scale"])
-def test_what_a_rollback_has_restored_is_known(
+def test_the_arena_content_after_a_restoring_rollback_is_known(
     part: str, residency: Literal["double", "single"], files: RichFiles
 ) -> None:
-    """C was staged over A, and A put back: a part of C must not find C's blocks there."""
+    """C was staged over A, and A restored: a part of C must not find C's blocks in the arena."""
     for a, b in itertools.permutations(range(SETS), 2):
         model, c = used(files, residency), through(a, b)
         model.swap(files.full[a])
@@ -224,7 +224,7 @@ def expect(model: Model, files: RichFiles, origin: Origin) -> None:
 
 
 class Observed(nn.Module):
-    """An observer of quantisation-aware training: its least and largest values are empty until the first call."""
+    """Observer of quantisation-aware training: its minimum and maximum are empty until the first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,21 +259,21 @@ def test_state_that_a_call_resizes_starts_again(residency: Any, tmp_path: Path) 
         assert equal(list(first), list(eager(x)))
         assert equal(list(served(x)), list(first))
         assert equal(list(served(x * 2, context=context)), list(eager(x * 2)))
-        assert torch.equal(first[1], seen)  # an output of its own, not the state
+        assert torch.equal(first[1], seen)  # a separate output, not the state
         served.swap(files[(turn + 1) % 2])
 
 
 class Emptied(nn.Module):
-    """Its state has no elements any more after a call, whose result lies where they were."""
+    """Model whose state has no elements after a call, and whose output is in that memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("held", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.held.view(4).add_(x)
+        output = self.held.view(4).add_(x)
         self.held.resize_(0)
-        return found
+        return output
 
 
 @torch.no_grad()
@@ -282,7 +282,7 @@ def test_an_output_that_lies_in_emptied_state_is_copied(residency: Any, tmp_path
     artifact = export(eager, (torch.ones(4),), out=tmp_path / "a")
     served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path, residency=residency)
     context = served.new_context()
-    found = served(torch.ones(4), context=context)
+    output = served(torch.ones(4), context=context)
     (state,) = (tensor for _, tensor in context._state.values())  # type: ignore[union-attr]
-    assert found.untyped_storage().data_ptr() != state.untyped_storage().data_ptr()
-    assert torch.equal(found, torch.full((4,), 2.0))
+    assert output.untyped_storage().data_ptr() != state.untyped_storage().data_ptr()
+    assert torch.equal(output, torch.full((4,), 2.0))

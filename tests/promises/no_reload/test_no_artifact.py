@@ -1,4 +1,4 @@
-"""What was loaded is never looked at again: a model swaps on after its artifact is gone."""
+"""A loaded artifact is never read again: a model keeps swapping after its artifact is deleted."""
 
 from __future__ import annotations
 

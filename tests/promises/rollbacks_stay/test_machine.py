@@ -1,4 +1,4 @@
-"""Writers, holds, rollbacks, restarts, outages in any order, against a plain model of what is desired."""
+"""Writers, holds, rollbacks, restarts and outages in any order, compared with a plain model of the desired state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from weightswap_runtime.live.watching.reconciler import Reconciler
 SETS, FOLLOWERS = 6, 3
 sets = st.integers(0, SETS - 1)
 followers = st.integers(0, FOLLOWERS - 1)
-stale = st.integers(0, 2)  # by how much a writer is behind
+stale = st.integers(0, 2)  # revisions by which a writer is behind
 
 
 class Process:
-    """What follows, without the threads: it serves a weights id, and refuses files that are broken."""
+    """Follower without threads: it serves a weights id, and refuses broken files."""
 
     def __init__(self, _: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
         self.served: str | None = None
@@ -73,7 +73,7 @@ class Process:
 
 
 class Node:
-    """The same of a fleet: a node's keeper."""
+    """Follower of a fleet: a node's keeper."""
 
     def __init__(self, tiny: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
         self.now = 0.0
@@ -107,7 +107,7 @@ class Node:
 
 
 class Machine(RuleBasedStateMachine):
-    """`desired`, `history` and `withdrawn` are what the document should say; lists of ids."""
+    """Machine whose `desired`, `history` and `withdrawn` are what the document should say; lists of ids."""
 
     tiny: TinyArtifact
     follower: type[Process] | type[Node]
@@ -257,7 +257,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def since_the_last_write_nobody_has_begun_to_serve_anything_else(self) -> None:
         for process in self.processes:
-            allowed = {self.desired, *self.history}  # what was good, where nothing was served and the rest is broken
+            allowed = {
+                self.desired,
+                *self.history,
+            }  # the last good weights, if none are served and all others are broken
             assert set(process.log) <= allowed
             assert not set(process.log) & set(self.withdrawn)
 
@@ -280,11 +283,11 @@ def run(tiny: TinyArtifact, follower: type[Process] | type[Node], examples: int,
 
 
 @both
-def test_what_is_desired_is_what_was_said_last(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+def test_the_desired_state_is_the_last_one_written(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
     run(tiny, follower, 15 if follower is Process else 5, 25)
 
 
 @both
 @pytest.mark.slow
-def test_that_for_long(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+def test_what_is_desired_in_a_long_run(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
     run(tiny, follower, 500 if follower is Process else 50, 50)

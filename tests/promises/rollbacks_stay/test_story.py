@@ -1,4 +1,4 @@
-"""A bad day: broken checkpoints, one with NaN, a rollback, a kill, a new process. Each ends on what was desired."""
+"""A bad day: broken checkpoints, one with NaN, a rollback, a kill, a new process. All end on the desired weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD = range(13, 16)  # the checkpoints that come while it is on hold
 
 
 class Day:
-    """A trainer's directory, which one process watches, a place, and other processes that follow it."""
+    """Trainer's directory that one process watches, a place, and other processes that follow it."""
 
     def __init__(self, tiny: TinyArtifact, root: Path, following: str) -> None:
         self.tiny, self.following = tiny, following
@@ -55,7 +55,7 @@ class Day:
             self.good[seed] = weights_id_of(path)
 
     def settle(self, seed: int) -> None:
-        """Wait for what comes of a checkpoint; then all agree."""
+        """Wait until a checkpoint is accepted or refused, and all agree."""
         if seed in HELD:
             assert self.service.desired == self.good[BACK_AT]
         elif seed in self.good:
@@ -70,7 +70,7 @@ class Day:
         assert eventually(lambda: self.model.weights_id == desired)
 
     def roll_back(self) -> None:
-        """And kill a process, start another, and restart what watches."""
+        """Roll back, kill a process, start another, and restart the watching one."""
         self.service.place.rollback(revision=self.service.revision, by="operator", why="slow")
         assert self.service.desired == self.good[BACK_AT]
         self.agree()
@@ -112,9 +112,9 @@ def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Pa
     first, _, replacement, last = (process.commits for process in day.everybody)
     bad, back = day.good[ROLLED_BACK], day.good[BACK_AT]
     for commits in (day.served, *(process.commits for process in day.everybody)):
-        assert set(commits) <= set(day.good.values())  # nothing that was refused
+        assert set(commits) <= set(day.good.values())  # no refused weights
         assert all(before != after for before, after in pairwise(commits))
-        assert commits.count(bad) <= 1  # and nothing again that was rolled back
+        assert commits.count(bad) <= 1  # and no weights that were rolled back
         assert bad not in commits or commits[commits.index(bad) + 1] == back
     assert first[-1] == replacement[0] == back
     assert bad not in replacement

@@ -1,4 +1,4 @@
-"""Swaps that are tried with goldens before they serve."""
+"""Swaps that are verified with goldens before they serve."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build() -> nn.Module:
 
 
 class Shelf:
-    """An artifact, and packed weights of models by seed, with goldens."""
+    """Artifact, and packed weights of models by seed, with goldens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Shelf:
         return out
 
     def falsify(self, seed: int, other: int) -> Path:
-        """Weights of `seed` beside what a model of `other` gave."""
+        """Put goldens of the model `other` beside the weights of `seed`."""
         path, wrong = self.pack(seed), self.pack(other)
         goldens = self.folder / f"v{seed}.goldens.safetensors"
         found = _stamp(goldens)["weights_id"]

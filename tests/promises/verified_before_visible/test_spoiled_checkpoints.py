@@ -1,4 +1,4 @@
-"""README's road, skeleton, publish, watch: a checkpoint with one NaN reaches no worker, and the next good one all."""
+"""README's path of skeleton, publish and watch: a checkpoint with a NaN reaches no worker, the next good one all."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
     artifact = export(hollow, (BATCH,), out=tmp_path / "m.artifact", goldens=[(BATCH,)])
     out, trained = tmp_path / "out", build()
     first = publish(trained, out, artifact, step=1, goldens=[(BATCH,)]).wait(60)
-    told: list[list[Event]] = [[], []]
-    models = [load(artifact, residency=residency) for _ in told]
+    events_of: list[list[Event]] = [[], []]
+    models = [load(artifact, residency=residency) for _ in events_of]
     watchers = [
-        model.watch(out, SOON, start=start, callback=events.append) for model, events in zip(models, told, strict=True)
+        model.watch(out, SOON, start=start, callback=events.append)
+        for model, events in zip(models, events_of, strict=True)
     ]
     assert eventually(lambda: all(model.weights_id == first.weights_id for model in models))
     assert {model.history[-1].verified for model in models} == {"goldens"}
@@ -41,7 +42,7 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
         trained[2].weight[1, 2] = math.nan
     bad = publish(trained, out, artifact, step=2).wait(60)
     assert eventually(lambda: all(watcher.skipped for watcher in watchers))
-    for model, watcher, events in zip(models, watchers, told, strict=True):
+    for model, watcher, events in zip(models, watchers, events_of, strict=True):
         assert list(watcher.skipped) == [bad.path.name]
         (error,) = watcher.skipped.values()
         assert isinstance(error, NonFiniteWeights)
@@ -55,9 +56,9 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
     assert eventually(lambda: all(model.weights_id == good.weights_id for model in models))
     for watcher in watchers:
         watcher.stop()
-    for model, events in zip(models, told, strict=True):
+    for model, events in zip(models, events_of, strict=True):
         assert torch.equal(model(BATCH), trained(BATCH))
-        # it will not get better: it was tried once
+        # tried only once, as it cannot improve
         assert [event.kind for event in events if event.source.endswith(bad.path.name)] == [
             "staging",
             "refused",
@@ -84,7 +85,7 @@ def test_a_first_checkpoint_with_nan_is_skipped_and_may_be_allowed(tmp_path: Pat
 
 
 def test_finite_weights_that_give_nan_are_skipped(tmp_path: Path) -> None:
-    """The inputs that the skeleton's artifact has tell."""
+    """The inputs in the skeleton's artifact reveal it."""
     with skeleton():
         hollow = build()
     artifact = export(hollow, (BATCH,), out=tmp_path / "m.artifact", goldens=[(BATCH,)])

@@ -1,4 +1,4 @@
-"""Artifacts that are not what their manifest says are refused by name, whatever is wrong with them."""
+"""Artifacts that differ from their manifest are refused with a reason."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_contradictory_manifests_are_refused(alter: Callable[[Document], None], 
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b'{"format_version": "1"}', b"[" * 5000])
-def test_what_is_no_manifest_is_refused(raw: bytes, tiny: TinyArtifact) -> None:
+def test_other_documents_are_refused(raw: bytes, tiny: TinyArtifact) -> None:
     tiny.write_manifest(raw)
     with pytest.raises(ArtifactError, match="not a weightswap manifest"):
         Artifact.open(tiny.path)
@@ -175,7 +175,7 @@ def test_a_graph_that_torch_cannot_open_is_named(tiny: TinyArtifact) -> None:
 
 
 def rewritten(tiny: TinyArtifact, change: Callable[[str, bytes], bytes | None], more: dict[str, bytes]) -> bytes:
-    """The graph's archive with members changed, dropped (None) and added."""
+    """Return the graph's archive with members changed, dropped (None) and added."""
     written = io.BytesIO()
     with zipfile.ZipFile(tiny.path / "graphs/forward.pt2") as source, zipfile.ZipFile(written, "w") as target:
         root = source.namelist()[0].partition("/")[0]

@@ -1,4 +1,4 @@
-"""Conditions: a small language that is walked, never run."""
+"""Conditions are a small language that is interpreted, never executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_conditions_are_evaluated(text: str, holds: bool) -> None:
 @pytest.mark.parametrize(
     ("conditions", "holds"), [((), True), (("rows < 3",), True), (("rows < 3", "rows > 2"), False)]
 )
-def test_all_have_to_hold(conditions: tuple[str, ...], holds: bool) -> None:
+def test_all_conditions_have_to_hold(conditions: tuple[str, ...], holds: bool) -> None:
     assert all_hold(conditions, {"rows": 2}) == holds
 
 

@@ -1,4 +1,4 @@
-"""Goldens: a hand-made file, a table of broken ones, and the verdict on the outputs of a staged session."""
+"""Goldens: a hand-made file, a table of broken ones, and the check of a staged session's outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.tensors.content import TensorBytes
 
 
-def test_names_beside_weight_files() -> None:
+def test_goldens_have_the_name_of_their_weight_file() -> None:
     for weights, goldens in {
         "a/v1.safetensors": "a/v1.goldens.safetensors",
         "model.safetensors.index.json": "model.goldens.safetensors",
@@ -57,7 +57,7 @@ def test_a_hand_made_file_is_read_and_reproduced(stage: Stage) -> None:
     assert stage.verify(goldens) == "goldens"
 
 
-def test_what_is_written_is_read_by_others_and_by_us(stage: Stage) -> None:
+def test_written_goldens_are_read_by_others_and_by_us(stage: Stage) -> None:
     read = stage.open()
     record = read.record
     contents = {name: (tensor.dtype, tensor.shape, read.tensors[name].data) for name, tensor in read.tensors.items()}
@@ -89,9 +89,9 @@ def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
             stage.tiny.manifest,
             stage.document["weights_id"],
         )
-    found = model(X)
-    row = int((found - Y)[:, 3].abs().argmax())
-    expected, got = Y[row, 3].item(), found[row, 3].item()
+    output = model(X)
+    row = int((output - Y)[:, 3].abs().argmax())
+    expected, got = Y[row, 3].item(), output[row, 3].item()
     assert refused.value.problems == (
         f"case 0, forward, output[{row}, 3]: expected {expected}, found {got}, absolute difference "
         f"{got - expected:.6g}, relative {(got - expected) / abs(expected):.6g}; 2 of 10 elements differ, compared bit "
@@ -100,7 +100,7 @@ def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
 
 
 class Tolerant(TorchEngine):
-    """An engine of which nobody expects eager's last bits."""
+    """Engine without an environment, of which eager's last bits are not expected."""
 
     @staticmethod
     def environment() -> None:  # type: ignore[override]
@@ -188,11 +188,11 @@ def test_every_case_begins_with_the_initial_state_and_a_cancel_ends_it(stage: St
 
 def test_inputs_are_where_torch_allocates_tensors(stage: Stage) -> None:
     probe = Probe(lambda: [Y.clone()])
-    kept = []
+    inputs = []
     for _ in range(16):
         stage.judge(probe)
-        kept.append(probe.inputs[0])
-    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in kept)
+        inputs.append(probe.inputs[0])
+    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in inputs)
 
 
 def test_every_case_is_reported_and_what_an_operator_raises_is_a_mismatch(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Documents of goldens that are broken, in a table and at random."""
+"""Broken goldens documents, from a table and at random."""
 
 from __future__ import annotations
 

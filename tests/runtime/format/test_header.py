@@ -1,4 +1,4 @@
-"""The safetensors header: a generator for valid files, a table for broken ones, the reference reader as the oracle."""
+"""Header of safetensors: a generator of valid files, a table of broken ones, and the reference reader as the oracle."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ ROWS = st.dictionaries(
 
 
 @given(ROWS, st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
-def test_what_is_rendered_is_parsed_again(
+def test_a_rendered_header_can_be_parsed(
     rows: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
 ) -> None:
     placed = pack_ranges([(name, dtype, shape) for name, (dtype, shape) in rows.items()])
@@ -138,7 +138,7 @@ def test_mutated_headers_give_named_errors_only(data: st.DataObject) -> None:
         header = parse_header(bytes(raw[8 : 8 + length]), len(raw), "x")
     except WeightFileError:
         return
-    safetensors.deserialize(bytes(raw))  # what we take, the reference takes
+    safetensors.deserialize(bytes(raw))  # the reference accepts what we accept
     assert all(place.end <= len(raw) - header.data_start for place in header.tensors.values())
 
 
@@ -147,7 +147,7 @@ def test_every_torch_dtype_of_the_table_exists_and_agrees_with_safetensors(tmp_p
         dtype = getattr(torch, torch_name)
         assert dtype.itemsize * 8 == DTYPES[name].bits
         if name == "F8_E8M0":
-            continue  # the reference writes it and cannot read it back
+            continue  # the reference can write it, but cannot read it
         path = tmp_path / f"{name}.safetensors"
         safetensors.torch.save_file({"x": torch.zeros(2, 3).to(dtype)}, path)
         with WeightFile(path) as file:

@@ -1,4 +1,4 @@
-"""Matching names: by FQN, by checkpoint key, everything wrong at once, near misses suggested."""
+"""Name matching: by FQN, by checkpoint key, with every problem at once and near misses as hints."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_names_and_keys_are_found(
 
 
 def test_every_problem_is_reported_with_near_misses(tiny: TinyArtifact) -> None:
-    found = {**tensors("tied", "again", "other"), "wieght": FileTensor("F32", (3, 5), 0, 0)}
-    found |= {"bias": FileTensor("F16", (5,), 0, 0), "steps": FileTensor("I64", (1,), 0, 0)}
+    stored = {**tensors("tied", "again", "other"), "wieght": FileTensor("F32", (3, 5), 0, 0)}
+    stored |= {"bias": FileTensor("F16", (5,), 0, 0), "steps": FileTensor("I64", (1,), 0, 0)}
     with pytest.raises(WeightsMismatch) as refused:
-        resolve(found, tiny.manifest, "file")
+        resolve(stored, tiny.manifest, "file")
     assert set(refused.value.problems) == {
         "weight: missing, F32[3, 5] (did you mean wieght?)",
         "bias: expected F32[5], found F16[5]",
@@ -73,9 +73,9 @@ def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:
     )
     adapter = Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
     manifest = Manifest(**{**fields, "weights": rows, "adapter": adapter})
-    found = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
+    stored = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
     with pytest.raises(WeightsMismatch) as refused:
-        resolve(found, manifest, "file")
+        resolve(stored, manifest, "file")
     assert set(refused.value.problems) == {
         "norm.weight: missing, F32[5] (did you mean norm.weights?)",
         "norm.bias: missing, F32[5]",
@@ -92,7 +92,7 @@ def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
 
 
 def crossed(manifest: Manifest) -> Manifest:
-    """An adapter whose checkpoint keys are the FQNs of other weights."""
+    """Return an adapter whose checkpoint keys are the FQNs of other weights."""
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     sources = [WeightSource(weight="bias", keys=("other",)), WeightSource(weight="other", keys=("bias",))]
     weights = [weight for weight in manifest.weights if weight.name == "bias"]
@@ -102,11 +102,11 @@ def crossed(manifest: Manifest) -> Manifest:
 
 def test_a_set_that_fits_both_ways_is_refused_unless_it_is_said_which(tiny: TinyArtifact) -> None:
     manifest = crossed(tiny.manifest)
-    found = {name: FileTensor("F32", (5,), 0, 0) for name in ("bias", "other")}
+    stored = {name: FileTensor("F32", (5,), 0, 0) for name in ("bias", "other")}
     with pytest.raises(WeightsMismatch, match="fit both as runtime names and as checkpoint keys"):
-        resolve(found, manifest, "file")
-    assert resolve(found, manifest, "file", readings=NAMES).found["bias"] == ("bias",)
-    assert resolve(found, manifest, "file", readings=KEYS_THEN_NAMES).found["bias"] == ("other",)
+        resolve(stored, manifest, "file")
+    assert resolve(stored, manifest, "file", readings=NAMES).found["bias"] == ("bias",)
+    assert resolve(stored, manifest, "file", readings=KEYS_THEN_NAMES).found["bias"] == ("other",)
 
 
 def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
@@ -131,7 +131,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("names", WRAPPED.values(), ids=WRAPPED)
-def test_what_wrappers_add_is_stripped(names: list[str], tiny: TinyArtifact) -> None:
+def test_prefixes_of_wrappers_are_stripped(names: list[str], tiny: TinyArtifact) -> None:
     types = tensors(*PLAIN, "weight", "again")
     match = resolve({name: types[name.split(".")[-1]] for name in names}, tiny.manifest, "file")
     assert {key for keys in match.found.values() for key in keys} == {n for n in names if not n.endswith("extra")}
@@ -151,16 +151,16 @@ def test_nothing_is_stripped_unless_the_keys_then_are_the_model_s(
     names: list[str], says: str, tiny: TinyArtifact
 ) -> None:
     types = tensors(*PLAIN)
-    found = {name: types.get(name.split(".")[-1], types["bias"]) for name in names}
+    stored = {name: types.get(name.split(".")[-1], types["bias"]) for name in names}
     with pytest.raises(WeightsMismatch, match=says):
-        resolve(found, tiny.manifest, "file")
+        resolve(stored, tiny.manifest, "file")
 
 
 def test_types_are_checked_under_the_stripped_names(tiny: TinyArtifact) -> None:
-    found = {f"module.{name}": typed for name, typed in tensors(*PLAIN).items()}
-    found["module.bias"] = FileTensor("F16", (5,), 0, 0)
+    stored = {f"module.{name}": typed for name, typed in tensors(*PLAIN).items()}
+    stored["module.bias"] = FileTensor("F16", (5,), 0, 0)
     with pytest.raises(WeightsMismatch) as refused:
-        resolve(found, tiny.manifest, "file")
+        resolve(stored, tiny.manifest, "file")
     assert refused.value.problems == ("bias: expected F32[5], found F16[5]",)
 
 
@@ -175,14 +175,14 @@ def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifac
     }
 
 
-def test_loading_code_that_was_not_recorded_leaves_weight_files_and_what_is_said_to_be_fqns(tiny: TinyArtifact) -> None:
+def test_without_recorded_loading_code_only_weight_files_and_declared_fqns_are_accepted(tiny: TinyArtifact) -> None:
     fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
     adapter = Adapter(sources=tiny.manifest.adapter.sources, untraceable="hook (model.py, line 3): wants values")
     manifest = Manifest(**{**fields, "adapter": adapter})
-    found = tensors("weight", "bias", "tied", "steps")
+    stored = tensors("weight", "bias", "tied", "steps")
     with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: hook \(model.py, line 3\)"):
-        resolve(found, manifest, "file")
-    assert resolve(found, manifest, "file", readings=NAMES).found["weight"] == ("weight",)
+        resolve(stored, manifest, "file")
+    assert resolve(stored, manifest, "file", readings=NAMES).found["weight"] == ("weight",)
 
 
 def with_layers(manifest: Manifest, count: int) -> Manifest:
@@ -191,29 +191,29 @@ def with_layers(manifest: Manifest, count: int) -> Manifest:
     return msgspec.structs.replace(manifest, weights=rows, adapter=adapter)
 
 
-def test_many_problems_show_what_the_file_has_beside_what_is_wanted(tiny: TinyArtifact) -> None:
-    found = tensors(*(f"blocks.{i}.w" for i in range(90)))
+def test_many_problems_show_both_missing_and_unexpected_names(tiny: TinyArtifact) -> None:
+    stored = tensors(*(f"blocks.{i}.w" for i in range(90)))
     with pytest.raises(WeightsMismatch) as refused:
-        resolve(found, with_layers(tiny.manifest, 80), "file")
-    said = str(refused.value)
-    assert said.count(": missing, F32[1]") == said.count(": unexpected") == 25
-    assert "and 120 more" in said
+        resolve(stored, with_layers(tiny.manifest, 80), "file")
+    message = str(refused.value)
+    assert message.count(": missing, F32[1]") == message.count(": unexpected") == 25
+    assert "and 120 more" in message
     assert len(refused.value.problems) == len(set(refused.value.problems)) == 170
 
 
 PEFT = "base_model.model.layers.0.lora_A.default.weight"
 
 
-def test_names_of_an_adapter_are_told_with_what_to_do(tiny: TinyArtifact) -> None:
-    found = tensors(
+def test_names_of_a_peft_adapter_are_reported_with_advice(tiny: TinyArtifact) -> None:
+    stored = tensors(
         *(f"base_model.model.layers.{i}.{kind}.weight" for i in range(60) for kind in ("base_layer", "lora_A.default"))
     )
     with pytest.raises(WeightsMismatch) as refused:
-        resolve(found, with_layers(tiny.manifest, 60), "file")
-    said = str(refused.value)
-    assert "layers.0.weight: missing" in said
-    assert "base_model.model.layers.0.base_layer.weight: unexpected" in said
-    assert "merge the adapter into the model first (model.merge_and_unload())" in said
+        resolve(stored, with_layers(tiny.manifest, 60), "file")
+    message = str(refused.value)
+    assert "layers.0.weight: missing" in message
+    assert "base_model.model.layers.0.base_layer.weight: unexpected" in message
+    assert "merge the adapter into the model first (model.merge_and_unload())" in message
 
 
 def test_an_adapter_that_the_export_has_recorded_is_not_to_be_merged(tiny: TinyArtifact) -> None:

@@ -1,4 +1,4 @@
-"""Inputs are checked against the signature; messages name the input, the dimension, what was expected and what came."""
+"""Inputs are checked against the signature; messages name the input, the dimension, the expected and actual values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_keywords_in_any_order_and_for_positional_arguments() -> None:
     assert INPUTS.flatten((), {"pair": args[1], **reversed_kwargs, "x": args[0]}) == INPUTS.flatten(args, kwargs)
 
 
-def test_a_kind_that_was_accepted_is_accepted_again_and_no_other() -> None:
+def test_accepted_kinds_are_cached_and_others_are_checked() -> None:
     plain = Signature(
         args=(("x", Tensor("x", "F32", ("n", 3))),), kwargs=(), output=Literal("o"), dims={"n": Dimension(1, 2)}
     )
@@ -145,7 +145,7 @@ def test_literals_are_compared_by_type_and_bits(value: Any) -> None:
             inputs.flatten((other,), {})
 
 
-def test_everything_wrong_is_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     args, kwargs = good()
     with pytest.raises(InputMismatch) as refused:
         INPUTS.flatten((args[0].double(), args[1], 3), {**kwargs, "mode": 1, "x": args[0]})
@@ -168,7 +168,7 @@ def test_sizes_are_in_range_if_each_dimension_has_one_that_it_allows(sizes: dict
 
 
 @pytest.mark.parametrize("text", ["", "2*", "batch*2", "a+b", "2*batch+x", "-batch", "__import__('os')", "1"])
-def test_what_is_no_size_expression(text: str) -> None:
+def test_invalid_size_expressions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size expression"):
         parse_size(text)
 

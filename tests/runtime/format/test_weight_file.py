@@ -1,4 +1,4 @@
-"""Weight files: pinned byte for byte, readable by the reference, refused where their stamp is wrong."""
+"""Weight files are pinned byte for byte, readable by the reference, and refused if their stamp is wrong."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_header_that_was_read_before_the_file_settled_is_read_again(
     swapped = path.read_bytes().replace(b'"a"', b'"c"', 1)
 
     def await_stable_mtime(source: LocalFile) -> None:
-        path.write_bytes(swapped)  # within the tick of the clock that stamps files: no time shows it
+        path.write_bytes(swapped)  # within a tick of the clock for file times, so no time shows the write
 
     monkeypatch.setattr(LocalFile, "await_stable_mtime", await_stable_mtime)
     with pytest.raises(WeightFileError, match="written to while it was opened"):

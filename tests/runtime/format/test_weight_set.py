@@ -1,4 +1,4 @@
-"""Sets of tensors over one file or several: what is found in a directory, and what a wrong index says."""
+"""Weight sets in one file or several: the choice of a file in a directory, and the errors of a wrong index."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 
 def read(path: Path) -> dict[str, list[float]]:
-    found = {}
+    values = {}
     with open_weights(path) as opened:
         for name, tensor in opened.tensors.items():
             raw = tensor.file.path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
-            found[name] = np.frombuffer(raw, np.float32).reshape(tensor.shape).tolist()
+            values[name] = np.frombuffer(raw, np.float32).reshape(tensor.shape).tolist()
         opened.check_unchanged()
     assert all(file.source.fd == -1 for file in opened.files)
-    return found
+    return values
 
 
 WANTED = {name: value.tolist() for name, value in VALUES.items()}

@@ -1,6 +1,6 @@
-"""Writers that are killed at any moment, many times; a process of its own.
+"""Writers that are killed at random moments, many times, in a separate process.
 
-`python -m tests.runtime.sources.killed FOLDER ROUNDS` exits with 0 if no file was ever seen half written.
+`python -m tests.runtime.sources.killed FOLDER ROUNDS` exits with 0 if no half-written file was ever seen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weightswap_exporter import pack, publish
 from weightswap_runtime import load, write_delta
 from weightswap_runtime.sources.atomic import remove_abandoned
 
-LONGEST = 0.03  # seconds before a kill
+LONGEST = 0.03
 
 
 def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:
-    """Each replaces its file over and over, with either of two contents."""
+    """Return writers that each replace their file repeatedly, with one of two contents."""
     steps = iter(range(10**9))
     return {
         "pack": lambda: pack(files.models[next(steps) % 2], files.artifact, out=folder / "packed.safetensors"),
@@ -34,7 +34,6 @@ def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def killed(write: Callable[[], object], seconds: float) -> None:
-    """Let a child write until it is killed."""
     child = os.fork()
     if not child:
         try:
@@ -67,7 +66,7 @@ def main() -> None:
     kinds = ["delta", "packe", "step-"]
     for number in range(40 * rounds):
         if number >= rounds and finished_kinds(folder / "out") == kinds and interrupted >= rounds // 4:
-            break  # on a busy machine it takes longer until each was finished once, and enough were interrupted
+            break  # a busy machine needs more rounds until each writer has finished once and enough were interrupted
         for write in writers(files, folder / "out").values():
             killed(write, choose.random() * LONGEST)
             for path in finished(folder / "out"):

@@ -1,4 +1,4 @@
-"""Temporary files: gone with their writer's error, removed for a dead writer, left alone while the writer lives."""
+"""Temporary files are removed after a writer's error or death, and left alone while the writer lives."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def abandoned(folder: Path, name: str = "step-1.safetensors") -> Path:
 
 
 def test_only_abandoned_files_with_the_prefix_are_removed(tmp_path: Path) -> None:
-    left = [tmp_path / ".step-1.safetensors", tmp_path / "step-1.tmp-0123abcd"]
-    for path in left:
+    kept = [tmp_path / ".step-1.safetensors", tmp_path / "step-1.tmp-0123abcd"]
+    for path in kept:
         path.write_bytes(b"whole")
-    left.append(abandoned(tmp_path, "other.safetensors"))
-    gone = abandoned(tmp_path)
+    kept.append(abandoned(tmp_path, "other.safetensors"))
+    removed = abandoned(tmp_path)
     with new_file(tmp_path / "step-2.safetensors") as file:
-        assert remove_abandoned(tmp_path, "step-") == [gone]
+        assert remove_abandoned(tmp_path, "step-") == [removed]
         file.write(b"data")
-    assert sorted(tmp_path.iterdir()) == sorted([*left, tmp_path / "step-2.safetensors"])
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "step-2.safetensors"])
     assert remove_abandoned(tmp_path / "nowhere", "step-") == []
 
 

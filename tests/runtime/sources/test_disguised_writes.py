@@ -1,4 +1,4 @@
-"""Writes that set the time of modification back, or are slow: ctime tells of the first, a lease of the others."""
+"""Writes that set the modification time back, or that are slow: ctime reveals the first, a lease the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from tests.support.desk import in_place
+from tests.support.intake_rig import in_place
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_runtime import WeightFileError, load, read_weights, write_delta
@@ -26,13 +26,13 @@ Meanwhile = Callable[[Path], None]
 
 
 def plain(tiny: TinyArtifact, path: Path, seed: int) -> Path:
-    """Without digests."""
+    """Write a file without digests."""
     safetensors.torch.save_file(tiny.values(seed), path)
     return path
 
 
 def names(path: Path) -> None:
-    """Another hard link of it is removed, and nothing else."""
+    """Remove a hard link of the file, and change nothing else."""
     path.with_name("link").unlink()
 
 
@@ -47,7 +47,7 @@ def mode(path: Path) -> None:
 
 @pytest.fixture
 def while_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Meanwhile], None]:
-    """Do something to a file between the first and the second read of tensors' bytes from it."""
+    """Do something to a file between the first and the second read of its tensors."""
 
     def arrange(path: Path, meanwhile: Meanwhile) -> None:
         path.with_name("link").hardlink_to(path)
@@ -56,7 +56,7 @@ def while_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Meanwhile], N
 
         def read_into(source: LocalFile, buffers: list[memoryview], offset: int) -> None:
             original(source, buffers, offset)
-            if source.where == str(path) and offset > 8 and not done:  # 8: the header
+            if source.where == str(path) and offset > 8 and not done:  # the first 8 bytes are the header's length
                 done.append(True)
                 meanwhile(path)
 
@@ -126,7 +126,7 @@ def test_with_digests_names_and_modes_may_change(
 
 
 def test_a_time_of_modification_in_the_future_does_not_hide_a_write(tiny: TinyArtifact, tmp_path: Path) -> None:
-    """A file is read only when a later write would show, and that is a matter of ctime."""
+    """A file is read only once a later write would show, which depends on ctime."""
     path = plain(tiny, tmp_path / "plain.safetensors", 1)
     os.utime(path, ns=(1 << 62, 1 << 62))
     source = LocalFile(path)
@@ -165,7 +165,7 @@ def this_process(path: Path) -> Iterator[None]:
 
 @contextmanager
 def mapping(path: Path) -> Iterator[None]:
-    """The file is closed, but its memory can be written to."""
+    """Map the file writable, and close it: its memory can still be written to."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     with memory:
@@ -178,7 +178,7 @@ WRITERS = [another_process, this_process, mapping]
 
 @pytest.fixture
 def _leases(tmp_path: Path) -> None:
-    """Not every file system has them."""
+    """Skip on file systems without leases."""
     path = tmp_path / "probe"
     with path.open("wb"), path.open("rb") as file:
         if not has_writer(file.fileno()):
@@ -187,7 +187,7 @@ def _leases(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unstamped(tiny: TinyArtifact, tmp_path: Path) -> Path:
-    """A file of the weights of seed 1 that has no digests."""
+    """Weight file of seed 1 without digests."""
     return plain(tiny, tmp_path / "plain.safetensors", 1)
 
 
@@ -196,7 +196,7 @@ def unstamped(tiny: TinyArtifact, tmp_path: Path) -> Path:
 def test_without_digests_a_file_is_refused_until_its_writer_has_closed_it(
     writer: Writer, tiny: TinyArtifact, unstamped: Path, weight_file: WriteWeights
 ) -> None:
-    """One slow write is stamped when it begins: a reader that comes later would see no change."""
+    """A slow write sets the times when it begins, so a later reader would see no change."""
     model = load(tiny.path, weight_file(0))
     with writer(unstamped):
         for _ in range(2):
@@ -230,7 +230,7 @@ def test_a_file_that_replaces_one_that_is_written_to_is_taken(
 def test_where_there_are_no_leases_files_are_taken(
     code: int, tiny: TinyArtifact, unstamped: Path, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another user, and of file systems without."""
+    """There are none for files of other users, and on some file systems."""
     original = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: int) -> int:
@@ -248,7 +248,7 @@ def test_where_there_are_no_leases_files_are_taken(
 def test_a_writer_that_comes_while_it_is_asked_for_ends_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel tells who has a lease of it, with a signal, and lets the writer wait until it is given back."""
+    """The kernel signals the holder of a lease, and lets the writer wait until the lease is released."""
     path = tmp_path / "file"
     path.write_bytes(b"before")
     original, writers = fcntl.fcntl, list[subprocess.Popen[bytes]]()
@@ -259,7 +259,9 @@ def test_a_writer_that_comes_while_it_is_asked_for_ends_no_process(
             writers.append(
                 subprocess.Popen([sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             )
-            assert eventually(lambda: original(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK)  # its end is asked for
+            assert eventually(
+                lambda: original(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+            )  # the kernel asks for the lease back
         return result
 
     monkeypatch.setattr(fcntl, "fcntl", granted)

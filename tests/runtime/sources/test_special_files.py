@@ -1,4 +1,4 @@
-"""Outputs that are named where something is already: links stay, and devices, pipes and sockets are never replaced."""
+"""Outputs to names that exist: links are kept, and devices, pipes and sockets are never replaced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pipe(path: Path) -> Iterator[None]:
 
 @contextmanager
 def device(path: Path) -> Iterator[None]:
-    """One of our own that takes everything, as /dev/null does."""
+    """Device node that accepts everything, like /dev/null."""
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
@@ -78,24 +78,24 @@ SPECIAL = {"pipe": pipe, "device": device, "socket": bound_socket}
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_what_is_no_file_is_not_replaced(
+def test_special_files_are_not_replaced(
     write: Write, linked: bool, special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.safetensors"
-    there = tmp_path / "there" if linked else out
-    with special(there):  # type: ignore[attr-defined]
+    existing = tmp_path / "there" if linked else out
+    with special(existing):  # type: ignore[attr-defined]
         if linked:
-            out.symlink_to(there)
-        before = there.lstat()
+            out.symlink_to(existing)
+        before = existing.lstat()
         with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), which no file replaces"):
             write(rich, out)
-        assert (there.lstat().st_ino, there.lstat().st_mode) == (before.st_ino, before.st_mode)
+        assert (existing.lstat().st_ino, existing.lstat().st_mode) == (before.st_ino, before.st_mode)
         assert out.is_symlink() == linked
-        assert sorted(tmp_path.iterdir()) == sorted({out, there})
+        assert sorted(tmp_path.iterdir()) == sorted({out, existing})
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
-def test_goldens_that_are_no_file_are_not_replaced(
+def test_special_files_as_goldens_are_not_replaced(
     special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
 ) -> None:
     out = tmp_path / "v.safetensors"
@@ -143,18 +143,18 @@ def test_a_loop_of_links_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 def test_a_report_is_written_through_a_pipe(linked: bool, tmp_path: Path) -> None:
-    there, out = tmp_path / "pipe", tmp_path / "link"
-    os.mkfifo(there)
+    existing, out = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(existing)
     if linked:
-        out.symlink_to(there)
+        out.symlink_to(existing)
     read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(there.read_bytes()))
+    reader = threading.Thread(target=lambda: read.append(existing.read_bytes()))
     reader.start()
-    write_report(out if linked else there, REPORT)
+    write_report(out if linked else existing, REPORT)
     reader.join(60)
     assert read[0].startswith(b"<!doctype html>")
     assert read[0].rstrip().endswith(b"</html>")
-    assert stat.S_ISFIFO(there.lstat().st_mode)
+    assert stat.S_ISFIFO(existing.lstat().st_mode)
 
 
 def test_a_report_may_go_to_a_device(tmp_path: Path) -> None:
@@ -164,25 +164,25 @@ def test_a_report_may_go_to_a_device(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_report_is_no_socket(tmp_path: Path) -> None:
+def test_a_report_to_a_socket_is_refused(tmp_path: Path) -> None:
     with bound_socket(tmp_path / "socket"), pytest.raises(Unsupported, match="is a socket"):
         write_report(tmp_path / "socket", REPORT)
 
 
 def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -> None:
-    asked = [str(rich.full[0]), "--html"]
+    command = [str(rich.full[0]), "--html"]
     with bound_socket(tmp_path / "socket"):
-        done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "socket")])
+        done = CliRunner().invoke(inspect_command, [*command, str(tmp_path / "socket")])
     assert done.exit_code == 2
     assert "no file replaces" in " ".join(done.output.replace("│", " ").split())
     with device(tmp_path / "null"):
-        done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "null")])
+        done = CliRunner().invoke(inspect_command, [*command, str(tmp_path / "null")])
         assert done.exit_code == 0
         assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
 
 
 def without_sync(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders cannot be synchronised; files can."""
+    """Let fsync fail for folders, but not for files."""
     original = os.fsync
 
     def fsync(fd: int) -> None:
@@ -203,9 +203,9 @@ def test_a_folder_that_is_not_synchronised_has_the_new_file_all_the_same(
 ) -> None:
     without_sync(errno.EIO, monkeypatch)
     out = tmp_path if name == "publish" else tmp_path / "v.safetensors"
-    with pytest.warns(RuntimeWarning, match="written, but after a power failure it may not be there") as told:
+    with pytest.warns(RuntimeWarning, match="written, but after a power failure it may not be there") as warned:
         WRITERS[name](rich, out)
-    assert all(str(tmp_path) in str(warning.message) for warning in told)
+    assert all(str(tmp_path) in str(warning.message) for warning in warned)
     (written,) = tmp_path.glob("*.safetensors")
     assert written.stat().st_size > 100
 

@@ -1,4 +1,4 @@
-"""Writers whose disk is full, whose device fails, or who are killed: the old file, or the new one, and no other."""
+"""Writers on a full disk, on a failing device, or killed: there is the old file or the new one, and no other."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ BROKEN = raises(OSError(errno.EIO, "Input/output error"))
 
 
 class File:
-    """A file whose methods can be made to fail."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
@@ -93,7 +91,9 @@ def test_a_fault_leaves_the_old_file_or_the_new_one(
     (tmp_path / "new").rename(tmp_path.with_name(f"{tmp_path.name}-new"))
     before = contents(tmp_path)
     for number in each_call(fault, lambda: write(files, tmp_path.with_name(f"{tmp_path.name}-new"), 2), 6):
-        renamed = fault.name == "fsync" and number == 1  # of the folder: the new file has its name already
+        renamed = (
+            fault.name == "fsync" and number == 1
+        )  # the fsync of the folder failed: the new file already has its name
         expected: AbstractContextManager[object] = (
             pytest.warns(RuntimeWarning, match="it may not be there")
             if renamed

@@ -1,4 +1,4 @@
-"""Delta files: written between weight files, applied to live weights, refused where they do not fit."""
+"""Delta files: written between weight files, applied to served weights, refused if they do not fit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_refused_delta_leaves_the_rollback(
     assert serves(model, 0)
 
 
-def test_trying_a_staged_delta(
+def test_a_staged_delta_can_be_called(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
     model = load(tiny.path, weight_file(0), residency=residency)
@@ -136,7 +136,7 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         values["bias"][step] += 1
         files.append(tiny.write(tmp_path / f"v{step}.safetensors", values))
     model = load(tiny.path, files[0])
-    copied: list[int] = []  # by the first staging everything: nobody knows what is in the other arena
+    copied: list[int] = []  # the first staging copies everything, as the content of the other arena is unknown
 
     def count(target: HostArena, source: HostArena, ranges: list[ByteRange], *rest: Any) -> None:
         copied.append(sum(part.nbytes for part in ranges))

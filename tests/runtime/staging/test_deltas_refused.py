@@ -1,4 +1,4 @@
-"""What is no delta, in a table of broken ones, and what none can be made of."""
+"""Broken deltas, and files between which no delta can be made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("_blocks")
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
-    """Change a delta's stamp and tensors, and make its digests right again unless the change was to them."""
+    """Change a delta's stamp and tensors, and recompute its digests unless the change was to them."""
     with safetensors.safe_open(path, "np") as opened:
         stamp: dict[str, Any] = msgspec.json.decode(opened.metadata()[DELTA_KEY])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -136,7 +136,7 @@ def test_broken_deltas_are_refused(
     assert serves(model, 1)
 
 
-def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
+def test_a_delta_for_another_graph_is_accepted_on_request(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     model = load(tiny.path, weight_file(0))
@@ -144,7 +144,9 @@ def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
     assert serves(model, 1)
 
 
-def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+def test_files_without_a_possible_delta_are_refused(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
     out = tmp_path / "d.safetensors"
     plain = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file({"a": np.ones(3)}, plain)
@@ -168,9 +170,9 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
         with pytest.raises(Unsupported, match="replace a file that it is made of"):
             write_delta(weight_file(0), weight_file(1), place)
     assert weight_file(0).read_bytes() == before
-    made = write_delta(weight_file(0), weight_file(1), out).path
+    delta_file = write_delta(weight_file(0), weight_file(1), out).path
     with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
-        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
+        write_delta(delta_file, weight_file(1), tmp_path / "dd.safetensors")
     with pytest.raises(Unsupported, match="files are written locally"):
         write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
 
@@ -185,7 +187,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, weight_file: WriteWe
 
 
 @pytest.mark.parametrize("asked", [{"only": "weight"}, {"expect": "0" * 64}])
-def test_what_a_header_tells_is_refused_before_the_files_that_lead_to_it_are_read(
+def test_problems_of_a_header_are_found_before_the_base_files_are_read(
     asked: dict[str, Any], tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     model = load(tiny.path, weights=weight_file(2))

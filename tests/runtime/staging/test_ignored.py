@@ -18,7 +18,7 @@ OLD = {"module.emb.position_ids": torch.arange(5)}
 
 @pytest.fixture
 def old(tiny: TinyArtifact, tmp_path: Path) -> Path:
-    """A checkpoint of a model that had one buffer more."""
+    """Write a checkpoint of a model that had one more buffer."""
     path = tmp_path / "old.safetensors"
     values = {f"module.{name}": value for name, value in tiny.values(1).items()}
     safetensors.torch.save_file(values | OLD, path)
@@ -26,8 +26,8 @@ def old(tiny: TinyArtifact, tmp_path: Path) -> Path:
 
 
 def staged(model: Model, path: Path) -> SwapReceipt:
-    with model.stage(path, ignore=["*.position_ids"]) as found:
-        return found.commit()
+    with model.stage(path, ignore=["*.position_ids"]) as staged:
+        return staged.commit()
 
 
 def watched(model: Model, path: Path) -> SwapReceipt:
@@ -42,7 +42,7 @@ def watched(model: Model, path: Path) -> SwapReceipt:
     [lambda model, path: model.swap(path, ignore="*.position_ids"), staged, watched],
     ids=["swap", "stage", "watch"],
 )
-def test_what_is_ignored_is_left_out_and_recorded(
+def test_ignored_names_are_skipped_and_recorded(
     swapped: Callable[[Model, Path], SwapReceipt], old: Path, tiny: TinyArtifact
 ) -> None:
     model = load(tiny.path)
@@ -52,11 +52,11 @@ def test_what_is_ignored_is_left_out_and_recorded(
     assert serves(model, 1)
 
 
-def test_the_first_weights_may_be_old_ones(old: Path, tiny: TinyArtifact) -> None:
+def test_the_first_weights_may_have_ignored_names(old: Path, tiny: TinyArtifact) -> None:
     assert serves(load(tiny.path, old, ignore="*.position_ids"), 1)
 
 
-def test_a_part_records_it_too(old: Path, tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_part_records_ignored_names_too(old: Path, tiny: TinyArtifact, tmp_path: Path) -> None:
     model = load(tiny.path, tiny.write(tmp_path / "v0.safetensors", tiny.values(0)))
     assert model.swap(old, only="bias", ignore="*position*", keys="fqn").ignored == tuple(OLD)
 
@@ -68,13 +68,13 @@ def test_a_weight_that_is_wanted_is_not_hidden(old: Path, tiny: TinyArtifact) ->
     assert model.generation is None
 
 
-def test_a_pattern_that_matches_nothing_is_said(old: Path, tiny: TinyArtifact) -> None:
+def test_a_pattern_that_matches_nothing_is_a_warning(old: Path, tiny: TinyArtifact) -> None:
     model = load(tiny.path)
     with pytest.warns(UserWarning, match=r"ignore='\*\.rotary': matches no name of .*old\.safetensors"):
         model.swap(old, ignore=["*.rotary", "*.position_ids"])
     assert serves(model, 1)
 
 
-def test_patterns_are_texts(old: Path, tiny: TinyArtifact) -> None:
+def test_patterns_must_be_strings(old: Path, tiny: TinyArtifact) -> None:
     with pytest.raises(Unsupported, match=r"^ignore=\[5\]: expected a pattern"):
         load(tiny.path).swap(old, ignore=[5])  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""What a swap needs beside the arena: one computed weight and what it is computed from, whatever the model's size."""
+"""Memory of a swap beside the arena: one computed weight and its inputs, whatever the model's size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightswap_exporter import export, skeleton
 WIDTH, BLOCKS = 1448, 8
 WEIGHT = WIDTH * WIDTH * 4
 SLACK = 16 << 20  # pools of threads, huge pages
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # what is freed goes back at once, which glibc leaves to chance
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # freed memory is returned at once, which glibc does not guarantee
 
 SWAP = """
 import sys

@@ -1,4 +1,4 @@
-"""Values that are not finite: found in every dtype, counted through every swap, told, and refused on request."""
+"""Non-finite values: detected in every dtype, counted through every swap, reported, and refused on request."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ def wider(values: torch.Tensor) -> torch.Tensor:
 
 
 def counts(values: torch.Tensor) -> Counts:
-    """As torch sees it."""
     wide = wider(values)
     return Counts(int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum()))
 
 
 def codes_of(dtype: str) -> np.ndarray:
-    """Every code where there are few of them, else those around the edges."""
+    """Return all bit patterns of a dtype if they are few, otherwise those around the limits."""
     size = DTYPES[dtype].bits // 8
     if size <= 2:
         return np.arange(1 << 8 * size).astype(f"u{size}")
@@ -56,7 +55,7 @@ def codes_of(dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", FRACTIONS)
 def test_each_code_is_judged_as_torch_does(dtype: str) -> None:
-    """Each alone, among zeros."""
+    """Each pattern alone, among zeros."""
     element = getattr(torch, DTYPES[dtype].torch or "")
     codes = codes_of(dtype)
     rows = torch.full((len(codes), DTYPES[dtype].bits), 1 if dtype == "F8_E8M0" else 0, dtype=torch.uint8)
@@ -73,9 +72,9 @@ def test_integers_and_the_smallest_floats_are_always_finite(dtype: str) -> None:
     assert count_nonfinite(dtype, memoryview(b"\xff" * 48)) is None
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in a scratch may lie anywhere
+@pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in scratch memory may be unaligned
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "F8_E4M3", "C64"])
-def test_one_value_among_many(dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_nonfinite_value_among_many_is_found(dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "STEP", 256)
     size = DTYPES[dtype].bits // 8
     nan = {"F32": b"\0\0\xc0\x7f", "BF16": b"\xc0\xff", "F64": bytes(6) + b"\xf8\xff", "F8_E4M3": b"\xff"}
@@ -102,7 +101,7 @@ def test_one_value_among_many(dtype: str, offset: int, monkeypatch: pytest.Monke
         ((0, 1), None, True, True),
     ],
 )
-def test_what_was_finite_and_is_not_is_the_alarm(
+def test_new_kinds_of_nonfinite_values_are_reported(
     found: tuple[int, int], served: tuple[int, int] | None, trained: bool, alarms: bool
 ) -> None:
     weight = NamedTensor(name="w", dtype="F32", shape=(4, 5), requires_grad=trained)
@@ -112,7 +111,7 @@ def test_what_was_finite_and_is_not_is_the_alarm(
 
 
 def poked(tiny: TinyArtifact, path: Path, seed: int, *pokes: tuple[str, float]) -> Path:
-    """The weights of a seed with a value of its own at the end of some of them."""
+    """Write the weights of a seed with a given value at the end of some of them."""
     values = tiny.values(seed)
     for name, value in pokes:
         values[name].view(-1)[-1] = value
@@ -125,7 +124,7 @@ def bits(model: Model) -> list[bytes]:
 
 
 @pytest.mark.parametrize("way", ["full", "part", "delta", "staged"])
-def test_they_are_told_or_refused(
+def test_nonfinite_weights_are_reported_or_refused(
     way: str, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     events: list[Event] = []
@@ -184,7 +183,9 @@ def test_a_chain_of_deltas_is_judged_by_what_is_served_and_not_by_what_it_goes_t
     assert model.stage(into.path, onto=[start], allow_nonfinite=False).commit().nonfinite == {}  # as what is served
 
 
-def test_a_rollback_to_them_is_told(residency: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_a_rollback_to_nonfinite_weights_is_reported(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
     bad = poked(tiny, tiny.path.parent / "bad.safetensors", 1, ("bias", NAN))
     model = load(tiny.path, bad, residency=residency, keep_previous="host")
     assert model.history[0].nonfinite == {"bias": Nonfinite(1, 0, 5)}
@@ -196,7 +197,7 @@ def test_a_rollback_to_them_is_told(residency: str, tiny: TinyArtifact, weight_f
     assert model.swap(poked(tiny, bad, 3, ("bias", NAN)), allow_nonfinite=False).nonfinite == {}
 
 
-def test_the_first_weights_and_those_of_models_that_share(
+def test_nonfinite_first_weights_and_weights_of_models_that_share(
     tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     bad = poked(tiny, tmp_path / "bad.safetensors", 1, ("tied", NAN))
@@ -215,7 +216,9 @@ def test_the_first_weights_and_those_of_models_that_share(
     ("given", "says"),
     [("nothing*", r"allow_nonfinite='nothing\*': matches no weight"), ([], r"allow_nonfinite=\[\]"), (3, "allow_non")],
 )
-def test_what_cannot_be_allowed(given: object, says: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_invalid_values_of_allow_nonfinite_are_refused(
+    given: object, says: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
     model = load(tiny.path)
     for ask in (model.swap, model.stage, model.watch):
         with pytest.raises(Unsupported, match=says):
@@ -234,7 +237,7 @@ def test_a_pin_and_an_open_staging_do_not_confuse_what_was_served(
 
 
 def spoiled(seed: int) -> Rich:
-    """Each set has other values that are not finite, in some weights of every kind."""
+    """Write sets with different non-finite values, in some weights of every kind."""
     model, draw = varied_filled(seed), random.Random(seed)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
@@ -263,8 +266,8 @@ def numbers(files: RichFiles, origin: Origin) -> dict[str, Counts]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_numbers_follow_every_kind_of_swap(seed: int, residency: str, spoiled_files: RichFiles) -> None:
-    """Full files, checkpoints with computed weights, parts, deltas and rollbacks, in any order; blocks of 64 bytes."""
+def test_the_counts_follow_every_kind_of_swap(seed: int, residency: str, spoiled_files: RichFiles) -> None:
+    """Full files, checkpoints with computed weights, parts, deltas and rollbacks, in any order; 64-byte blocks."""
     files, draw = spoiled_files, random.Random(seed)
     with small_blocks():
         model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]

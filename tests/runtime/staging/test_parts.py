@@ -1,4 +1,4 @@
-"""Partial swaps, expected ids, and reading for tools."""
+"""Partial swaps, expected ids, and reads by tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightswap_runtime import (
 
 
 def mixed(tiny: TinyArtifact, path: Path, **seeds: int) -> Path:
-    """A weight file with each weight from the set of a seed."""
+    """Write a weight file with each weight from the set of a seed."""
     return tiny.write(path, {name: tiny.values(seed)[name] for name, seed in seeds.items()})
 
 
@@ -179,9 +179,9 @@ def test_only_expected_weights_are_taken(tiny: TinyArtifact, weight_file: WriteW
 
 def test_tools_read_what_they_name(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     values = tiny.values(3)
-    found = read_weights(weight_file(3))
-    assert found.keys() == values.keys()
-    for name, array in found.items():
+    arrays = read_weights(weight_file(3))
+    assert arrays.keys() == values.keys()
+    for name, array in arrays.items():
         assert np.array_equal(array, values[name].numpy())
         assert array.flags.writeable
     assert read_weights(weight_file(3), "b*").keys() == {"bias"}
@@ -201,15 +201,15 @@ def test_tools_read_what_they_name(tiny: TinyArtifact, weight_file: WriteWeights
 def test_tools_read_what_numpy_lacks_as_ml_dtypes(tmp_path: Path) -> None:
     path = tmp_path / "half.safetensors"
     safetensors.torch.save_file({"a": torch.arange(3).bfloat16(), "b": torch.ones(2), "none": torch.empty(0, 3)}, path)
-    found = read_weights(path)
-    assert (found["a"].dtype, found["a"].tolist()) == (ml_dtypes.bfloat16, [0, 1, 2])
-    assert all(array.flags.writeable for array in found.values())
+    arrays = read_weights(path)
+    assert (arrays["a"].dtype, arrays["a"].tolist()) == (ml_dtypes.bfloat16, [0, 1, 2])
+    assert all(array.flags.writeable for array in arrays.values())
     assert read_weights(path, "b")["b"].tolist() == [1, 1]
     assert read_weights(path, "none")["none"].shape == (0, 3)
     assert read_weights(path, framework="torch")["a"].tolist() == [0, 1, 2]
 
 
-def test_tools_are_told_what_no_array_holds(tmp_path: Path) -> None:
+def test_dtypes_that_no_array_holds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "quarter.safetensors"
     header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}   '
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x12")

@@ -1,4 +1,4 @@
-"""Reading into an arena: small and large tensors, ties, other strides; digests against BLAKE3 of each block."""
+"""Reads into an arena: small and large tensors, ties, other strides; digests equal BLAKE3 of each block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks_of(data: bytes, size: int = 64) -> list[bytes]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code paths as for gigabytes."""
+    """Use the code paths of gigabytes for small tensors."""
     for module in (reading, digests):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(local.LocalFile, "unit", 200)
@@ -47,10 +47,10 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
     weights = [NamedTensor(name=name, dtype="U8", shape=value.shape) for name, value in values.items()]
     arena = HostArena(ArenaLayout(weights))
     with open_weights(path) as opened:
-        found = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS, Job())
+        findings = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS, Job())
     for name, value in values.items():
         assert bytes(arena.view(name)) == value.tobytes()
-        assert list(found.digests[name]) == [blake3(block).digest() for block in blocks_of(value.tobytes())]
+        assert list(findings.digests[name]) == [blake3(block).digest() for block in blocks_of(value.tobytes())]
         assert arena.layout.slots[name].offset % 256 == 0
 
 
@@ -59,9 +59,9 @@ def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype="F64", shape=(4,))]))
     with open_weights(path) as opened:
-        found = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS, Job())
+        findings = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ones(4).tobytes()
-    assert found.digests["b"] == (blake3(bytes(32)).digest(),)
+    assert findings.digests["b"] == (blake3(bytes(32)).digest(),)
 
 
 @given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(["u1", "u2", "f4", "c8"]))
@@ -76,9 +76,9 @@ def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
     safetensors.numpy.save_file({"w": logical}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype=names[dtype], shape=shape, stride=stride)]))
     with open_weights(path) as opened:
-        found = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS, Job())
+        findings = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ascontiguousarray(logical.transpose(order)).tobytes()
-    assert found.digests["w"] == (blake3(logical.tobytes()).digest(),)
+    assert findings.digests["w"] == (blake3(logical.tobytes()).digest(),)
 
 
 def test_an_arena_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Sum(nn.Module):
-    """`weight` is a sum of transposed halves, `bias` and `tied` are parts of one tensor."""
+    """Adapter in which `weight` is a sum of transposed halves, and `bias` and `tied` are parts of one tensor."""
 
     def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         bias, tied = both.split([5, 1])
@@ -48,7 +48,7 @@ class Sum(nn.Module):
 
 
 def checkpoint(seed: int) -> Values:
-    """What the adapter makes the weights of `seed` of."""
+    """Return the checkpoint from which the adapter computes the weights of `seed`."""
     values = TinyArtifact.values(seed)
     half = values["weight"].t() / 2
     return {
@@ -66,7 +66,7 @@ def saved(path: Path, values: Values) -> Path:
 def write_adapter(
     tiny: TinyArtifact, module: nn.Module, inputs: tuple[AdapterInput, ...] = INPUTS, **changes: Any
 ) -> Manifest:
-    """Give the tiny artifact a graph for its adapter; the manifest is not checked."""
+    """Give the tiny artifact's adapter a graph; the manifest is not checked."""
     program = torch.export.export(module, tuple(torch.zeros(item.shape) for item in inputs))
     program._example_inputs = None
     graph = io.BytesIO()
@@ -120,7 +120,7 @@ def weights(seed: int) -> Values:
     ],
     ids=["autocast", "inference", "gradients", "device"],
 )
-def test_what_the_caller_has_switched_on_changes_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
+def test_torch_modes_of_the_caller_change_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.safetensors", checkpoint(1))
     expected = load(artifact, path)
     with mode():
@@ -143,13 +143,13 @@ def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeyp
 
 
 class Chain(nn.Module):
-    """Each result needs two inputs, one of which its neighbour needs too."""
+    """Adapter in which each result needs two inputs, one of which the next result needs, too."""
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(((one * 2).exp() + other).t() for one, other in pairwise(inputs))
 
 
-def test_no_more_is_held_than_a_weight_and_what_it_is_made_of(tiny: TinyArtifact) -> None:
+def test_only_one_weight_and_its_inputs_are_held(tiny: TinyArtifact) -> None:
     count = 8
     inputs = tuple(AdapterInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
     rows = tuple(type(tiny.manifest.weights[0])(name=f"w{i}", dtype="F32", shape=(5, 3)) for i in range(count))
@@ -224,7 +224,7 @@ def test_a_file_that_changes_while_weights_are_computed_is_refused(
 
 
 class Fails(Sum):
-    """Wants indices."""
+    """Adapter that needs indices."""
 
     def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, bias, tied = super().forward(halves, both, offset)

@@ -1,4 +1,4 @@
-"""Objects of any other fsspec file system, through its public methods."""
+"""Objects of all other fsspec file systems, through their public methods."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from weightswap_runtime.errors import AccessDenied, WeightFileError
 from weightswap_runtime.sources.location import Url
 
-from .transport import HEAD_BYTES, STALL, ObjectPin, Opened, Write, changed, failed, lost, refused
+from .transport import HEAD_BYTES, STALL, ObjectPin, Opened, Write, changed, connection_lost, read_failed, status_error
 
-PATIENCE = 3 * STALL  # seconds for one call: there is no telling whether it makes progress
+CALL_TIMEOUT = 3 * STALL  # seconds for one call, whose progress cannot be observed
 CONTENT_KEYS = (
     "generation",
     "VersionId",
@@ -27,9 +27,9 @@ TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "c
 
 
 class GenericObject:
-    """A Transport. What an object is pinned to is compared before and after; Google's is asked for by generation.
+    """Transport that compares an object's pin before and after a read; Google's objects are read by generation.
 
-    File systems without an event loop get one call at a time, each in a thread: few of them promise more.
+    File systems without an event loop get one call at a time, each in a thread: few of them are thread-safe.
     """
 
     def __init__(self, fs: Any, path: str, url: Url) -> None:
@@ -37,7 +37,7 @@ class GenericObject:
         self._path = path
         self._url = url
         self._where = str(url)
-        self._alone = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
 
     async def open(self) -> Opened | None:
         pin = await self.probe(ObjectPin(0))
@@ -52,7 +52,7 @@ class GenericObject:
         kind, _, version = pin.tag.partition("=")
         options = {"generation": version} if kind == "generation" else {}
         if self._url.protocol == "hf":
-            options["cache_type"] = "none"  # it would read 5 MB ahead of each range
+            options["cache_type"] = "none"  # the default cache reads 5 MB ahead of each range
         try:
             data = await self.call("cat_file", self._path, start=start, end=stop, **options)
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class GenericObject:
         return ObjectPin(size, *_identity(info))
 
     async def entries(self) -> list[Mapping[str, Any]]:
-        """What the store says of each entry of a folder. Raises FileNotFoundError if there is none."""
+        """Return the store's information on each entry of a folder. Raises FileNotFoundError."""
         self._fs.invalidate_cache()
         return list(await self.call("ls", self._path, detail=True))
 
@@ -81,35 +81,35 @@ class GenericObject:
         """Call a method of the file system. Raises FileNotFoundError, WeightFileError and Transient."""
         try:
             if not self._fs.async_impl:
-                async with self._alone:  # without a limit of time: a thread cannot be stopped
+                async with self._call_lock:  # no timeout: a thread cannot be stopped
                     return await asyncio.to_thread(getattr(self._fs, name), *arguments, **options)
-            async with asyncio.timeout(PATIENCE):
-                # fsspec's names for its coroutines
+            async with asyncio.timeout(CALL_TIMEOUT):
+                # fsspec's coroutines have the names of its methods with an underscore
                 return await getattr(self._fs, f"_{name}")(*arguments, **options)
         except (FileNotFoundError, MemoryError):
             raise
         except PermissionError as error:  # `from None`: the texts of the causes may show credentials
-            raise AccessDenied(str(failed(self._url, error))) from None
+            raise AccessDenied(str(read_failed(self._url, error))) from None
         except (IsADirectoryError, NotADirectoryError) as error:
-            raise failed(self._url, error) from None
+            raise read_failed(self._url, error) from None
         except OSError as error:
-            raise self._meaning(error) from None
+            raise self._translate(error) from None
         except Exception as error:
-            raise failed(self._url, error) from None
+            raise read_failed(self._url, error) from None
 
-    def _meaning(self, error: OSError) -> Exception:
-        """Some are answers over HTTP, and carry them as those of requests and httpx do."""
+    def _translate(self, error: OSError) -> Exception:
+        """Translate an error; some carry an HTTP response, like the errors of requests and httpx."""
         response: Any = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
         if status is None:
-            return lost(self._url, error)
+            return connection_lost(self._url, error)
         if status in (404, 410):
             return FileNotFoundError(self._where)
-        return refused(self._where, status, type(error).__name__, response.headers.get("Retry-After"))
+        return status_error(self._where, status, type(error).__name__, response.headers.get("Retry-After"))
 
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
-    """What shows that an object has changed: of its content, and of its time."""
+    """Return tags of an object's content and of its time; a change of either shows that the object changed."""
     exact = (key for key in CONTENT_KEYS if info.get(key) and not str(info[key]).startswith("W/"))
     tag = next((f"{key}={info[key]}" for key in exact), "")
     return tag, next((f"{key}={info[key]}" for key in TIME_KEYS if info.get(key)), "")

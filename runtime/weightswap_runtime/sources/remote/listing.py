@@ -1,4 +1,4 @@
-"""Listing a folder behind a URL: the names of its files, and what shows that one changed."""
+"""Listing of a folder behind a URL: the names of its files, and fingerprints that show when a file changes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weightswap_runtime.sources.location import Url, redact
 
 from .generic import CONTENT_KEYS, TIME_KEYS, GenericObject
 from .objects import wait_for
-from .opening import file_system, find_object, go_on, loop_of, missing, unknown
+from .opening import file_system, find_object, loop_of, missing, never_cancel, unknown
 from .retries import persist
 
 
 class ListedFile(NamedTuple):
-    """A file of a folder. `modified` in seconds since the epoch, 0 where that is not known.
+    """File of a folder. `modified` is in seconds since the epoch, 0 if unknown.
 
     Files with equal fingerprints have the same content, as far as their store tells.
     """
@@ -30,7 +30,7 @@ class ListedFile(NamedTuple):
 
 
 def check_listable(url: Url) -> None:
-    """Raise Unsupported or MissingExtra for a URL of a kind whose folders cannot be listed here."""
+    """Raise Unsupported or MissingExtra for a kind of URL whose folders cannot be listed here."""
     if url.is_web:
         raise Unsupported(f"{url}: a web server lists no files; watch a folder of a bucket, or a local one")
     try:
@@ -44,37 +44,38 @@ def check_listable(url: Url) -> None:
 
 
 def list_files(url: Url) -> list[ListedFile]:
-    """The files of a folder, in no order. Raises WeightFileError.
+    """Return the files of a folder, in no order. Raises WeightFileError.
 
-    They are asked for once: whoever looks again and again has a patience of its own, and may be stopped.
+    The request is not retried: callers that poll have their own timeouts, and can be stopped.
     """
     import fsspec.core
 
     try:
-        fs, folder = fsspec.core.url_to_fs(url.raw)  # from fsspec's cache: no other login for each look
+        fs, folder = fsspec.core.url_to_fs(url.raw)  # from fsspec's cache, so that not every poll logs in again
         fs.invalidate_cache(folder)
-        found = [info for info in fs.ls(folder, detail=True) if info.get("type") == "file"]
-        return [_listed(info, fs.unstrip_protocol(info["name"])) for info in found]
-    except Exception as error:  # each kind of store has its own; `from None`: its text may show credentials
+        files = [info for info in fs.ls(folder, detail=True) if info.get("type") == "file"]
+        return [_listed(info, fs.unstrip_protocol(info["name"])) for info in files]
+    except Exception as error:  # each kind of store has its own errors; `from None`: the text may show credentials
         text = redact(str(error), url.raw)
         raise WeightFileError(f"{url}: cannot be listed ({type(error).__name__}: {text})") from None
 
 
 def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> list[str] | None:
-    """The names of the files of a folder; None if the URL is not one's.
+    """Return the names of the files of a folder; None if the URL is not that of a folder.
 
-    A web server cannot be asked for them: of `likely`, those that exist, where the URL ends with a slash.
+    Web servers cannot list files. There a folder's URL ends with a slash, and the result is those of the `likely` names
+    that exist.
     """
     if url.is_web:
         return None if url.name else [name for name in likely if find_object(url / name, check)]
     fs, path = file_system(url)
     work = persist(GenericObject(fs, path, url).entries, lambda: f"{url}: cannot be listed")
     try:
-        found = wait_for(loop_of(fs, url)(), work, check or go_on)
+        entries = wait_for(loop_of(fs, url)(), work, check or never_cancel)
     except FileNotFoundError:
         return None
     folder = path.strip("/") + "/"
-    files = [info["name"].strip("/") for info in found if info.get("type") == "file"]  # of a file: itself
+    files = [info["name"].strip("/") for info in entries if info.get("type") == "file"]  # a file lists itself
     return sorted(name.removeprefix(folder) for name in files if name.startswith(folder)) or None
 
 
@@ -85,7 +86,7 @@ def _listed(info: Mapping[str, Any], url: str) -> ListedFile:
 
 
 def _seconds(modified: Any) -> float:
-    """Stores give times as numbers, as datetimes, or as texts; the Hub gives the commit."""
+    """Return the seconds of a store's time, which is a number, a datetime, a string, or on the Hub a commit."""
     if isinstance(modified, Mapping):
         modified = modified["date"]
     if isinstance(modified, str):

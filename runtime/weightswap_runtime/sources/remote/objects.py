@@ -1,4 +1,4 @@
-"""An object behind a URL as a source of bytes: ranges are asked for side by side, and land where they belong."""
+"""Remote objects as byte sources: ranges are requested in parallel, and written directly into the target buffers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.threads.claims import POLL_SECONDS
 
 from .retries import persist
-from .transport import Opened, Transient, Transport, changed, too_many
+from .transport import Opened, Transient, Transport, changed, too_many_bytes
 
 T = TypeVar("T")
-RANGE_BYTES = 8 << 20  # that one request asks for
-MOST_REQUESTS = 10  # at once, in this process: as many as the connections that aiobotocore keeps
-_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+RANGE_BYTES = 8 << 20  # size of a request
+MOST_REQUESTS = 10  # at the same time in this process: the size of aiobotocore's connection pool
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
 def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], check: Check) -> T:
-    """Run a coroutine on a loop of another thread. It is cancelled if `check` raises, or an interrupt comes."""
+    """Run a coroutine on another thread's event loop. It is cancelled if `check` raises, or on an interrupt."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         while not wait((future,), POLL_SECONDS).done:
@@ -36,11 +36,11 @@ def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], chec
         return future.result()
     finally:
         future.cancel()
-        del future  # it holds its error, whose frames hold this one
+        del future  # breaks a cycle: the future's error refers to this frame
 
 
 class Landing:
-    """Memory that answers are written to as they come, until it is closed."""
+    """Target memory of responses, which are written to it as they arrive, until it is closed."""
 
     def __init__(self, buffers: list[memoryview]) -> None:
         self._buffers = buffers
@@ -49,7 +49,7 @@ class Landing:
         self._closed = False
 
     def write(self, position: int, data: bytes) -> None:
-        """Copy bytes to `position`, counted over all buffers. Raises StageCancelled when it is closed."""
+        """Copy bytes to `position`, counted over all buffers. Raises StageCancelled if the landing is closed."""
         rest = memoryview(data)
         with self._lock:
             if self._closed:
@@ -62,16 +62,16 @@ class Landing:
                 position, rest, index = position + len(target), rest[len(target) :], index + 1
 
     def close(self) -> None:
-        """When this returns, nothing is written any more, and the memory is let go."""
-        self._closed = True  # first: an interrupt may come while the lock is waited for
+        """Release the memory. After the return nothing is written to it."""
+        self._closed = True  # before the lock: an interrupt may end the wait for it
         with self._lock:
             self._buffers = []
 
 
 class RemoteObject:
-    """A ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are under way at once.
+    """ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are requested at the same time.
 
-    What arrives is copied to where it belongs at once, in pieces of at most some hundred kilobytes.
+    Received pieces, of at most some hundred kilobytes, are copied to their target immediately.
     """
 
     unit = 32 << 20
@@ -80,10 +80,10 @@ class RemoteObject:
         self.where = where
         self._transport = transport
         self._pin, self._head, self._settles_in = opened
-        self.size, self.tag, _ = self._pin  # the tag is empty where the store has none
+        self.size, self.tag, _ = self._pin  # the tag is empty if the store has none
         self._settled_at = time.monotonic() + self._settles_in
-        # the start, size and digest of what was read while the object could still be written without a trace
-        self._early: list[tuple[int, int, str]] = []
+        # offset, size and digest of reads made while a write could still go undetected
+        self._early_reads: list[tuple[int, int, str]] = []
         self._loop = loop
         self._check = check
 
@@ -95,7 +95,7 @@ class RemoteObject:
             else:
                 wait_for(self._loop(), self._read(landing, offset), self._check)
                 if early:
-                    self._early.append((offset, landing.size, digest_of(buffers)))
+                    self._early_reads.append((offset, landing.size, digest_of(buffers)))
         finally:
             landing.close()
 
@@ -112,16 +112,16 @@ class RemoteObject:
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
-            requests.clear()  # they hold their errors, whose frames hold this one
+            requests.clear()  # breaks cycles: the requests' errors refer to this frame
 
     async def fetch(self, start: int, stop: int, write: Callable[[bytes], None]) -> None:
-        async with _gate():
+        async with _semaphore():
             await self._transport.fetch(self._pin, start, stop, write)
 
     def await_stable_mtime(self) -> None:
         """Wait until the server's clock has left the second in which the object was written.
 
-        What was read before must then still be there.
+        Raises WeightFileError if bytes that were read before are then no longer the same.
         """
         if self._is_whole:
             return
@@ -130,28 +130,28 @@ class RemoteObject:
                 f"{self.where}: has neither digests nor anything that shows when it changes (a strong ETag, "
                 "Last-Modified). Pack it with weightswap, or serve it with a strong ETag."
             )
-        while (left := self._settled_at - time.monotonic()) > 0:
+        while (seconds := self._settled_at - time.monotonic()) > 0:
             self._check()
-            time.sleep(min(left, POLL_SECONDS))
+            time.sleep(min(seconds, POLL_SECONDS))
         if self._settles_in:
-            self._compare_with_early()
+            self._compare_early_reads()
 
-    def _compare_with_early(self) -> None:
-        """Raise WeightFileError unless the object still has what was read before it had settled."""
+    def _compare_early_reads(self) -> None:
+        """Raise WeightFileError unless early reads give the same bytes again."""
         work = persist(self._transport.open, lambda: f"{self.where}: cannot be read")
         opened = wait_for(self._loop(), work, self._check)
         if opened is None or self._pin.differs(opened.pin) or opened.head != self._head:
             raise changed(self.where)
-        for start, size, digest in self._early:
+        for start, size, digest in self._early_reads:
             again = memoryview(bytearray(size))
             self.read_into([again], start)
             if digest_of([again]) != digest:
                 raise changed(self.where)
-        self._early.clear()
+        self._early_reads.clear()
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the first answer held all of it, so that nothing else is ever read."""
+        """True if the first response held the whole object, so that no other request is made."""
         return len(self._head) == self.size
 
     def check_unchanged(self, *, proven: bool = False) -> None:
@@ -159,16 +159,16 @@ class RemoteObject:
             wait_for(self._loop(), self._probe(), self._check)
 
     async def _probe(self) -> None:
-        found = await persist(lambda: self._transport.probe(self._pin), lambda: f"{self.where}: cannot be read")
-        if found is None or self._pin.differs(found):
+        pin = await persist(lambda: self._transport.probe(self._pin), lambda: f"{self.where}: cannot be read")
+        if pin is None or self._pin.differs(pin):
             raise changed(self.where)
 
     def close(self) -> None:
-        """Nothing: connections belong to the file system."""
+        """Do nothing: connections belong to the file system."""
 
 
 class _RangeRequest:
-    """Bytes `start` to `stop`. An attempt goes on where the one before it ended."""
+    """Request for bytes `start` to `stop`. A retry continues where the previous attempt ended."""
 
     def __init__(self, source: RemoteObject, landing: Landing, base: int, start: int, stop: int) -> None:
         self._source, self._landing = source, landing
@@ -184,10 +184,10 @@ class _RangeRequest:
 
     def _write(self, data: bytes) -> None:
         if self._at + len(data) > self._stop:
-            raise too_many(self._source.where)
+            raise too_many_bytes(self._source.where)
         self._landing.write(self._at - self._base, data)
         self._at += len(data)
 
 
-def _gate() -> asyncio.Semaphore:
-    return _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_REQUESTS))
+def _semaphore() -> asyncio.Semaphore:
+    return _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_REQUESTS))

@@ -1,4 +1,4 @@
-"""Opening what is behind a URL: which file system, and how its objects are read."""
+"""Opening of remote objects: the file system of a URL, and the transport for its objects."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .objects import Loop, RemoteObject, wait_for
 from .retries import persist
 from .transport import Replaceable, Transport
 
-_OURS = ("aiohttp", "fsspec", "gcsfs", "huggingface_hub", "s3fs")  # what the extra installs
+_OF_EXTRA = ("aiohttp", "fsspec", "gcsfs", "huggingface_hub", "s3fs")  # packages that the extra installs
 
 
 def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
-    """Open what is behind a URL, and pin its content; None if nothing is there.
+    """Open the object behind a URL, and pin its content; None if there is no object.
 
     Raises WeightFileError, Unsupported, MissingExtra and what `check` raises.
     """
     fs, path = file_system(url)
-    loop, check = loop_of(fs, url), check or go_on
+    loop, check = loop_of(fs, url), check or never_cancel
     transport = _transport(fs, path, url)
     opened = wait_for(loop(), persist(transport.open, lambda: f"{url}: cannot be opened"), check)
     return RemoteObject(str(url), transport, opened, loop, check) if opened else None
 
 
 def replace_object(url: Url, content: bytes, tag: str | None, check: Check | None = None) -> bool:
-    """Replace the small object that has a tag, or put one where nothing is (None), in one step.
+    """Replace a small object if it has the given tag, or create it if `tag` is None, atomically.
 
-    False where something else is there. Raises Unsupported for a store that cannot promise that, or whose way of doing
-    so is not known here, and what `find_object` raises.
+    Returns False on a conflict. Raises Unsupported for a store without such a write, or for which it is not implemented
+    here, and what `find_object` raises.
     """
     fs, path = file_system(url)
     transport = _transport(fs, path, url)
@@ -42,11 +42,11 @@ def replace_object(url: Url, content: bytes, tag: str | None, check: Check | Non
             "local directory, or to s3://"
         )
     work = persist(lambda: transport.replace(content, tag), lambda: f"{url}: cannot be written")
-    return wait_for(loop_of(fs, url)(), work, check or go_on)
+    return wait_for(loop_of(fs, url)(), work, check or never_cancel)
 
 
-def go_on() -> None:
-    """The check of those who do not cancel."""
+def never_cancel() -> None:
+    """Do nothing: the default check."""
 
 
 def _transport(fs: Any, path: str, url: Url) -> Transport:
@@ -64,12 +64,12 @@ def _transport(fs: Any, path: str, url: Url) -> Transport:
 
 
 def file_system(url: Url) -> tuple[Any, str]:
-    """The file system of a URL, with the options that fsspec's configuration has for it, and the path in that."""
+    """Return the file system of a URL, with the options of fsspec's configuration, and the path in it."""
     try:
         from fsspec import get_filesystem_class
         from fsspec.core import url_to_fs
 
-        # one that works in threads may still be at work for somebody who has given up
+        # a synchronous file system is not shared: a thread of a cancelled caller may still use it
         shared = getattr(get_filesystem_class(url.protocol), "async_impl", False)
         fs, path = url_to_fs(url.raw, skip_instance_cache=not shared)
     except ImportError as error:
@@ -82,15 +82,15 @@ def file_system(url: Url) -> tuple[Any, str]:
     return fs, path
 
 
-def missing(url: Url, error: ImportError, wanted: str = "") -> Exception:
-    """What to say of a protocol whose package is not there. `wanted`: what needs it, if that is not reading."""
-    if error.name in _OURS or any(name in str(error) for name in _OURS):
-        return MissingExtra(wanted or f"reading {url.protocol}://", "remote")
+def missing(url: Url, error: ImportError, feature: str = "") -> Exception:
+    """Return the error for a protocol whose package is not installed. `feature` needs it; empty means reading."""
+    if error.name in _OF_EXTRA or any(name in str(error) for name in _OF_EXTRA):
+        return MissingExtra(feature or f"reading {url.protocol}://", "remote")
     return Unsupported(f"{url}: reading {url.protocol}:// needs another package ({redact(str(error), url.raw)})")
 
 
 def unknown(url: Url, error: ValueError) -> Exception:
-    """What to say of a protocol that there is not, or of a URL that is not one of its own."""
+    """Return the error for an unknown protocol, or for a URL that its protocol does not accept."""
     from fsspec.registry import known_implementations
 
     if url.protocol in known_implementations:
@@ -100,14 +100,14 @@ def unknown(url: Url, error: ValueError) -> Exception:
 
 
 def loop_of(fs: Any, url: Url) -> Loop:
-    """What gives the event loop on which a file system works; it is asked for each time, as it may be gone."""
+    """Return a function that returns a file system's event loop; it is called for each use, as a fork ends the loop."""
     from fsspec.asyn import get_loop
 
     def loop() -> asyncio.AbstractEventLoop:
         try:
-            found: asyncio.AbstractEventLoop = fs.loop if fs.async_impl else get_loop()
+            event_loop: asyncio.AbstractEventLoop = fs.loop if fs.async_impl else get_loop()
         except RuntimeError:
             raise WeightFileError(f"{url}: was opened before this process was forked; open it again") from None
-        return found
+        return event_loop
 
     return loop

@@ -1,4 +1,4 @@
-"""Doing it again: with longer and longer pauses, a limited number of times."""
+"""Retries with exponential backoff, a limited number of times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .transport import Transient
 T = TypeVar("T")
 ATTEMPTS = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
-MOST_SECONDS = 120.0  # after the first attempt has begun, no other begins
-_jitter = random.Random()  # a training's own random numbers stay as they were seeded
+MOST_SECONDS = 120.0  # time from the start of the first attempt in which others may begin
+_jitter = random.Random()  # separate from the global generator, which a training may have seeded
 
 
 async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str]) -> T:
-    """Await `attempt()` until it raises nothing transient. Raises WeightFileError when that takes too long."""
+    """Await `attempt()`, and retry while it raises Transient. Raises WeightFileError when the retries are used up."""
     start = time.monotonic()
     for number in range(1, ATTEMPTS + 1):
         try:
@@ -37,5 +37,5 @@ async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str])
 
 
 def _backoff(number: int) -> float:
-    """Exponential, with jitter, so that servers that failed together do not come back together."""
+    """Return the pause in seconds: exponential, with jitter, so that clients do not retry all at once."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (number - 1)) * _jitter.uniform(0.5, 1.0)

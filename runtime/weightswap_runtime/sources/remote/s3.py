@@ -1,4 +1,4 @@
-"""Objects of S3 and of what speaks its protocol, through s3fs's client. Retries are ours, not s3fs's."""
+"""Objects of S3 and compatible stores, through s3fs's client. Retries are done here, not by s3fs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .transport import (
     Write,
     changed,
     check_range,
-    failed,
-    gather,
-    lost,
+    connection_lost,
     parse_content_range,
-    refused,
+    read_exactly,
+    read_failed,
+    status_error,
     total_of,
 )
 
@@ -36,11 +36,11 @@ _SLOW = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavai
 
 
 class _Missing(Exception):
-    """There is no such object."""
+    """Error for an object that does not exist."""
 
 
 class S3Object:
-    """A Transport. The version that the URL names is read, else what is current, pinned by its ETag."""
+    """Transport for the version that the URL names, or else for the current one, pinned by its ETag."""
 
     def __init__(self, fs: Any, path: str, url: Url) -> None:
         self._fs = fs
@@ -51,27 +51,27 @@ class S3Object:
 
     async def open(self) -> Opened | None:
         try:
-            async with self._call("get_object", Range=f"bytes=0-{HEAD_BYTES - 1}") as answer:
-                found = self._range(answer)
-                size = total_of(found, self._where)
-                wanted = min(size, HEAD_BYTES)
-                check_range(found, 0, wanted, self._where)
-                with closing(answer["Body"]) as body:
-                    head = await gather(body.iter_chunks(CHUNK), wanted, self._where)
+            async with self._call("get_object", Range=f"bytes=0-{HEAD_BYTES - 1}") as response:
+                content_range = self._range(response)
+                size = total_of(content_range, self._where)
+                length = min(size, HEAD_BYTES)
+                check_range(content_range, 0, length, self._where)
+                with closing(response["Body"]) as body:
+                    head = await read_exactly(body.iter_chunks(CHUNK), length, self._where)
         except _Missing:
             return None
         except _Unsatisfiable:
             return Opened(ObjectPin(0), b"")
-        return Opened(ObjectPin(size, answer.get("ETag", "")), head)
+        return Opened(ObjectPin(size, response.get("ETag", "")), head)
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
         try:
-            async with self._call("get_object", Range=f"bytes={start}-{stop - 1}", IfMatch=pin.tag) as answer:
-                found = self._range(answer)
-                if pin.differs(ObjectPin(found.total or pin.size, answer.get("ETag", ""))):
+            async with self._call("get_object", Range=f"bytes={start}-{stop - 1}", IfMatch=pin.tag) as response:
+                content_range = self._range(response)
+                if pin.differs(ObjectPin(content_range.total or pin.size, response.get("ETag", ""))):
                     raise changed(self._where)
-                check_range(found, start, stop, self._where)
-                with closing(answer["Body"]) as body:
+                check_range(content_range, start, stop, self._where)
+                with closing(response["Body"]) as body:
                     async for data in body.iter_chunks(CHUNK):
                         write(data)
         except (_Missing, _Unsatisfiable):
@@ -79,8 +79,8 @@ class S3Object:
 
     async def probe(self, pin: ObjectPin) -> ObjectPin | None:
         try:
-            async with self._call("head_object") as answer:
-                return ObjectPin(answer["ContentLength"], answer.get("ETag", ""))
+            async with self._call("head_object") as response:
+                return ObjectPin(response["ContentLength"], response.get("ETag", ""))
         except _Missing:
             return None
 
@@ -92,10 +92,10 @@ class S3Object:
         except (_Missing, _Conflict):
             return False
 
-    def _range(self, answer: dict[str, Any]) -> ContentRange:
-        if "ContentRange" in answer:
-            return parse_content_range(answer["ContentRange"], self._where)
-        size = answer["ContentLength"]  # the whole object
+    def _range(self, response: dict[str, Any]) -> ContentRange:
+        if "ContentRange" in response:
+            return parse_content_range(response["ContentRange"], self._where)
+        size = response["ContentLength"]  # the whole object
         return ContentRange(0, size, size)
 
     @asynccontextmanager
@@ -103,17 +103,17 @@ class S3Object:
         try:
             await self._fs.set_session()
             method = getattr(await self._fs.get_s3(self._names["Bucket"]), name)
-            # what the user has configured: requester pays, encryption keys
+            # adds the user's configuration: requester pays, encryption keys
             options = self._fs._get_s3_method_kwargs(method, **self._names, **arguments)
             yield await method(**options)
         except ClientError as error:
-            raise self._meaning(error) from None
+            raise self._translate(error) from None
         except (HTTPClientError, IncompleteReadError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise lost(self._url, error) from None
+            raise connection_lost(self._url, error) from None
         except (BotoCoreError, ValueError) as error:
-            raise failed(self._url, error) from None
+            raise read_failed(self._url, error) from None
 
-    def _meaning(self, error: ClientError) -> Exception:
+    def _translate(self, error: ClientError) -> Exception:
         response: dict[str, Any] = dict(error.response)
         code = str(response.get("Error", {}).get("Code", ""))
         facts = response.get("ResponseMetadata", {})
@@ -126,12 +126,12 @@ class S3Object:
             return _Conflict(str(changed(self._where)))
         if code in _SLOW:
             return Transient(code)
-        return refused(self._where, status, code, facts.get("HTTPHeaders", {}).get("retry-after"))
+        return status_error(self._where, status, code, facts.get("HTTPHeaders", {}).get("retry-after"))
 
 
 class _Conflict(WeightFileError):
-    """Another object is there than the one that was asked for."""
+    """Error for an object that is not the requested one any more."""
 
 
 class _Unsatisfiable(Exception):
-    """The object has no byte in the range."""
+    """Error for an object without a byte in the range."""

@@ -1,4 +1,4 @@
-"""The interface of ways to a remote object, and how each says what went wrong."""
+"""Interface of transports, which access a remote object, and the errors that they share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from weightswap_runtime.errors import AccessDenied, WeightFileError
 from weightswap_runtime.sources.location import Url, redact
 
-HEAD_BYTES = 128 << 10  # of an object that the first request asks for: most headers are shorter
-STALL = 20.0  # seconds without a byte after which a request is given up
+HEAD_BYTES = 128 << 10  # size of the first request: most headers are shorter
+STALL = 20.0  # timeout of a request in seconds without a byte
 Write = Callable[[bytes], None]
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 
 
 class ObjectPin(NamedTuple):
-    """Which content of an object is read. `size` in bytes; `tag`, such as an ETag, and `modified` may be empty."""
+    """Version of an object's content. `size` in bytes; `tag`, such as an ETag, and `modified` may be empty."""
 
     size: int
     tag: str = ""
@@ -27,17 +27,20 @@ class ObjectPin(NamedTuple):
 
     @property
     def exact_tag(self) -> str:
-        """The tag, if equal ones stand for equal bytes; those of weak ETags need not. RFC 9110, 8.8.1."""
+        """Tag if equal tags mean equal bytes; empty for a weak ETag. RFC 9110, 8.8.1."""
         return "" if self.tag.startswith("W/") else self.tag
 
     def differs(self, other: ObjectPin) -> bool:
-        """Whether the two are known to be of different contents."""
+        """Return True if the two are known to stand for different contents."""
         pairs = ((self.tag, other.tag), (self.modified, other.modified))
         return self.size != other.size or any(one and two and one != two for one, two in pairs)
 
 
 class Opened(NamedTuple):
-    """The answer to the first request. `head` are the first bytes; `settles_in` seconds every later write shows."""
+    """Response to the first request. `head` are the first bytes.
+
+    Writes in the next `settles_in` seconds may be undetectable; every later one is detected.
+    """
 
     pin: ObjectPin
     head: bytes
@@ -45,13 +48,13 @@ class Opened(NamedTuple):
 
 
 class Transport(Protocol):
-    """One object, asked for on the event loop of its file system.
+    """Access to one object, on the event loop of its file system.
 
-    Each may raise Transient, for what may go well another time, and WeightFileError.
+    Each method may raise Transient, for failures that a retry may overcome, and WeightFileError.
     """
 
     async def open(self) -> Opened | None:
-        """Pin what is there now; None if nothing is."""
+        """Pin the current content; None if there is no object."""
         ...
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
@@ -59,38 +62,38 @@ class Transport(Protocol):
         ...
 
     async def probe(self, pin: ObjectPin) -> ObjectPin | None:
-        """What is there now; None if nothing is."""
+        """Return the pin of the current content; None if there is no object."""
         ...
 
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """An object of a store that replaces one only if it is still the one that was read."""
+    """Object of a store with compare-and-swap: it is replaced only if it still has the tag that was read."""
 
     async def replace(self, content: bytes, tag: str | None) -> bool:
-        """Replace the content with a tag, or put bytes where nothing is. False where something else is there.
+        """Replace the content with the given tag, or create the object if `tag` is None. False on a conflict.
 
-        Raises as a Transport does; after Transient it may have been done all the same.
+        Raises what a Transport raises; after Transient the write may have succeeded nevertheless.
         """
         ...
 
 
 class Transient(Exception):
-    """A request that failed, but may succeed if it is sent again; in `after` seconds, if the server says so."""
+    """Failed request that may succeed if it is sent again, after `after` seconds if the server says so."""
 
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
         self.after = after
 
 
-def lost(url: Url, error: BaseException) -> Transient:
-    """A connection that was lost, or an answer that did not come. The text has no secrets."""
+def connection_lost(url: Url, error: BaseException) -> Transient:
+    """Return the error for a lost connection or a missing response. Its text has no secrets."""
     text = redact(str(error), url.raw)
     return Transient(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def failed(url: Url, error: BaseException) -> WeightFileError:
-    """A failure that another attempt would not help. The text has no secrets."""
+def read_failed(url: Url, error: BaseException) -> WeightFileError:
+    """Return the error for a failure that a retry would not overcome. Its text has no secrets."""
     return WeightFileError(f"{url}: cannot be read ({type(error).__name__}: {redact(str(error), url.raw)})")
 
 
@@ -100,8 +103,8 @@ def changed(where: str) -> WeightFileError:
     )
 
 
-def refused(where: str, status: int, reason: str, retry_after: str | None = None) -> Transient | WeightFileError:
-    """What an HTTP status means that is neither success nor 404."""
+def status_error(where: str, status: int, reason: str, retry_after: str | None = None) -> Transient | WeightFileError:
+    """Return the error for an HTTP status that is neither success nor 404."""
     if status in _TRANSIENT:
         return Transient(f"{status} {reason}".strip(), _seconds(retry_after))
     if status == 412:
@@ -113,7 +116,7 @@ def refused(where: str, status: int, reason: str, retry_after: str | None = None
 
 
 def _seconds(retry_after: str | None) -> float:
-    """A Retry-After header: seconds, or a date. RFC 9110, 10.2.3."""
+    """Return the seconds in a Retry-After header, which has seconds or a date. RFC 9110, 10.2.3."""
     if not retry_after:
         return 0.0
     try:
@@ -124,27 +127,27 @@ def _seconds(retry_after: str | None) -> float:
         return 0.0
 
 
-async def gather(pieces: AsyncIterable[bytes], size: int, where: str) -> bytes:
-    """The bytes of an answer. No more are read than one piece beyond `size`.
+async def read_exactly(pieces: AsyncIterable[bytes], size: int, where: str) -> bytes:
+    """Read the `size` bytes of a response. Reads at most one piece beyond `size`.
 
-    Raises WeightFileError if there are more, and Transient if there are fewer.
+    Raises WeightFileError if there are more bytes, and Transient if there are fewer.
     """
     content = bytearray()
     async for piece in pieces:
         content += piece
         if len(content) > size:
-            raise too_many(where)
+            raise too_many_bytes(where)
     if len(content) < size:
         raise Transient(f"the answer has {len(content)} bytes, expected {size}")
     return bytes(content)
 
 
-def too_many(where: str) -> WeightFileError:
+def too_many_bytes(where: str) -> WeightFileError:
     return WeightFileError(f"{where}: the server sends more bytes than it was asked for")
 
 
 class ContentRange(NamedTuple):
-    """`bytes start-end/total` with `stop` behind the end; None for what a server does not say."""
+    """Content of `bytes start-end/total`; `stop` is end + 1. Parts that the server leaves out are None."""
 
     start: int | None
     stop: int | None
@@ -152,25 +155,25 @@ class ContentRange(NamedTuple):
 
 
 def parse_content_range(text: str | None, where: str) -> ContentRange:
-    """Read a Content-Range header. RFC 9110, 14.4."""
-    found = _CONTENT_RANGE.fullmatch((text or "").strip())
-    if found is None:
+    """Parse a Content-Range header. RFC 9110, 14.4. Raises WeightFileError."""
+    match = _CONTENT_RANGE.fullmatch((text or "").strip())
+    if match is None:
         raise WeightFileError(f"{where}: the server answers with the Content-Range {text!r}, which cannot be read")
-    start, end, total = (int(number) if number and number != "*" else None for number in found.groups())
+    start, end, total = (int(number) if number and number != "*" else None for number in match.groups())
     return ContentRange(start, None if end is None else end + 1, total)
 
 
-def total_of(found: ContentRange, where: str) -> int:
-    """How large the object is. Raises WeightFileError if the server does not say."""
-    if found.total is None:
+def total_of(content_range: ContentRange, where: str) -> int:
+    """Return the size of the object. Raises WeightFileError if the server does not say it."""
+    if content_range.total is None:
         raise WeightFileError(f"{where}: the server does not say how large it is")
-    return found.total
+    return content_range.total
 
 
-def check_range(answered: ContentRange, start: int, stop: int, where: str) -> None:
-    """Raise WeightFileError unless an answer has the bytes that were asked for."""
-    if (answered.start, answered.stop) != (start, stop):
+def check_range(content_range: ContentRange, start: int, stop: int, where: str) -> None:
+    """Raise WeightFileError unless a response has the requested bytes."""
+    if (content_range.start, content_range.stop) != (start, stop):
         raise WeightFileError(
-            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {answered.start} to "
-            f"{answered.stop}. Another server, or a proxy between, may do better."
+            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {content_range.start} to "
+            f"{content_range.stop}. Another server, or a proxy between, may do better."
         )

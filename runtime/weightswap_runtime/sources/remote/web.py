@@ -22,16 +22,16 @@ from .transport import (
     Write,
     changed,
     check_range,
-    failed,
-    gather,
-    lost,
+    connection_lost,
     parse_content_range,
-    refused,
+    read_exactly,
+    read_failed,
+    status_error,
     total_of,
 )
 
 _PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html)", re.IGNORECASE)
-CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
+CLOCK_TICK = 2.0  # seconds: Last-Modified has a resolution of one, and may be set before the last byte is written
 _PERMANENT = (
     aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
     aiohttp.InvalidURL,
@@ -43,7 +43,7 @@ _PERMANENT = (
 
 
 class WebObject:
-    """A Transport over the session of fsspec's HTTP file system. TLS, redirects and proxies are aiohttp's."""
+    """Transport over the session of fsspec's HTTP file system. aiohttp does TLS, redirects and proxies."""
 
     def __init__(self, fs: Any, url: Url) -> None:
         self._fs = fs
@@ -57,19 +57,19 @@ class WebObject:
             if response.status == 416:  # an empty object has no range
                 return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
             self._check_status(response)
-            answered = self._range(response)
+            content_range = self._range(response)
             if response.status == 200:
                 self._check_whole(response)
-            size = total_of(answered, self._where)
-            wanted = min(size, HEAD_BYTES)
-            check_range(answered, 0, wanted, self._where)
-            head = await gather(response.content.iter_any(), wanted, self._where)
+            size = total_of(content_range, self._where)
+            length = min(size, HEAD_BYTES)
+            check_range(content_range, 0, length, self._where)
+            head = await read_exactly(response.content.iter_any(), length, self._where)
             if _PAGE.match(head):
                 raise self._web_page()
             return Opened(self._pin(response, size), head, self._settles_in(response))
 
     def _check_whole(self, response: aiohttp.ClientResponse) -> None:
-        """Raise unless an answer that is no range is all of a small object."""
+        """Raise DamagedFile or Unsupported unless a response without a range is the whole of a small object."""
         size = response.content_length
         if response.content_type == "text/html" and (size is None or size > HEAD_BYTES):
             raise self._web_page()
@@ -89,10 +89,10 @@ class WebObject:
             self._check_status(response)
             if response.status == 200:
                 raise self._without_ranges()
-            found = self._range(response)
-            if pin.differs(self._pin(response, found.total or pin.size)):
+            content_range = self._range(response)
+            if pin.differs(self._pin(response, content_range.total or pin.size)):
                 raise changed(self._where)
-            check_range(found, start, stop, self._where)
+            check_range(content_range, start, stop, self._where)
             async for data in response.content.iter_any():
                 write(data)
 
@@ -114,16 +114,16 @@ class WebObject:
             async with session.get(self._fs.encode_url(self._url.raw), **options) as response:
                 yield response
         except _PERMANENT as error:  # `from None`: the texts of the causes show credentials
-            raise failed(self._url, error) from None
+            raise read_failed(self._url, error) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise lost(self._url, error) from None
+            raise connection_lost(self._url, error) from None
         except ValueError as error:
-            raise failed(self._url, error) from None
+            raise read_failed(self._url, error) from None
 
     def _check_status(self, response: aiohttp.ClientResponse) -> None:
         if response.status not in (200, 206):
             retry_after = response.headers.get("Retry-After")
-            raise refused(self._where, response.status, response.reason or "", retry_after)
+            raise status_error(self._where, response.status, response.reason or "", retry_after)
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise Unsupported(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
 
@@ -144,9 +144,9 @@ class WebObject:
 
     @staticmethod
     def _settles_in(response: aiohttp.ClientResponse) -> float:
-        """How long the second lasts in which the object may be written again without a trace.
+        """Return for how many seconds the object may still be overwritten without a change of Last-Modified.
 
-        An ETag does not shorten it: many servers make theirs of the same second, and the size.
+        An ETag does not shorten this time: many servers derive it from Last-Modified and the size.
         """
         date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
         if not modified:

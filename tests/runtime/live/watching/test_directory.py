@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.support.desk import in_place
+from tests.support.intake_rig import in_place
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
 from weightswap_runtime.live.watching.directory import UNKNOWN, Entry, open_directory, order
 from weightswap_runtime.sources.local import CLOCK_TICK_NS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from tests.support.desk import Desk, in_place
+from tests.support.intake_rig import IntakeRig, in_place
 from tests.support.tiny import serves
 from weightswap_runtime.live.watching.intake import Start
 from weightswap_runtime.sources.local import CLOCK_TICK_NS
@@ -42,139 +42,139 @@ def touch(request: pytest.FixtureRequest) -> Callable[[Path], None]:
     return work
 
 
-def plain(desk: Desk, name: str, seed: int) -> Path:
+def plain(rig: IntakeRig, name: str, seed: int) -> Path:
     """Write a file without digests."""
-    path = desk.folder / f"{name}.safetensors"
-    safetensors.torch.save_file(desk.tiny.values(seed), path.with_suffix(".new"))
+    path = rig.folder / f"{name}.safetensors"
+    safetensors.torch.save_file(rig.tiny.values(seed), path.with_suffix(".new"))
     return path.with_suffix(".new").replace(path)
 
 
-def looks(desk: Desk) -> None:
+def looks(rig: IntakeRig) -> None:
     for _ in range(4):
-        desk.look()
+        rig.look()
 
 
 @pytest.mark.parametrize("stamped", [True, False])
-def test_a_rewrite_in_place_is_taken(stamped: bool, desk: Desk) -> None:
-    path = desk.write("latest", 1) if stamped else plain(desk, "latest", 1)
-    looks(desk)
-    assert serves(desk.model, 1)
-    other = desk.write("other", 2) if stamped else plain(desk, "other", 2)
+def test_a_rewrite_in_place_is_taken(stamped: bool, rig: IntakeRig) -> None:
+    path = rig.write("latest", 1) if stamped else plain(rig, "latest", 1)
+    looks(rig)
+    assert serves(rig.model, 1)
+    other = rig.write("other", 2) if stamped else plain(rig, "other", 2)
     content = other.read_bytes()
     other.unlink()
     time.sleep(2 * CLOCK_TICK_NS / 1e9)
     in_place(path, content)
-    looks(desk)
-    assert (desk.taken, serves(desk.model, 2), desk.told) == (["latest", "latest"], True, [])
+    looks(rig)
+    assert (rig.committed, serves(rig.model, 2), rig.reports) == (["latest", "latest"], True, [])
 
 
 @pytest.mark.parametrize("stamped", [True, False])
-def test_what_was_taken_is_not_taken_again(stamped: bool, desk: Desk, touch: Callable[[Path], None]) -> None:
-    path = desk.write("v1", 1) if stamped else plain(desk, "v1", 1)
-    looks(desk)
-    desk.model.swap(desk.write("../by-hand", 7))
+def test_what_was_taken_is_not_taken_again(stamped: bool, rig: IntakeRig, touch: Callable[[Path], None]) -> None:
+    path = rig.write("v1", 1) if stamped else plain(rig, "v1", 1)
+    looks(rig)
+    rig.model.swap(rig.write("../by-hand", 7))
     touch(path)
-    looks(desk)
-    assert (desk.taken, serves(desk.model, 7), desk.told) == (["v1"], True, [])
+    looks(rig)
+    assert (rig.committed, serves(rig.model, 7), rig.reports) == (["v1"], True, [])
 
 
-def test_what_was_rolled_back_is_not_taken_again(desk: Desk, touch: Callable[[Path], None]) -> None:
-    desk.write("v1", 1)
-    desk.look()
-    path = desk.write("v2", 2)
-    looks(desk)
-    desk.model.rollback()
+def test_what_was_rolled_back_is_not_taken_again(rig: IntakeRig, touch: Callable[[Path], None]) -> None:
+    rig.write("v1", 1)
+    rig.look()
+    path = rig.write("v2", 2)
+    looks(rig)
+    rig.model.rollback()
     touch(path)
-    looks(desk)
-    assert (desk.taken, serves(desk.model, 1), desk.told) == (["v1", "v2"], True, [])
+    looks(rig)
+    assert (rig.committed, serves(rig.model, 1), rig.reports) == (["v1", "v2"], True, [])
 
 
-def test_old_files_are_not_told_of_again(desk: Desk, touch: Callable[[Path], None]) -> None:
+def test_old_files_are_not_told_of_again(rig: IntakeRig, touch: Callable[[Path], None]) -> None:
     """A retention job may keep some checkpoints as hard links."""
-    paths = [desk.write(f"v{seed}", seed) for seed in (1, 2)]
-    looks(desk)
-    desk.write("v3", 3)
-    looks(desk)
-    desk.write("v0", 0)
-    looks(desk)
-    told = list(desk.told)
+    paths = [rig.write(f"v{seed}", seed) for seed in (1, 2)]
+    looks(rig)
+    rig.write("v3", 3)
+    looks(rig)
+    rig.write("v0", 0)
+    looks(rig)
+    told = list(rig.reports)
     for path in paths:
         touch(path)
-    touch(desk.folder / "v0.safetensors")
-    looks(desk)
-    assert (desk.taken, serves(desk.model, 3)) == (["v2", "v3"], True)
-    assert desk.told == told == [("skipped v0", "Superseded")]
+    touch(rig.folder / "v0.safetensors")
+    looks(rig)
+    assert (rig.committed, serves(rig.model, 3)) == (["v2", "v3"], True)
+    assert rig.reports == told == [("skipped v0", "Superseded")]
 
 
-def test_what_was_there_before_a_start_with_new_files_stays(desk: Desk, touch: Callable[[Path], None]) -> None:
-    path = desk.write("v1", 1)
-    desk.follow("new")
-    looks(desk)
+def test_what_was_there_before_a_start_with_new_files_stays(rig: IntakeRig, touch: Callable[[Path], None]) -> None:
+    path = rig.write("v1", 1)
+    rig.follow("new")
+    looks(rig)
     touch(path)
-    looks(desk)
-    assert desk.tries == []
+    looks(rig)
+    assert rig.attempts == []
     time.sleep(2 * CLOCK_TICK_NS / 1e9)
-    in_place(path, desk.write("../other", 2).read_bytes())  # once its header was looked at, a rewrite is noticed
-    looks(desk)
-    assert desk.taken == ["v1"]
+    in_place(path, rig.write("../other", 2).read_bytes())  # once its header was looked at, a rewrite is noticed
+    looks(rig)
+    assert rig.committed == ["v1"]
 
 
-def test_what_was_skipped_is_told_of_once(desk: Desk, touch: Callable[[Path], None]) -> None:
-    desk.look()
-    damaged = desk.write("v1", 1)
-    foreign = desk.tiny.write(desk.folder / "v2.safetensors", desk.tiny.values(2), "0" * 64)
-    desk.damage(damaged)
-    looks(desk)
-    told = list(desk.told)
+def test_what_was_skipped_is_told_of_once(rig: IntakeRig, touch: Callable[[Path], None]) -> None:
+    rig.look()
+    damaged = rig.write("v1", 1)
+    foreign = rig.tiny.write(rig.folder / "v2.safetensors", rig.tiny.values(2), "0" * 64)
+    rig.damage(damaged)
+    looks(rig)
+    told = list(rig.reports)
     assert told == [("skipped v1", "DigestMismatch"), ("skipped v2", "GraphMismatch")]
-    tries = len(desk.tries)
+    tries = len(rig.attempts)
     touch(damaged)
     touch(foreign)
-    looks(desk)
-    assert (desk.taken, desk.told) == ([], told)
-    assert desk.tries[tries:] == ["v1"]  # other bytes might mend it, and would not show in its header
-    assert list(desk.intake.skipped) == ["v1.safetensors", "v2.safetensors"]
+    looks(rig)
+    assert (rig.committed, rig.reports) == ([], told)
+    assert rig.attempts[tries:] == ["v1"]  # other bytes might mend it, and would not show in its header
+    assert list(rig.intake.skipped) == ["v1.safetensors", "v2.safetensors"]
     time.sleep(2 * CLOCK_TICK_NS / 1e9)
-    in_place(damaged, desk.write("../whole", 1).read_bytes())
-    looks(desk)
-    assert (desk.taken, serves(desk.model, 1)) == (["v1"], True)
+    in_place(damaged, rig.write("../whole", 1).read_bytes())
+    looks(rig)
+    assert (rig.committed, serves(rig.model, 1)) == (["v1"], True)
 
 
-def test_a_delta_that_waits_is_told_of_once(desk: Desk, touch: Callable[[Path], None]) -> None:
-    desk.write("v0", 0)
-    desk.look()
-    path = desk.delta("v2", 1, 2)
-    looks(desk)
-    assert desk.told == [("waiting v2", "BaseMismatch")]
+def test_a_delta_that_waits_is_told_of_once(rig: IntakeRig, touch: Callable[[Path], None]) -> None:
+    rig.write("v0", 0)
+    rig.look()
+    path = rig.delta("v2", 1, 2)
+    looks(rig)
+    assert rig.reports == [("waiting v2", "BaseMismatch")]
     touch(path)
-    looks(desk)
-    assert desk.told == [("waiting v2", "BaseMismatch")]
-    desk.model.swap(desk.write("../base", 1))
-    looks(desk)
-    assert desk.taken == ["v0", "v2"]
+    looks(rig)
+    assert rig.reports == [("waiting v2", "BaseMismatch")]
+    rig.model.swap(rig.write("../base", 1))
+    looks(rig)
+    assert rig.committed == ["v0", "v2"]
 
 
 def test_a_file_that_could_not_be_read_is_tried_at_once_when_its_mode_changes(
-    desk: Desk, touch: Callable[[Path], None]
+    rig: IntakeRig, touch: Callable[[Path], None]
 ) -> None:
-    desk.look()
-    desk.errors["v1"] = [OSError(), OSError(), OSError()]
-    path = desk.write("v1", 1)
+    rig.look()
+    rig.errors["v1"] = [OSError(), OSError(), OSError()]
+    path = rig.write("v1", 1)
     for _ in range(3):
-        desk.look(400)
+        rig.look(400)
     touch(path)
-    desk.look(0.1)
-    assert desk.taken == ["v1"]
+    rig.look(0.1)
+    assert rig.committed == ["v1"]
 
 
 @pytest.mark.parametrize("start", ["newest", "all"])
 def test_the_first_files_may_change_before_they_are_taken(
-    start: Start, desk: Desk, touch: Callable[[Path], None]
+    start: Start, rig: IntakeRig, touch: Callable[[Path], None]
 ) -> None:
-    paths = [plain(desk, f"v{seed}", seed) for seed in (1, 2)]
-    desk.follow(start)
-    desk.look()
+    paths = [plain(rig, f"v{seed}", seed) for seed in (1, 2)]
+    rig.follow(start)
+    rig.look()
     touch(paths[1])
-    looks(desk)
-    assert desk.taken[-1] == "v2"
-    assert (desk.taken.count("v2"), desk.told) == (1, [])
+    looks(rig)
+    assert rig.committed[-1] == "v2"
+    assert (rig.committed.count("v2"), rig.reports) == (1, [])

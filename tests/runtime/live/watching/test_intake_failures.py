@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.desk import INTERVAL, Desk
+from tests.support.intake_rig import INTERVAL, IntakeRig
 from weightswap_runtime import (
     DamagedFile,
     GraphMismatch,
@@ -28,15 +28,15 @@ from weightswap_runtime.live.watching.intake import LONGEST_DELAY, Intake
 FORGED = "v2\nrolled back for operator: x\x1b[2J"
 
 
-def test_names_with_line_ends_are_escaped_in_texts(desk: Desk) -> None:
-    desk.write("v1", 1)
-    desk.look()
-    desk.delta(FORGED, 8, 9)
-    desk.look()
-    waiting = str(desk.intake.waiting[f"{FORGED}.safetensors"])
-    desk.write(FORGED.replace("2", "3", 1), 3)
-    desk.look()
-    superseded = str(desk.intake.skipped[f"{FORGED}.safetensors"])
+def test_names_with_line_ends_are_escaped_in_texts(rig: IntakeRig) -> None:
+    rig.write("v1", 1)
+    rig.look()
+    rig.delta(FORGED, 8, 9)
+    rig.look()
+    waiting = str(rig.intake.waiting[f"{FORGED}.safetensors"])
+    rig.write(FORGED.replace("2", "3", 1), 3)
+    rig.look()
+    superseded = str(rig.intake.skipped[f"{FORGED}.safetensors"])
     assert waiting.isprintable()
     assert superseded.isprintable()
     assert r"v2\nrolled back" in waiting
@@ -54,48 +54,48 @@ TRANSIENT = [
 
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=lambda error: type(error).__name__)
-def test_transient_failures_are_retried_after_growing_pauses(error: Exception, desk: Desk) -> None:
-    desk.look()
-    desk.write("v1", 1)
-    desk.errors["v1"] = [error] * 10
+def test_transient_failures_are_retried_after_growing_pauses(error: Exception, rig: IntakeRig) -> None:
+    rig.look()
+    rig.write("v1", 1)
+    rig.errors["v1"] = [error] * 10
     tries: list[float] = []
     for _ in range(400):
-        before = len(desk.tries)
-        desk.look()
-        tries += [desk.now] * (len(desk.tries) - before)
+        before = len(rig.attempts)
+        rig.look()
+        tries += [rig.now] * (len(rig.attempts) - before)
     gaps = [later - sooner for sooner, later in pairwise(tries)]
     assert gaps == [min(INTERVAL * 2**attempt, LONGEST_DELAY) for attempt in range(10)]
-    assert desk.taken == ["v1"]
-    assert desk.told == []
-    assert desk.intake.last_error is None
+    assert rig.committed == ["v1"]
+    assert rig.reports == []
+    assert rig.intake.last_error is None
 
 
-def test_a_file_that_cannot_be_read_does_not_keep_a_later_one(desk: Desk) -> None:
-    desk.look()
-    desk.write("v1", 1)
-    desk.write("v2", 2)
-    desk.errors["v1"] = [WeightFileError("cannot be read")]
-    desk.look()
-    assert (desk.tries, desk.taken) == (["v1", "v2"], ["v2"])
-    assert desk.told == [("skipped v1", "Superseded")]
+def test_a_file_that_cannot_be_read_does_not_keep_a_later_one(rig: IntakeRig) -> None:
+    rig.look()
+    rig.write("v1", 1)
+    rig.write("v2", 2)
+    rig.errors["v1"] = [WeightFileError("cannot be read")]
+    rig.look()
+    assert (rig.attempts, rig.committed) == (["v1", "v2"], ["v2"])
+    assert rig.reports == [("skipped v1", "Superseded")]
 
 
-def test_a_busy_model_is_tried_once_per_look(desk: Desk) -> None:
-    desk.look()
+def test_a_busy_model_is_tried_once_per_look(rig: IntakeRig) -> None:
+    rig.look()
     for seed in (1, 2, 3):
-        desk.write(f"v{seed}", seed)
-        desk.errors[f"v{seed}"] = [StagingBusy("busy")]
-    desk.look()
-    assert desk.tries == ["v1"]
+        rig.write(f"v{seed}", seed)
+        rig.errors[f"v{seed}"] = [StagingBusy("busy")]
+    rig.look()
+    assert rig.attempts == ["v1"]
     for _ in range(3):
-        desk.look()
-    assert desk.tries == ["v1", "v1", "v2", "v2", "v3", "v3"]
-    assert (desk.taken, desk.told) == (["v1", "v2", "v3"], [])
+        rig.look()
+    assert rig.attempts == ["v1", "v1", "v2", "v2", "v3", "v3"]
+    assert (rig.committed, rig.reports) == (["v1", "v2", "v3"], [])
 
 
-def test_a_file_that_cannot_be_opened_is_waited_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.look()
-    path = desk.write("v1", 1)
+def test_a_file_that_cannot_be_opened_is_waited_for(rig: IntakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.look()
+    path = rig.write("v1", 1)
     original = os.open
 
     def refuse(name: object, *args: int, **kwargs: int) -> int:
@@ -105,92 +105,92 @@ def test_a_file_that_cannot_be_opened_is_waited_for(desk: Desk, monkeypatch: pyt
 
     monkeypatch.setattr(os, "open", refuse)
     for _ in range(3):
-        desk.look()
+        rig.look()
     monkeypatch.undo()
-    desk.look(60)
-    assert desk.taken == ["v1"]
-    assert desk.told == []
+    rig.look(60)
+    assert rig.committed == ["v1"]
+    assert rig.reports == []
 
 
-def other_graph(desk: Desk) -> None:
-    desk.tiny.write(desk.folder / "v1.safetensors", desk.tiny.values(1), graph_id="0" * 64)
+def other_graph(rig: IntakeRig) -> None:
+    rig.tiny.write(rig.folder / "v1.safetensors", rig.tiny.values(1), graph_id="0" * 64)
 
 
-def other_tensors(desk: Desk) -> None:
+def other_tensors(rig: IntakeRig) -> None:
     import safetensors.torch
     import torch
 
-    safetensors.torch.save_file({"nothing": torch.zeros(2)}, desk.folder / "v1.safetensors")
+    safetensors.torch.save_file({"nothing": torch.zeros(2)}, rig.folder / "v1.safetensors")
 
 
-def no_header(desk: Desk) -> None:
-    (desk.folder / "v1.safetensors").write_bytes(b"\x04\0\0\0\0\0\0\0none" + bytes(64))
+def no_header(rig: IntakeRig) -> None:
+    (rig.folder / "v1.safetensors").write_bytes(b"\x04\0\0\0\0\0\0\0none" + bytes(64))
 
 
 @pytest.mark.parametrize(
     ("write", "error"), [(other_graph, GraphMismatch), (other_tensors, WeightsMismatch), (no_header, DamagedFile)]
 )
-def test_what_never_fits_is_skipped(write: Callable[[Desk], None], error: type, desk: Desk) -> None:
-    desk.look()
-    write(desk)
+def test_what_never_fits_is_skipped(write: Callable[[IntakeRig], None], error: type, rig: IntakeRig) -> None:
+    rig.look()
+    write(rig)
     for _ in range(10):
-        desk.look(100)
-    assert desk.tries == ["v1"]
-    assert desk.told == [("skipped v1", error.__name__)]
+        rig.look(100)
+    assert rig.attempts == ["v1"]
+    assert rig.reports == [("skipped v1", error.__name__)]
 
 
-def test_an_unreachable_directory_is_told_once_and_asked_ever_more_rarely(desk: Desk) -> None:
-    desk.unlisted = True
-    delays = [desk.look() for _ in range(9)]
+def test_an_unreachable_directory_is_told_once_and_asked_ever_more_rarely(rig: IntakeRig) -> None:
+    rig.unlisted = True
+    delays = [rig.look() for _ in range(9)]
     assert delays == [min(INTERVAL * 2**attempt, LONGEST_DELAY) for attempt in range(9)]
-    assert desk.told == [("unreachable run", "WeightFileError")]
-    assert isinstance(desk.intake.last_error, WeightFileError)
-    desk.unlisted = False
-    desk.write("v1", 1)
-    assert desk.look() == INTERVAL
-    assert (desk.taken, desk.intake.last_error) == (["v1"], None)
-    desk.unlisted = True
-    assert desk.look() == INTERVAL
-    assert len(desk.told) == 2
+    assert rig.reports == [("unreachable run", "WeightFileError")]
+    assert isinstance(rig.intake.last_error, WeightFileError)
+    rig.unlisted = False
+    rig.write("v1", 1)
+    assert rig.look() == INTERVAL
+    assert (rig.committed, rig.intake.last_error) == (["v1"], None)
+    rig.unlisted = True
+    assert rig.look() == INTERVAL
+    assert len(rig.reports) == 2
 
 
-def test_an_interval_above_the_longest_delay_stays(desk: Desk) -> None:
-    intake = Intake("run", desk._list, 1000.0, "all", lambda: desk.now)
-    desk.unlisted = True
-    assert {intake.look(desk) for _ in range(2000)} == {1000.0}
+def test_an_interval_above_the_longest_delay_stays(rig: IntakeRig) -> None:
+    intake = Intake("run", rig._list, 1000.0, "all", lambda: rig.now)
+    rig.unlisted = True
+    assert {intake.look(rig) for _ in range(2000)} == {1000.0}
 
 
-def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.write("v1", 1)
-    desk.stopped = True
+def test_nothing_is_opened_after_the_stop(rig: IntakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.write("v1", 1)
+    rig.stopped = True
     opened: list[str | Path] = []
     monkeypatch.setattr(header_peek, "open_weights", lambda path, check: opened.append(path))
-    desk.look()
-    assert (opened, desk.told, desk.intake.last_error) == ([], [], None)
+    rig.look()
+    assert (opened, rig.reports, rig.intake.last_error) == ([], [], None)
 
 
-def test_a_stop_while_a_header_is_waited_for_ends_the_look(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.look()
-    desk.write("v1", 1)
-    desk.write("v2", 2)
+def test_a_stop_while_a_header_is_waited_for_ends_the_look(rig: IntakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.look()
+    rig.write("v1", 1)
+    rig.write("v2", 2)
 
     def stalled(path: str | Path, check: Callable[[], None]) -> None:
-        desk.stopped = True
+        rig.stopped = True
         check()
 
     monkeypatch.setattr(header_peek, "open_weights", stalled)
-    desk.look()
-    assert (desk.tries, desk.told, desk.intake.last_error) == ([], [], None)
+    rig.look()
+    assert (rig.attempts, rig.reports, rig.intake.last_error) == ([], [], None)
     monkeypatch.undo()
-    desk.stopped = False
-    desk.look()
-    assert desk.taken == ["v1", "v2"]
+    rig.stopped = False
+    rig.look()
+    assert rig.committed == ["v1", "v2"]
 
 
-def test_a_cancelled_staging_ends_the_look(desk: Desk) -> None:
-    desk.look()
-    desk.write("v1", 1)
-    desk.write("v2", 2)
-    desk.errors["v1"] = [StageCancelled("stopped")]
-    desk.look()
-    assert (desk.tries, desk.told, desk.intake.last_error) == (["v1"], [], None)
+def test_a_cancelled_staging_ends_the_look(rig: IntakeRig) -> None:
+    rig.look()
+    rig.write("v1", 1)
+    rig.write("v2", 2)
+    rig.errors["v1"] = [StageCancelled("stopped")]
+    rig.look()
+    assert (rig.attempts, rig.reports, rig.intake.last_error) == (["v1"], [], None)

@@ -1,32 +1,32 @@
-"""Answers of a web server that misbehaves."""
+"""Faulty responses of a web server."""
 
 from __future__ import annotations
 
 import threading
 
-from tests.support.servers import Answer, Asked, Content, Fault, Handler
+from tests.support.servers import Answer, Content, Fault, Handler, Request
 
 INDEX = "model.safetensors.index.json"
 
 
-DATA_START = 4096  # of a weight file in canonical layout
+DATA_START = 4096  # data offset of a weight file in canonical layout
 
 
-def is_data(asked: Asked) -> bool:
-    return asked.start >= DATA_START
+def is_data(request: Request) -> bool:
+    return request.start >= DATA_START
 
 
 def for_the_first(count: int, answer: Answer) -> Fault:
-    """Answer the first requests for data like this; each range is asked for again."""
+    """Answer the first requests for data with this fault; the client requests each range again."""
     lock = threading.Lock()
-    left = [count]
+    remaining = [count]
 
-    def fault(handler: Handler, asked: Asked) -> bool:
+    def fault(handler: Handler, request: Request) -> bool:
         with lock:
-            left[0] -= is_data(asked)
-        if not is_data(asked) or left[0] < 0:
+            remaining[0] -= is_data(request)
+        if not is_data(request) or remaining[0] < 0:
             return False
-        answer(handler, asked)
+        answer(handler, request)
         return True
 
     return fault
@@ -37,50 +37,50 @@ def always(answer: Answer) -> Fault:
 
 
 def status(code: int, **headers: str) -> Answer:
-    return lambda handler, asked: handler.reply(
+    return lambda handler, request: handler.reply(
         code, headers={name.replace("_", "-"): value for name, value in headers.items()}
     )
 
 
-def truncated(handler: Handler, asked: Asked) -> None:
-    content = handler.web.contents[asked.path]
-    data = content.data[asked.start : asked.stop]
-    handler.reply(206, data, handler.headers_of(content, asked), cut=len(data) // 2)
+def truncated(handler: Handler, request: Request) -> None:
+    content = handler.web.contents[request.path]
+    data = content.data[request.start : request.stop]
+    handler.reply(206, data, handler.headers_of(content, request), cut=len(data) // 2)
 
 
-def shorter_than_asked(handler: Handler, asked: Asked) -> None:
-    """All of what is announced, but not all of the range."""
-    content = handler.web.contents[asked.path]
-    data = content.data[asked.start : asked.stop][:-1]
-    handler.reply(206, data, handler.headers_of(content, asked))
+def shorter_than_requested(handler: Handler, request: Request) -> None:
+    """Send all that is announced, but less than the range."""
+    content = handler.web.contents[request.path]
+    data = content.data[request.start : request.stop][:-1]
+    handler.reply(206, data, handler.headers_of(content, request))
 
 
-def dropped(handler: Handler, asked: Asked) -> None:
+def dropped(handler: Handler, request: Request) -> None:
     handler.reset()
 
 
-def other_range(handler: Handler, asked: Asked) -> None:
-    handler.serve(asked._replace(start=asked.start + 1, stop=asked.stop + 1))
+def other_range(handler: Handler, request: Request) -> None:
+    handler.serve(request._replace(start=request.start + 1, stop=request.stop + 1))
 
 
-def everything(handler: Handler, asked: Asked) -> None:
-    content = handler.web.contents[asked.path]
+def everything(handler: Handler, request: Request) -> None:
+    content = handler.web.contents[request.path]
     handler.reply(200, content.data, content.validators)
 
 
-def too_much(handler: Handler, asked: Asked) -> None:
-    content = handler.web.contents[asked.path]
-    handler.reply(206, content.data[asked.start : asked.stop] + b"x", handler.headers_of(content, asked))
+def too_much(handler: Handler, request: Request) -> None:
+    content = handler.web.contents[request.path]
+    handler.reply(206, content.data[request.start : request.stop] + b"x", handler.headers_of(content, request))
 
 
-ENDLESS_PIECES, PIECE = 64, bytes(1 << 20)  # of an answer that would be endless if somebody read on
+ENDLESS_PIECES, PIECE = 64, bytes(1 << 20)  # bytes of a response that would be endless if the client read on
 
 
-def endless(handler: Handler, asked: Asked) -> None:
-    """The range that was asked for, and far more than it."""
-    content = handler.web.contents[asked.path]
+def endless(handler: Handler, request: Request) -> None:
+    """Send the requested range, and far more."""
+    content = handler.web.contents[request.path]
     handler.send_response(206)
-    for name, value in (handler.headers_of(content, asked) | {"Transfer-Encoding": "chunked"}).items():
+    for name, value in (handler.headers_of(content, request) | {"Transfer-Encoding": "chunked"}).items():
         handler.send_header(name, value)
     handler.end_headers()
     for _ in range(ENDLESS_PIECES):
@@ -89,22 +89,22 @@ def endless(handler: Handler, asked: Asked) -> None:
     handler.wfile.write(b"0\r\n\r\n")
 
 
-def compressed(handler: Handler, asked: Asked) -> None:
-    content = handler.web.contents[asked.path]
-    data = content.data[asked.start : asked.stop]
-    handler.reply(206, data, handler.headers_of(content, asked) | {"Content-Encoding": "gzip"})
+def compressed(handler: Handler, request: Request) -> None:
+    content = handler.web.contents[request.path]
+    data = content.data[request.start : request.stop]
+    handler.reply(206, data, handler.headers_of(content, request) | {"Content-Encoding": "gzip"})
 
 
-def without_a_range(handler: Handler, asked: Asked) -> None:
-    handler.reply(206, handler.web.contents[asked.path].data[asked.start : asked.stop])
+def without_a_range(handler: Handler, request: Request) -> None:
+    handler.reply(206, handler.web.contents[request.path].data[request.start : request.stop])
 
 
-def stalled(handler: Handler, asked: Asked) -> None:
-    """Send the head of the answer and a byte, then nothing until the test lets it go on."""
-    content = handler.web.contents[asked.path]
-    data = content.data[asked.start : asked.stop]
+def stalled(handler: Handler, request: Request) -> None:
+    """Send the header and one byte, then nothing until the test releases the response."""
+    content = handler.web.contents[request.path]
+    data = content.data[request.start : request.stop]
     handler.send_response(206)
-    for name, value in (handler.headers_of(content, asked) | {"Content-Length": str(len(data))}).items():
+    for name, value in (handler.headers_of(content, request) | {"Content-Length": str(len(data))}).items():
         handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(data[:1])
@@ -113,13 +113,13 @@ def stalled(handler: Handler, asked: Asked) -> None:
 
 
 def changing(before: Content, after: Content, at: int) -> Fault:
-    """Put other content in place of `v.safetensors` when the `at`th request for data comes."""
+    """Replace the content of `v.safetensors` at the `at`th request for data."""
     lock = threading.Lock()
     seen = [0]
 
-    def fault(handler: Handler, asked: Asked) -> bool:
+    def fault(handler: Handler, request: Request) -> bool:
         with lock:
-            seen[0] += is_data(asked)
+            seen[0] += is_data(request)
             handler.web.contents["/v.safetensors"] = after if seen[0] >= at else before
         return False
 
@@ -127,10 +127,10 @@ def changing(before: Content, after: Content, at: int) -> Fault:
 
 
 def after_the_data(before: Content, after: Content) -> Fault:
-    """Put other content in place when it is asked whether it is still the same."""
+    """Replace the content when the client checks whether it has changed."""
 
-    def fault(handler: Handler, asked: Asked) -> bool:
-        handler.web.contents["/v.safetensors"] = after if (asked.start, asked.stop) == (0, 1) else before
+    def fault(handler: Handler, request: Request) -> bool:
+        handler.web.contents["/v.safetensors"] = after if (request.start, request.stop) == (0, 1) else before
         return False
 
     return fault

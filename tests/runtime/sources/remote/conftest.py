@@ -1,4 +1,4 @@
-"""Servers, buckets, a model that serves, and small ranges."""
+"""Servers, buckets, a loaded model, and small ranges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server() -> Iterator[WebServer]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code paths of large objects, for small ones: the first request takes the header, the next ones 16 bytes."""
+    """Use the code paths of large objects for small ones: the first request reads the header, others 16 bytes."""
     for module in (web, s3, generic):
         monkeypatch.setattr(module, "HEAD_BYTES", DATA_START + 4)
     monkeypatch.setattr(objects, "RANGE_BYTES", 16)
@@ -42,7 +42,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
-    """It serves the weights of seed 1."""
+    """Model that serves the weights of seed 1."""
     return load(tiny.path, weight_file(1))
 
 
@@ -60,7 +60,6 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 @pytest.fixture
 def s3_like(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
-    """A web server that is asked for the objects of S3 buckets."""
     options = {
         "endpoint_url": server.url,
         "key": "test",
@@ -90,7 +89,7 @@ def hf_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubBucket]:
 
 @pytest.fixture(params=["memory", "s3", "gs", "hf"])
 def bucket(request: pytest.FixtureRequest) -> Bucket:
-    """Where objects can be put under a URL of some protocol."""
+    """Bucket for objects under URLs of some protocol."""
     if request.param == "memory":
         return MemoryBucket()
     found: Bucket = request.getfixturevalue(f"{request.param}_bucket")

@@ -1,4 +1,4 @@
-"""Weights behind URLs, and how they are read back."""
+"""Weights behind URLs, and how to read them back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ WORKERS = WorkerThreads(3)
 
 
 def read_all(url: str, values: dict[str, np.ndarray], job: Job | None = None) -> None:
-    """Read a whole safetensors file, and compare."""
     arena = HostArena(ArenaLayout([NamedTensor(name=name, dtype="U8", shape=v.shape) for name, v in values.items()]))
     with open_weights(url) as opened:
         read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS, job or Job())
@@ -37,7 +36,6 @@ def random_values(*sizes: int) -> dict[str, np.ndarray]:
 
 
 def unstamped(path: Path) -> bytes:
-    """The bytes of a weight file, in which nothing is found that weightswap has written."""
     return path.read_bytes().replace(b'"weightswap"', b'"somethingX"', 1)
 
 
@@ -52,7 +50,6 @@ def sharded(tiny: TinyArtifact, put: Callable[[str, bytes], object], index: str 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that is about to happen."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline

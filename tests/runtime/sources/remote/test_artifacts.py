@@ -20,7 +20,7 @@ from weightswap_tools.inspect.command import inspect_command
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch, _small: None) -> None:
-    """Files of an artifact are read whole: in few ranges."""
+    """Read an artifact's files, which are read whole, in few ranges."""
     monkeypatch.setattr(objects, "RANGE_BYTES", 1 << 20)
 
 
@@ -56,7 +56,7 @@ def test_a_query_is_used_for_every_file_and_not_shown(url: str, server: WebServe
     assert "secret" not in f"{opened!r}{opened.path}{load(opened)!r}"
 
 
-def test_what_is_altered_missing_or_no_artifact_is_named(url: str, server: WebServer) -> None:
+def test_altered_and_missing_files_and_other_folders_are_named(url: str, server: WebServer) -> None:
     at = f"{url}/graphs/forward.pt2"
     server.put("tiny.artifact/graphs/forward.pt2", b"another")
     with pytest.raises(ArtifactError, match=f"^{at}: altered since the export"):

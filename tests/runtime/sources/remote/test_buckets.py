@@ -83,7 +83,7 @@ def test_an_object_that_changes_elsewhere_is_refused(
     assert serves(model, 1)
 
 
-def test_what_is_not_there_is_refused(model: Model, bucket: Bucket) -> None:
+def test_missing_objects_are_refused(model: Model, bucket: Bucket) -> None:
     for name in ("v.safetensors", "folder", "folder/"):
         with pytest.raises(WeightFileError, match="there is no such object"):
             model.swap(bucket.url(name))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.sources.remote.answers import DATA_START, after_the_data, changing
 from tests.runtime.sources.remote.contents import unstamped
-from tests.support.servers import Asked, Content, Handler, WebServer
+from tests.support.servers import Content, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DigestMismatch, Model, WeightFileError
 from weightswap_runtime.sources.remote import web
@@ -66,11 +66,11 @@ def test_an_object_that_nothing_pins_is_proven_by_its_digests(
 
 
 def probes(server: WebServer) -> int:
-    return sum((asked.start, asked.stop) == (0, 1) for asked in server.asked)
+    return sum((request.start, request.stop) == (0, 1) for request in server.requests)
 
 
 def opening_requests(server: WebServer) -> int:
-    return sum(asked.start == 0 and asked.stop > 1 and "goldens" not in asked.path for asked in server.asked)
+    return sum(request.start == 0 and request.stop > 1 and "goldens" not in request.path for request in server.requests)
 
 
 SAME_SECOND: dict[str, dict[str, Any]] = {
@@ -81,18 +81,18 @@ SAME_SECOND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", SAME_SECOND.values(), ids=SAME_SECOND)
-def test_what_was_just_written_is_given_time(
+def test_a_new_object_is_waited_for(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     monkeypatch.setattr(web, "CLOCK_TICK", 0.05)
     url = server.put("v.safetensors", unstamped(weight_file(2)), modified=time.time() + 1, **how)
     model.swap(url)
     assert serves(model, 2)
-    assert opening_requests(server) == 2  # before the wait, and after it
-    assert probes(server) == 1  # after the data
+    assert opening_requests(server) == 2  # two requests: before the wait, and after it
+    assert probes(server) == 1  # the check after the data
 
 
-def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
+def test_an_old_or_stamped_object_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     model.swap(server.put("old.safetensors", unstamped(weight_file(2)), etag=None))
@@ -105,7 +105,7 @@ def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", [16, DATA_START + 4], ids=["header", "data"])
 @pytest.mark.parametrize("how", SAME_SECOND.values(), ids=SAME_SECOND)
-def test_what_is_replaced_within_its_second_never_makes_a_mixture(
+def test_an_object_replaced_within_its_second_never_makes_a_mixture(
     how: dict[str, Any],
     head: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,7 +113,7 @@ def test_what_is_replaced_within_its_second_never_makes_a_mixture(
     weight_file: WriteWeights,
     server: WebServer,
 ) -> None:
-    """The first answer, or the rest of a long header, is of one content; what comes after the wait of the other."""
+    """The first response, or the rest of a long header, has one content; all after the wait have the other."""
     monkeypatch.setattr(web, "CLOCK_TICK", 0.05)
     monkeypatch.setattr(web, "HEAD_BYTES", head)
     before, after = unstamped(weight_file(2)), unstamped(weight_file(3))
@@ -121,7 +121,7 @@ def test_what_is_replaced_within_its_second_never_makes_a_mixture(
     modified = time.time() + 1
     contents = [Content(data, modified=modified, **how) for data in (before, after)]
 
-    def fault(handler: Handler, asked: Asked) -> bool:
+    def fault(handler: Handler, request: Request) -> bool:
         handler.web.contents["/v.safetensors"] = contents[opening_requests(handler.web) > 1]
         return False
 

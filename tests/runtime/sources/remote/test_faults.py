@@ -1,4 +1,4 @@
-"""A web server that misbehaves: what is tried again, and what is refused."""
+"""Faults of a web server: which requests are retried, and which are refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.runtime.sources.remote.answers import (
     for_the_first,
     is_data,
     other_range,
-    shorter_than_asked,
+    shorter_than_requested,
     status,
     too_much,
     truncated,
     without_a_range,
 )
-from tests.support.servers import Answer, Asked, Handler, WebServer
+from tests.support.servers import Answer, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
 from weightswap_runtime.sources.opening import open_source, read_small
@@ -35,7 +35,7 @@ from weightswap_runtime.sources.remote.transport import Transient
 PASSING = {
     "drops": dropped,
     "truncates": truncated,
-    "sends less": shorter_than_asked,
+    "sends less": shorter_than_requested,
     "500": status(500),
     "503 for a while": status(503, Retry_After="0"),
     "503 until a date": status(503, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
@@ -44,14 +44,14 @@ PASSING = {
 
 
 @pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
-def test_what_may_pass_is_tried_again(
+def test_transient_failures_are_retried(
     answer: Answer, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     data = weight_file(2).read_bytes()
     server.fault = for_the_first(3, answer)
     model.swap(server.put("v2.safetensors", data))
     assert serves(model, 2)
-    ranges = [asked for asked in server.asked if is_data(asked)]
+    ranges = [request for request in server.requests if is_data(request)]
     assert len(ranges) == 3 + len(range(DATA_START, len(data), 16))
 
 
@@ -68,14 +68,14 @@ def test_pauses_leave_the_random_numbers_of_others_alone() -> None:
     assert random.getstate() == before
 
 
-def test_what_has_arrived_is_not_asked_for_again(server: WebServer) -> None:
+def test_bytes_that_arrived_are_not_requested_again(server: WebServer) -> None:
     server.fault = for_the_first(1, truncated)
     data = bytes(range(256)) * 20
     source = open_source(server.put("v", data))
     target = bytearray(16)
     source.read_into([memoryview(target)], 4800)
     assert target == data[4800:4816]
-    assert [(asked.start, asked.stop) for asked in server.asked[1:]] == [(4800, 4816), (4808, 4816)]
+    assert [(request.start, request.stop) for request in server.requests[1:]] == [(4800, 4816), (4808, 4816)]
 
 
 LASTING: dict[str, tuple[Answer, str]] = {
@@ -99,7 +99,7 @@ LASTING: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize(("answer", "says"), LASTING.values(), ids=LASTING)
-def test_what_lasts_is_refused_and_the_model_serves_on(
+def test_lasting_failures_are_refused_and_the_model_keeps_serving(
     answer: Answer, says: str, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     server.fault = always(answer)
@@ -121,14 +121,14 @@ OPENING: dict[str, tuple[Answer, str]] = {
     "truncated": (truncated, "cannot be opened, after 6 attempt"),
     "another range": (other_range, "asked for the bytes 0 to 4100 and answers with 1 to 4101"),
     "more": (too_much, "sends more bytes than it was asked for"),
-    "less": (shorter_than_asked, r"after 6 attempt\(s\) .the answer has 4099 bytes, expected 4100"),
+    "less": (shorter_than_requested, r"after 6 attempt\(s\) .the answer has 4099 bytes, expected 4100"),
     "no end": (endless, "sends more bytes than it was asked for"),
 }
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING.values(), ids=OPENING)
-def test_what_cannot_be_opened_is_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
-    server.fault = lambda handler, asked: answer(handler, asked) is None
+def test_objects_that_cannot_be_opened_are_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
+    server.fault = lambda handler, request: answer(handler, request) is None
     with pytest.raises(WeightFileError, match=says):
         model.swap(server.put("v2.safetensors", bytes(9000)))
     assert serves(model, 1)
@@ -137,11 +137,11 @@ def test_what_cannot_be_opened_is_refused(answer: Answer, says: str, model: Mode
 
 def whole(content_type: str, body: bytes) -> Answer:
     """Answer with 200, whatever the range."""
-    return lambda handler, asked: handler.reply(200, body, {"Content-Type": content_type})
+    return lambda handler, request: handler.reply(200, body, {"Content-Type": content_type})
 
 
 def of_unknown_length(content_type: str) -> Answer:
-    def answer(handler: Handler, asked: Asked) -> None:
+    def answer(handler: Handler, request: Request) -> None:
         handler.send_response(200)
         handler.send_header("Content-Type", content_type)
         handler.end_headers()
@@ -162,25 +162,25 @@ PAGES: dict[str, Answer] = {
 
 @pytest.mark.parametrize("answer", PAGES.values(), ids=PAGES)
 def test_a_web_page_is_named(answer: Answer, model: Model, server: WebServer) -> None:
-    server.fault = lambda handler, asked: answer(handler, asked) is None
+    server.fault = lambda handler, request: answer(handler, request) is None
     with pytest.raises(DamagedFile, match=r"/weights: the server answers with a web page.*a folder.s ends"):
         model.swap(f"{server.url}/weights")
     assert serves(model, 1)
 
 
-def test_what_is_no_web_page_is_not_called_one(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
-    server.fault = lambda handler, asked: of_unknown_length("text/plain")(handler, asked) is None
+def test_only_web_pages_are_called_web_pages(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
+    server.fault = lambda handler, request: of_unknown_length("text/plain")(handler, request) is None
     with pytest.raises(WeightFileError, match="does not say how large it is"):
         model.swap(f"{server.url}/v.safetensors")
-    server.fault = lambda handler, asked: "goldens" not in asked.path and mistyped(handler, asked) is None
+    server.fault = lambda handler, request: "goldens" not in request.path and mistyped(handler, request) is None
     model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
     assert serves(model, 2)
 
 
-def mistyped(handler: Handler, asked: Asked) -> None:
-    content = handler.web.contents[asked.path]
-    headers = handler.headers_of(content, asked) | {"Content-Type": "text/html"}
-    handler.reply(206, content.data[asked.start : asked.stop], headers)
+def mistyped(handler: Handler, request: Request) -> None:
+    content = handler.web.contents[request.path]
+    headers = handler.headers_of(content, request) | {"Content-Type": "text/html"}
+    handler.reply(206, content.data[request.start : request.stop], headers)
 
 
 LACKING: dict[str, tuple[Answer, str]] = {
@@ -193,15 +193,15 @@ LACKING: dict[str, tuple[Answer, str]] = {
 def test_a_server_that_lacks_what_is_needed_is_not_asked_again(
     answer: Answer, says: str, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        answer(handler, asked)
+    def fault(handler: Handler, request: Request) -> bool:
+        answer(handler, request)
         return True
 
     url = server.put("outbox/v2.safetensors", weight_file(2).read_bytes())
     server.fault = fault
     with pytest.raises(Unsupported, match=says):
         model.swap(url)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
     assert serves(model, 1)
 
 
@@ -211,11 +211,11 @@ OPENING_S3 = {what: OPENING[what] for what in ("no size", "another range", "more
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING_S3.values(), ids=OPENING_S3)
-def test_what_cannot_be_opened_in_a_bucket_is_refused(
+def test_objects_of_a_bucket_that_cannot_be_opened_are_refused(
     answer: Answer, says: str, model: Model, s3_like: WebServer
 ) -> None:
     s3_like.put("weights/v2.safetensors", bytes(9000))
-    s3_like.fault = lambda handler, asked: answer(handler, asked) is None
+    s3_like.fault = lambda handler, request: answer(handler, request) is None
     with pytest.raises(WeightFileError, match=says):
         model.swap("s3://weights/v2.safetensors")
     assert serves(model, 1)
@@ -230,5 +230,5 @@ def test_a_server_that_is_not_there_is_named(model: Model) -> None:
 
 
 def test_a_small_object_may_come_from_a_server_without_ranges(server: WebServer) -> None:
-    server.fault = lambda handler, asked: everything(handler, asked) is None
+    server.fault = lambda handler, request: everything(handler, request) is None
     assert read_small(server.put("index.json", b"{}"), 100) == b"{}"

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.handmade import hand_made, written
-from tests.support.servers import Asked, Bucket, Handler, WebServer
+from tests.support.servers import Bucket, Handler, Request, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import GoldenMismatch, Model, WeightFileError, load, write_delta
 
 
 @pytest.fixture
 def goldens(tiny: TinyArtifact, tmp_path: Path) -> bytes:
-    """Goldens for the weights of seed 1."""
     tensors, document = hand_made(tiny, tmp_path)
     return written(tmp_path / "v1.goldens.safetensors", tensors, document).read_bytes()
 
 
-def test_goldens_are_tried(tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket) -> None:
+def test_remote_goldens_are_verified(
+    tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket
+) -> None:
     model = load(tiny.path, weight_file(2))
     bucket.put("v1.safetensors", weight_file(1).read_bytes())
     assert model.swap(bucket.url("v1.safetensors")).verified == "none"
@@ -39,13 +40,13 @@ def test_goldens_that_do_not_fit_refuse_the_weights(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_goldens_that_may_not_be_read_are_none(
+def test_goldens_without_access_count_as_none(
     status: int, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        if "goldens" in asked.path:
+    def fault(handler: Handler, request: Request) -> bool:
+        if "goldens" in request.path:
             handler.reply(status)
-        return "goldens" in asked.path
+        return "goldens" in request.path
 
     server.fault = fault
     assert model.swap(server.put("v2.safetensors", weight_file(2).read_bytes())).verified == "none"
@@ -55,10 +56,10 @@ def test_goldens_that_may_not_be_read_are_none(
 def test_goldens_that_cannot_be_read_refuse_the_weights(
     model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        if "goldens" in asked.path:
+    def fault(handler: Handler, request: Request) -> bool:
+        if "goldens" in request.path:
             handler.reply(503)
-        return "goldens" in asked.path
+        return "goldens" in request.path
 
     server.fault = fault
     with pytest.raises(WeightFileError, match=r"v2\.goldens\.safetensors: cannot be opened, after 6 attempt"):

@@ -1,4 +1,4 @@
-"""Listings of folders behind URLs: what they say of a file, and of a store that is away."""
+"""Listings of folders behind URLs: information on files, and stores that are unreachable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_files_are_listed_with_what_shows_a_change(bucket: Bucket) -> None:
         assert file.read() == b"2"
 
 
-def test_what_is_no_folder_cannot_be_listed(bucket: Bucket) -> None:
+def test_only_folders_can_be_listed(bucket: Bucket) -> None:
     bucket.put("v.safetensors", b"1")
     with pytest.raises(WeightFileError, match=r"nowhere: cannot be listed \(FileNotFoundError"):
         list_files(Url(bucket.url("nowhere")))
@@ -47,17 +47,17 @@ def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, mo
     assert expanded.modified == datetime.fromisoformat("2026-01-01T00:00:00Z").timestamp()
 
 
-def test_a_listing_is_asked_for_once(hf_bucket: HubBucket) -> None:
-    """Whoever looks again and again can be stopped in between."""
+def test_a_listing_is_not_retried(hf_bucket: HubBucket) -> None:
+    """A caller that polls can be stopped between two listings."""
     hf_bucket.put("run/a.safetensors", b"1")
-    hf_bucket.server.fault = lambda handler, asked: "/tree/" in asked.path and status(403)(handler, asked) is None
+    hf_bucket.server.fault = lambda handler, request: "/tree/" in request.path and status(403)(handler, request) is None
     with pytest.raises(WeightFileError, match=r"cannot be listed \(HfHubHTTPError: 403"):
         list_files(Url(hf_bucket.url("run")))
-    assert len([asked for asked in hf_bucket.server.asked if "/tree/" in asked.path]) == 1
+    assert len([request for request in hf_bucket.server.requests if "/tree/" in request.path]) == 1
 
 
 class Away(MemoryFileSystem):  # type: ignore[misc]
-    """A store that one logs into, and that is away."""
+    """Store with a login that is unreachable."""
 
     protocol = "away"
     logins = looks = 0
@@ -71,18 +71,18 @@ class Away(MemoryFileSystem):  # type: ignore[misc]
         raise ConnectionError("secret")
 
 
-def test_a_store_that_is_away_is_told_of_at_the_first_look(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_reported_at_the_first_poll(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("away", Away, clobber=True)
     monkeypatch.setattr(Away, "looks", 0)
-    told: list[int] = []
-    with model.watch("away://d", interval=0.01, callback=lambda event: told.append(Away.looks)):
-        until(lambda: bool(told))
-    assert told[0] == 1
+    looks: list[int] = []
+    with model.watch("away://d", interval=0.01, callback=lambda event: looks.append(Away.looks)):
+        until(lambda: bool(looks))
+    assert looks[0] == 1
     logins = Away.logins
     for _ in range(3):
         with pytest.raises(WeightFileError):
             list_files(Url("away://d"))
-    assert Away.logins == logins + 1  # fsspec keeps one for each thread
+    assert Away.logins == logins + 1  # fsspec caches one instance per thread
 
 
 def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:

@@ -1,4 +1,4 @@
-"""URLs: which are taken, what they show, and what reading them needs."""
+"""URLs: which are accepted, what they show, and what reading them needs."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> Non
 
 
 @pytest.mark.parametrize("url", ["nothing://a/b", "models:/classifier/3", "https://h/a.pt"])
-def test_what_is_packed_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_the_packed_source_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"copy it here|a URI of MLflow"):
         pack(url, tiny.path, out=tmp_path / "v.safetensors")
-    said = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
-    assert (said.exit_code, url in said.stderr) == (2, True)
+    result = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
+    assert (result.exit_code, url in result.stderr) == (2, True)
 
 
 def test_a_url_as_a_path_is_named(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_an_at_sign_elsewhere_is_taken(url: str) -> None:
     assert as_location(url) == Url(url)
 
 
-def test_of_what_a_library_says_of_half_a_password_nothing_is_shown() -> None:
+def test_a_library_message_with_half_a_password_is_hidden() -> None:
     assert redact("Cannot connect to host me:12", "http://me:12/34@host/a") == "***"
     assert redact("Cannot connect to host host:12", "http://me:34@host:12/a") == "Cannot connect to host host:12"
 
@@ -162,11 +162,11 @@ def test_no_secret_leaves_with_a_refusal_or_a_receipt(
     receipt = model.swap(url)
     errors = []
     for answer in (dropped, status(403), other_range, compressed, too_much, everything):
-        server.fault = lambda handler, asked, answer=answer: answer(handler, asked) is None
+        server.fault = lambda handler, request, answer=answer: answer(handler, request) is None
         with pytest.raises((WeightFileError, Unsupported)) as refused:
             model.swap(url)
         errors.append("".join(traceback.format_exception(refused.value)))
-    assert server.asked[0].headers["Authorization"] == "Basic bWU6aHVudGVyMg=="
+    assert server.requests[0].headers["Authorization"] == "Basic bWU6aHVudGVyMg=="
     texts = [receipt, *events, *map(str, events), *errors, caplog.text]
     shown = re.sub(r"hunter2@\{server", "", "\n".join(map(str, texts)))
     assert f"http://***@{server.address}/v2.safetensors?X-Amz-Signature=***" in shown
@@ -205,7 +205,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(("module", "url"), EXTRA.items(), ids=EXTRA)
-def test_without_the_extra_it_is_named(module: str, url: str) -> None:
+def test_a_missing_extra_is_named(module: str, url: str) -> None:
     code = f"import sys\nsys.modules[{module!r}] = None\nfrom weightswap_runtime import WeightFile, MissingExtra\n"
     code += f"try:\n    WeightFile({url!r})\nexcept MissingExtra as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Answers that do not come: cancelled at once, written nowhere."""
+"""Responses that never come: waits are cancelled at once, and nothing is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weightswap_runtime.sources.remote import objects, web
 def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
     server.fault = always(stalled)
     staged = model.stage(server.put("v2.safetensors", weight_file(2).read_bytes()), background=True)
-    until(lambda: any(map(is_data, server.asked)))
+    until(lambda: any(map(is_data, server.requests)))
     start = time.monotonic()
     staged.cancel()
     assert time.monotonic() - start < 15  # half of what the server would take
@@ -37,9 +37,9 @@ def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: Write
 
 
 def test_a_staging_that_waits_for_its_first_answer_is_cancelled_at_once(model: Model, server: WebServer) -> None:
-    server.fault = lambda handler, asked: server.released.wait(30)
+    server.fault = lambda handler, request: server.released.wait(30)
     staged = model.stage(f"{server.url}/v.safetensors", background=True)
-    until(lambda: bool(server.asked))
+    until(lambda: bool(server.requests))
     start = time.monotonic()
     staged.cancel()
     assert time.monotonic() - start < 15  # half of what the server would take
@@ -48,7 +48,7 @@ def test_a_staging_that_waits_for_its_first_answer_is_cancelled_at_once(model: M
 
 def test_an_answer_that_comes_too_late_is_written_nowhere(server: WebServer) -> None:
     class Enough(Exception):
-        """Somebody has given up."""
+        """Error that a caller raises to end a wait."""
 
     target = bytearray(4000)
 
@@ -56,7 +56,7 @@ def test_an_answer_that_comes_too_late_is_written_nowhere(server: WebServer) -> 
         if target[0]:  # the first byte has come
             raise Enough
 
-    server.fault = lambda handler, asked: is_data(asked) and stalled(handler, asked) is None
+    server.fault = lambda handler, request: is_data(request) and stalled(handler, request) is None
     source = open_source(server.put("v", b"x" * 9000), check)
     with pytest.raises(Enough):
         source.read_into([memoryview(target)], 5000)
@@ -99,7 +99,7 @@ def test_a_request_without_progress_is_sent_again(
 
 def test_a_refusal_keeps_no_memory(server: WebServer) -> None:
     source = open_source(server.put("v", bytes(9000)))
-    server.fault = always(lambda handler, asked: handler.reply(405))
+    server.fault = always(lambda handler, request: handler.reply(405))
     memory = np.zeros(4000, np.uint8)
     alive = weakref.ref(memory)
     gc.collect()
@@ -130,4 +130,4 @@ time.sleep(0.2)
 """
     done = subprocess.run([warm.python(), "-e", "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert any(map(is_data, server.asked))
+    assert any(map(is_data, server.requests))

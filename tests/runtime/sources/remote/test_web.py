@@ -1,4 +1,4 @@
-"""Weight files on a web server: what is asked for, how it is pinned, what it costs."""
+"""Weight files on a web server: which requests are made, how content is pinned, what it costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from tests.runtime.sources.remote.answers import DATA_START, is_data
 from tests.runtime.sources.remote.contents import random_values, read_all, until
-from tests.support.servers import Asked, Handler, WebServer
+from tests.support.servers import Handler, Request, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, WeightFile, load, write_delta
 from weightswap_runtime.sources.opening import open_source
@@ -34,9 +34,9 @@ def test_weights_are_loaded_and_swapped_from_a_web_server(
     assert serves(model, 1)
 
 
-def asked_for_weights(server: WebServer) -> list[Asked]:
-    """All but whether there are goldens."""
-    return [asked for asked in server.asked if "goldens" not in asked.path]
+def asked_for_weights(server: WebServer) -> list[Request]:
+    """Return all requests except those for goldens."""
+    return [request for request in server.requests if "goldens" not in request.path]
 
 
 def test_the_data_comes_in_ranges_that_are_pinned(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
@@ -44,10 +44,10 @@ def test_the_data_comes_in_ranges_that_are_pinned(model: Model, weight_file: Wri
     model.swap(server.put("v2.safetensors", data))
     opening, *ranges, last = asked_for_weights(server)
     assert (opening.start, opening.stop) == (0, DATA_START + 4)
-    assert sorted(asked.start for asked in ranges) == list(range(DATA_START, len(data), 16))
+    assert sorted(request.start for request in ranges) == list(range(DATA_START, len(data), 16))
     etag = server.contents["/v2.safetensors"].etag
-    assert {asked.headers.get("If-Match") for asked in ranges} == {etag}
-    assert (last.start, last.stop) == (0, 1)  # whether it is still the same
+    assert {request.headers.get("If-Match") for request in ranges} == {etag}
+    assert (last.start, last.stop) == (0, 1)  # the check whether it has changed
 
 
 def test_a_part_reads_its_bytes_alone(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
@@ -56,15 +56,15 @@ def test_a_part_reads_its_bytes_alone(model: Model, weight_file: WriteWeights, s
         begin, end = file.tensors["bias"][2:]
     model.swap(url, only="bias")
     *ranges, _ = asked_for_weights(server)[1:]
-    assert sum(asked.stop - asked.start for asked in ranges) == end - begin == 20
+    assert sum(request.stop - request.start for request in ranges) == end - begin == 20
     assert server.sent == DATA_START + 4 + 20 + 1
 
 
 def test_redirects_are_followed_with_the_conditions(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
-    def redirected(handler: Handler, asked: Asked) -> bool:
-        if asked.path == "/latest.safetensors":
+    def redirected(handler: Handler, request: Request) -> bool:
+        if request.path == "/latest.safetensors":
             handler.reply(302, headers={"Location": "/v2.safetensors"})
-        return asked.path == "/latest.safetensors"
+        return request.path == "/latest.safetensors"
 
     server.fault = redirected
     server.put("v2.safetensors", weight_file(2).read_bytes())
@@ -72,7 +72,7 @@ def test_redirects_are_followed_with_the_conditions(model: Model, weight_file: W
     assert serves(model, 2)
     assert receipt.source == f"{server.url}/latest.safetensors"
     etag = server.contents["/v2.safetensors"].etag
-    assert {asked.headers.get("If-Match") for asked in server.asked if is_data(asked)} == {etag}
+    assert {request.headers.get("If-Match") for request in server.requests if is_data(request)} == {etag}
 
 
 def test_a_delta_is_taken_by_url(model: Model, weight_file: WriteWeights, tmp_path: Path, server: WebServer) -> None:
@@ -98,19 +98,17 @@ def test_large_objects_arrive_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     server.fault = side_by_side
     read_all(url, values)
     assert server.busiest <= objects.MOST_REQUESTS
-    assert max(asked.stop - asked.start for asked in server.asked) <= 1 << 20
+    assert max(request.stop - request.start for request in server.requests) <= 1 << 20
 
 
-def side_by_side(handler: Handler, asked: Asked) -> bool:
-    """Answer for data only when several requests have been under way at once."""
-    if is_data(asked):
+def side_by_side(handler: Handler, request: Request) -> bool:
+    """Answer requests for data only when several are open at the same time."""
+    if is_data(request):
         until(lambda: handler.web.busiest >= 4)
     return False
 
 
-def test_what_arrives_is_not_gathered_beside_the_memory_it_is_for(
-    monkeypatch: pytest.MonkeyPatch, server: WebServer
-) -> None:
+def test_responses_are_not_buffered_beside_their_memory(monkeypatch: pytest.MonkeyPatch, server: WebServer) -> None:
     monkeypatch.setattr(objects, "RANGE_BYTES", 8 << 20)
     data = bytes(48 << 20)
     monkeypatch.setattr(Handler, "serve", without_copies)
@@ -126,10 +124,10 @@ def test_what_arrives_is_not_gathered_beside_the_memory_it_is_for(
     assert peak < 8 << 20
 
 
-def without_copies(self: Handler, asked: Asked) -> None:
-    content = self.web.contents[asked.path]
-    view = memoryview(content.data)[asked.start : asked.stop]
-    self.reply(206, view, self.headers_of(content, asked))  # type: ignore[arg-type]
+def without_copies(self: Handler, request: Request) -> None:
+    content = self.web.contents[request.path]
+    view = memoryview(content.data)[request.start : request.stop]
+    self.reply(206, view, self.headers_of(content, request))  # type: ignore[arg-type]
 
 
 def test_a_limited_rate_makes_small_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: WebServer) -> None:
@@ -137,7 +135,7 @@ def test_a_limited_rate_makes_small_reads(monkeypatch: pytest.MonkeyPatch, tmp_p
     values = random_values(1 << 20, 1 << 20, 1 << 20)
     safetensors.numpy.save_file(values, tmp_path / "v")
     read_all(server.put("v.safetensors", (tmp_path / "v").read_bytes()), values, Job(rate_limit=20e6))
-    assert max(asked.stop - asked.start for asked in server.asked) <= 1 << 20
+    assert max(request.stop - request.start for request in server.requests) <= 1 << 20
 
 
 @pytest.mark.slow
@@ -151,11 +149,11 @@ def test_fifty_swaps_leave_no_threads_and_no_connections(
     for round_ in range(50):
         model.swap(urls[round_ % 2])
     assert threads_of_ours() <= threads
-    assert open_files() <= files + 2 * objects.MOST_REQUESTS  # both ends of the connections that are kept
+    assert open_files() <= files + 2 * objects.MOST_REQUESTS  # both ends of the connections that are kept alive
 
 
 def threads_of_ours() -> int:
-    return sum("process_request" not in thread.name for thread in threading.enumerate())  # not the server's
+    return sum("process_request" not in thread.name for thread in threading.enumerate())  # without the server's threads
 
 
 def open_files() -> int:

@@ -1,4 +1,4 @@
-"""An intake at work: a directory, a model, and a clock that the tests turn."""
+"""Test rig of an intake: a watched directory, a model, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL = 5.0
 
 
 def in_place(path: Path, content: bytes) -> None:
-    """Rewrite a file as nobody should: size, inode and time of modification are as before."""
+    """Rewrite a file in place, against the rules; size, inode and modification time stay the same."""
     status = path.stat()
     assert len(content) == status.st_size
     with path.open("r+b") as file:
@@ -28,8 +28,8 @@ def in_place(path: Path, content: bytes) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-class Desk:
-    """A directory, the model behind which its files are put, and a clock. It is the intake's target."""
+class IntakeRig:
+    """Directory, the model that serves its files, and a clock. Implements the intake's target."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny = tiny
@@ -37,9 +37,9 @@ class Desk:
         self.model: Model = load(tiny.path)
         self.now = 1000.0
         self.listings = self.outages = 0
-        self.tries: list[str] = []
-        self.taken: list[str] = []
-        self.told: list[tuple[str, str]] = []
+        self.attempts: list[str] = []
+        self.committed: list[str] = []
+        self.reports: list[tuple[str, str]] = []
         self.errors: dict[str, list[BaseException]] = {}  # raised instead of the next swaps of a file
         self.unlisted = False
         self.stopped = False
@@ -65,24 +65,24 @@ class Desk:
 
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         name = Path(path).stem
-        self.tries.append(name)
+        self.attempts.append(name)
         if self.errors.get(name):
             raise self.errors[name].pop(0)
         with self.model.stage(path) as staged:
             if staged.weights_id != known:
                 staged.commit()
-                self.taken.append(name)
+                self.committed.append(name)
             return staged.weights_id
 
     def tell(self, kind: str, source: str, error: BaseException) -> None:
-        self.told.append((f"{kind} {Path(source).stem}", type(error).__name__))
+        self.reports.append((f"{kind} {Path(source).stem}", type(error).__name__))
 
     def look(self, after: float = INTERVAL) -> float:
         self.now += after
         return self.intake.look(self)
 
     def write(self, name: str, seed: int) -> Path:
-        """Renamed into place, as weightswap writes files."""
+        """Write a weight file and rename it into place, like weightswap does."""
         return self.tiny.write(self.folder / f"{name}.safetensors", self.tiny.values(seed))
 
     def delta(self, name: str, base: int, new: int) -> Path:
