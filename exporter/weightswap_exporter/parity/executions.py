@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_exporter.checkpoints.tensor import contents_of
 from weightswap_exporter.goldens.eager import Eager, eager
-from weightswap_exporter.goldens.recording import change
+from weightswap_exporter.goldens.recording import run_difference
 from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import ParityError, WeightswapError
@@ -95,7 +95,7 @@ def taken(reference: Side, given: Given, artifact: Artifact) -> list[Any] | str:
         return text
     outputs = leaves(artifact.manifest.methods[given.call.method].signature.output)
     pairs = zip(outputs, first, second, strict=True)
-    told = ((leaf.name, change(one, other, reference.name)) for leaf, one, other in pairs)
+    told = ((leaf.name, run_difference(one, other, reference.name)) for leaf, one, other in pairs)
     if problems := [f"{given.where}, {name}{text}" for name, text in told if text]:
         raise ParityError(problems, _RANDOM)
     return first
