@@ -154,7 +154,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert re.search(r"^verified, in \d+\.\d s$", result.output, re.MULTILINE)
     page = report.read_text()
     assert "Calls, against eager" in page
-    assert "blocks.0" not in page  # nothing parts
+    assert "blocks.0" not in page  # nothing diverges
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
     assert "torch, first divergence: blocks.1 (Block)\n  node mul_2, aten.mul.Tensor" in result.output
     assert "problem: parity, torch: forward, case 0, left: [" in result.output
     assert re.search(r"^not verified, \d+ problems", result.output, re.MULTILINE)
-    assert "Where torch and onnx part" in report.read_text()
+    assert "Where torch and onnx diverge" in report.read_text()
     document = json.loads(command(folder, *arguments[:-1], "torch", "--json").output)
     assert document["same"] is False
     assert document["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
