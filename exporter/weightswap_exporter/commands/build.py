@@ -51,12 +51,8 @@ TaskOption = Annotated[
 LengthOption = Annotated[
     int, typer.Option("--length", help="With --task generate: maximum number of tokens of a prompt and its answer.")
 ]
-BatchOption = Annotated[
-    int, typer.Option("--batch", help="With --task generate: number of sequences generated at once.")
-]
-NoGoldensOption = Annotated[
-    bool, typer.Option("--no-goldens", help="Do not record the goldens that the recipe asks for.")
-]
+BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: number of parallel sequences.")]
+NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Do not record the goldens of the recipe.")]
 
 
 @export_command.command()
@@ -64,9 +60,7 @@ def export(
     recipe: Annotated[
         str, typer.Argument(help="Recipe: file.py:function or module:function, or hf:DIR for a transformers model.")
     ],
-    out: Annotated[
-        str, typer.Option("--out", "-o", help="Folder to write the artifact to; an artifact there is replaced.")
-    ],
+    out: Annotated[str, typer.Option("--out", "-o", help="Artifact folder to write; an existing one is replaced.")],
     skeleton: Annotated[
         bool, typer.Option("--skeleton", help="Run the recipe under skeleton(), so that parameters take no memory.")
     ] = False,
@@ -130,10 +124,7 @@ def export(
 def compile_artifact(
     artifact: Annotated[str, typer.Argument(help="The artifact's folder; compiled files are added to it.")],
     engine: Annotated[
-        list[str],
-        typer.Option(
-            "--engine", help="Engine to compile for: aoti, for machines like this one, or onnx; may be repeated."
-        ),
+        list[str], typer.Option("--engine", help="aoti, for machines like this one, or onnx; may be repeated.")
     ],
     device: Annotated[
         str, typer.Option(help="Device that aoti compiles for: cpu, or cuda for GPUs like this machine's.")
@@ -176,7 +167,7 @@ def pack(
         ),
     ],
     artifact: Annotated[str, typer.Argument(help="Folder or URL of the artifact that the weights are for.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Weight file to write; a file there is replaced.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Weight file to write; an existing one is replaced.")],
     label: LabelOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating-point tensors to this torch dtype where the graph expects it.")
@@ -194,8 +185,7 @@ def pack(
         typer.Option(help="Path of the weights in the checkpoint: keys joined with dots, such as ema or app.model."),
     ] = None,
     prefix: Annotated[
-        str,
-        typer.Option(help="Take only the tensors whose names begin with this prefix, such as `net.`, and strip it."),
+        str, typer.Option(help="Take only tensors whose names begin with this prefix, such as `net.`, and strip it.")
     ] = "",
     ignore: IgnoreOption = None,
     no_goldens: NoGoldensOption = False,
@@ -205,8 +195,7 @@ def pack(
 
     A state dict under `state_dict`, `model`, `model_state_dict` or `module` is
     found by itself; --level names another place. Pickled code is never run.
-    Goldens that the recipe asks for are recorded with its model and written beside
-    the weight file.
+    Goldens of the recipe are recorded with its model, beside the weight file.
     """
     labels = parse_labels(label)
     with errors_as_exit(as_json):

@@ -116,7 +116,6 @@ def inputs_of_user(model: Any, function: InputFunction) -> Inputs:
 
 
 def _batched(kwargs: dict[str, Any]) -> Inputs:
-    """Return the arguments with a dynamic batch if all tensors share it."""
     sizes = {value.shape[:1] for value in kwargs.values() if isinstance(value, torch.Tensor)}
     shared = len(sizes) == 1 and all(size and size[0] > 1 for size in sizes)
     axes: dict[int, Any] = {0: Dim("batch")} if shared else {}

@@ -258,7 +258,6 @@ _shapes = _sizes(lambda image: image.grid)
 
 
 def _patch_positions(subject: Subject) -> Iterator[Input]:
-    """Yield the row and column of each patch."""
     rows, columns = _image(subject).grid
     yield Input(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).repeat(_BATCH, 1, 1), _batch())
 
@@ -319,10 +318,7 @@ def _samples(config: Any, frames: int) -> int:
 
 
 def _series(*widths: str | int, dtype: torch.dtype | None = None) -> Maker:
-    """Return a maker of series as long as the model looks back.
-
-    widths: the values in each step, as numbers or entries of the configuration, of which the first that exists counts.
-    """
+    """Return a maker of series as long as the model looks back, with the first of the known widths for each step."""
 
     def make(subject: Subject) -> Iterator[Input]:
         steps = subject.find("text", "context_length", default=subject.length)

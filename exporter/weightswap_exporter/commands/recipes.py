@@ -53,7 +53,7 @@ def export_recipe(
         directory = recipe.removeprefix(_HF)
         if caches is not None:
             return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
-        artifact = export_directory(directory, out=out, inputs=_input_function(inputs), pictures=pictures)
+        artifact = export_directory(directory, out=out, inputs=_input_fn(inputs), pictures=pictures)
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
@@ -77,9 +77,7 @@ def load_recipe(
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
 
-        return directory_recipe(
-            recipe.removeprefix(_HF), hollow=skeleton, inputs=_input_function(inputs), pictures=pictures
-        )
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_input_fn(inputs), pictures=pictures)
     if inputs or pictures:
         raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
@@ -97,7 +95,7 @@ def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
     return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
 
 
-def _input_function(inputs: str | None) -> Callable[[Any], Any] | None:
+def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:
     if inputs is None:
         return None
     function = _load_function(inputs)

@@ -45,7 +45,7 @@ def verify(
         typer.Option(
             "--engine",
             "--engines",
-            help="Engines to check, such as torch,onnx; may be repeated. By default, all that are available.",
+            help="Engines, such as torch,onnx; may be repeated. By default, all available ones.",
         ),
     ] = None,
     before: Annotated[str | None, typer.Option("--from", help="Weights to swap from; by default random ones.")] = None,
@@ -109,9 +109,7 @@ def _parse_tolerance(text: str | None) -> Tolerance | None:
 def _print(result: Verification) -> None:
     say(f"artifact    {result.artifact}, graph id {result.graph_id[:12]}")
     say(f"weights     {result.weights}, weights id {result.weights_id[:12]}")
-    print_table(
-        "recorded calls", ["engine", "result"], [[check.engine, _goldens_text(check)] for check in result.goldens]
-    )
+    print_table("recorded calls", ["engine", "result"], [[check.engine, _outcome(check)] for check in result.goldens])
     if result.parity:
         _print_parity(result.parity)
     if result.swaps:
@@ -139,7 +137,7 @@ def _print(result: Verification) -> None:
     say(f"{'verified' if result.same else f'not verified, {count}'}, in {result.seconds:.1f} s")
 
 
-def _goldens_text(check: GoldensCheck) -> str:
+def _outcome(check: GoldensCheck) -> str:
     if check.problems:
         return _result(len(check.problems))
     texts = {"goldens": "reproduced", "finite": "of other weights; outputs are finite", "none": "none recorded"}

@@ -168,7 +168,6 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and the errors that caused it."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)

@@ -83,7 +83,6 @@ def compile_engines(
 
 
 def _checked_methods(artifact: Artifact, methods: Sequence[str] | None) -> Sequence[str]:
-    """Return the methods to compile. Raises UnknownMethod."""
     names = artifact.methods if methods is None else [methods] if isinstance(methods, str) else methods
     if unknown := [name for name in names if name not in artifact.methods]:
         raise UnknownMethod(

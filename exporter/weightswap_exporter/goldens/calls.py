@@ -94,10 +94,7 @@ def tolerance_problem(tolerance: Any) -> str | None:
 
 
 def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list[Any]]:
-    """Return copies of the flat inputs of each call, as a server takes them.
-
-    Raises RecordingError with every input that a server would refuse.
-    """
+    """Return copies of the flat inputs of each call. Raises RecordingError for those that a server would refuse."""
     flat: list[list[Any]] = []
     problems: list[str] = []
     for number, call in enumerate(calls):

@@ -22,7 +22,7 @@ from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
 
-from .compared_calls import Cases, ComparedCase, PathLike, calls_to_compare
+from .compared_calls import CallCase, Cases, PathLike, calls_to_compare
 from .divergence import locate_divergence
 from .executions import EagerSide, EngineSide, Run, Side, eager_side, repeatable_outputs
 from .measuring import Tolerances, compared, tolerances
@@ -71,17 +71,9 @@ def compare(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
         path = servable(weights, opened, folder) if weights is not None else _packed(folder, eager, opened)
-        compared_cases = calls_to_compare(opened, cases, recorded_inputs(opened, path), seed)
+        calls = calls_to_compare(opened, cases, recorded_inputs(opened, path), seed)
         report = compare_calls(
-            eager,
-            opened,
-            path,
-            compared_cases,
-            engines,
-            devices,
-            tolerance=tolerance,
-            functions=functions,
-            locate=locate,
+            eager, opened, path, calls, engines, devices, tolerance=tolerance, functions=functions, locate=locate
         )
     return msgspec.structs.replace(report, weights="the model's weights" if weights is None else str(weights))
 
@@ -90,7 +82,7 @@ def compare_calls(
     model: nn.Module | None,
     artifact: Artifact,
     weights: PathLike,
-    cases: Sequence[ComparedCase],
+    cases: Sequence[CallCase],
     engines: Sequence[str] | None = None,
     devices: Sequence[str] = (HOST,),
     *,
@@ -122,7 +114,6 @@ def compare_calls(
 
 
 def _packed(folder: Path, model: nn.Module | None, artifact: Artifact) -> Path:
-    """Pack the model's weights into the folder. Returns the path of the file."""
     if model is None:
         raise ParityError(["there are no weights"], "Give a weight file, a model, or both.")
     return pack(model, artifact, out=folder / "weights.safetensors").path
@@ -141,13 +132,16 @@ def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, mod
     return names
 
 
+_Expected = list[tuple[CallCase, list[Any]]]  # cases with the reference's outputs
+
+
 @dataclass
 class _EngineComparison:
     """Results of the engines so far, device by device."""
 
     artifact: Artifact
     weights: PathLike
-    cases: Sequence[ComparedCase]
+    cases: Sequence[CallCase]
     tolerance: Tolerance | None
     locate: bool
     engines: list[EngineParity] = field(default_factory=list)
@@ -160,7 +154,7 @@ class _EngineComparison:
         for name in names:
             self.engines.append(self._engine(reference, Run(self.weights, name), expected, device))
 
-    def _expected(self, reference: Side) -> list[tuple[ComparedCase, list[Any]]]:
+    def _expected(self, reference: Side) -> _Expected:
         """Return the reference's outputs for each case that it accepts."""
         expected = []
         for case in self.cases:
@@ -171,13 +165,11 @@ class _EngineComparison:
                 expected.append((case, outputs))
         if lost := {case.call.method for case in self.cases} - {case.call.method for case, _ in expected}:
             problems = [f"{method}: no call could be compared" for method in sorted(lost)]
-            advice = "Random inputs are nothing that this model takes; give cases=[(args, kwargs)]."
+            advice = "This model does not accept random inputs; give cases=[(args, kwargs)]."
             raise ParityError([*problems, *self.skipped.values()], advice)
         return expected
 
-    def _engine(
-        self, reference: Side, run: Run, expected: list[tuple[ComparedCase, list[Any]]], device: str
-    ) -> EngineParity:
+    def _engine(self, reference: Side, run: Run, expected: _Expected, device: str) -> EngineParity:
         side = EngineSide(self.artifact, run, device)
         self.weights_id = side.model.weights_id or ""
         limits = tolerances(run.engine, self.tolerance)
@@ -196,7 +188,7 @@ class _EngineComparison:
             note=note,
         )
 
-    def _case(self, side: EngineSide, case: ComparedCase, expected: list[Any], limits: Tolerances) -> CaseParity:
+    def _case(self, side: EngineSide, case: CallCase, expected: list[Any], limits: Tolerances) -> CaseParity:
         result = CaseParity(case=case.name, origin=case.origin, method=case.call.method)
         try:
             found = side.run(case)
@@ -215,7 +207,7 @@ class _EngineComparison:
         return msgspec.structs.replace(result, outputs=tuple(outputs))
 
     def _located(
-        self, reference: Side, run: Run, case: ComparedCase, limits: Tolerances, device: str
+        self, reference: Side, run: Run, case: CallCase, limits: Tolerances, device: str
     ) -> tuple[Divergence | None, str]:
         if device != HOST:
             return None, f"the first divergence is looked for on the CPU alone, not on {device}"

@@ -26,7 +26,7 @@ Cases = Requested | Literal["goldens", "generated"]
 _ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
 
 
-class ComparedCase(NamedTuple):
+class CallCase(NamedTuple):
     """A call to compare, with its arguments also as the graph's flat inputs, all on the CPU."""
 
     name: str
@@ -50,9 +50,7 @@ class ComparedCase(NamedTuple):
         return f"{self.call.method}, {self.name}"
 
 
-def calls_to_compare(
-    artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int
-) -> list[ComparedCase]:
+def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int) -> list[CallCase]:
     """Return the calls that `cases` names; None: those of the goldens, and generated ones. Raises ParityError."""
     if isinstance(cases, str) and cases not in ("goldens", "generated"):
         raise ParityError([f"cases={cases!r} is not known"], _ADVICE)
@@ -66,7 +64,7 @@ def calls_to_compare(
     return recorded if cases == "goldens" else [*recorded, *_generated(artifact, seed)]
 
 
-def _calls_of_user(artifact: Artifact, cases: Requested) -> list[ComparedCase]:
+def _calls_of_user(artifact: Artifact, cases: Requested) -> list[CallCase]:
     try:
         request = wanted_goldens(cases, None, artifact.methods)
         assert request is not None
@@ -74,28 +72,28 @@ def _calls_of_user(artifact: Artifact, cases: Requested) -> list[ComparedCase]:
     except RecordingError as error:
         raise ParityError(error.problems, error.advice) from error
     return [
-        ComparedCase(f"case {number}", "given", with_literals(call, artifact.manifest), values)
+        CallCase(f"case {number}", "given", with_literals(call, artifact.manifest), values)
         for number, (call, values) in enumerate(zip(request.calls, flat, strict=True))
     ]
 
 
-def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[ComparedCase]:
-    """Yield each recorded call, for whatever weights it was recorded: only its inputs are used."""
+def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[CallCase]:
+    """Yield each recorded call, whatever weights it was recorded for: only its inputs are used."""
     for file in goldens:
         for number, case in enumerate(file.cases):
             flat = [file.tensors[value] if isinstance(value, str) else value for value in case.inputs]
             name = f"golden {number}{' of the artifact' if file.bundled else ''}"
-            yield _compared_case(artifact, name, "golden", case.method, flat)
+            yield _call_case(artifact, name, "golden", case.method, flat)
 
 
-def _generated(artifact: Artifact, seed: int) -> Iterator[ComparedCase]:
+def _generated(artifact: Artifact, seed: int) -> Iterator[CallCase]:
     rng = np.random.default_rng(seed)
     for method, described in artifact.manifest.methods.items():
         bounds = index_bounds(artifact, method)
         for sizes in _sizes(described.signature):
             flat = random_values(described.signature, sizes, rng, bounds)
             name = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
-            yield _compared_case(artifact, f"random with {name}" if name else "random", "generated", method, flat)
+            yield _call_case(artifact, f"random with {name}" if name else "random", "generated", method, flat)
 
 
 def _sizes(signature: Signature) -> list[Sizes]:
@@ -104,8 +102,8 @@ def _sizes(signature: Signature) -> list[Sizes]:
     return list(unique.values())
 
 
-def _compared_case(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> ComparedCase:
+def _call_case(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> CallCase:
     signature = artifact.manifest.methods[method].signature
     values = [copied_tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
     args, kwargs = call_arguments(signature, values)
-    return ComparedCase(name, origin, GoldenCall(method, args, kwargs), values)
+    return CallCase(name, origin, GoldenCall(method, args, kwargs), values)

@@ -18,7 +18,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import DTYPES
 
-from .compared_calls import ComparedCase
+from .compared_calls import CallCase
 from .executions import GRAPH, EagerSide, EngineSide, Run
 from .graphs import OpenedGraph
 from .measuring import Measure, Tolerances, measure, tolerances
@@ -50,13 +50,13 @@ class _Comparison(NamedTuple):
 
     expected: str
     found: str
-    case: ComparedCase
+    case: CallCase
     graph: OpenedGraph
     limits: Tolerances
 
 
 def locate_divergence(
-    eager: EagerSide | None, artifact: Artifact, run: Run, case: ComparedCase, limits: Tolerances
+    eager: EagerSide | None, artifact: Artifact, run: Run, case: CallCase, limits: Tolerances
 ) -> tuple[Divergence | None, str]:
     """Find where an engine's outputs diverge: between the eager model and the graph, or the graph and the engine.
 
@@ -81,7 +81,7 @@ def _no_divergence(artifact: Artifact, engine: str) -> str:
 
 
 def eager_and_graph(
-    eager: EagerSide, artifact: Artifact, run: Run, case: ComparedCase, limits: Tolerances
+    eager: EagerSide, artifact: Artifact, run: Run, case: CallCase, limits: Tolerances
 ) -> Divergence | None:
     """Find where the eager model and the graph with a run's weights diverge. Holds every result of one call twice."""
     stack = ModuleStack(eager.model)
@@ -96,7 +96,7 @@ def eager_and_graph(
 
 
 def between_engines(
-    artifact: Artifact, expected: Run, found: Run, case: ComparedCase, limits: Tolerances
+    artifact: Artifact, expected: Run, found: Run, case: CallCase, limits: Tolerances
 ) -> Divergence | None:
     """Find where two engines, one of which may be GRAPH, diverge in the graph's nodes. Other engines compile twice."""
     graph = OpenedGraph(artifact, case.call.method)
@@ -141,7 +141,7 @@ def _stretch(taps: Sequence[Tap], ends: Sequence[Tap], wrong: int) -> list[Tap]:
 
 
 def _tapped_pairs(
-    graph: OpenedGraph, expected: Run, found: Run, case: ComparedCase, taps: Sequence[Tap]
+    graph: OpenedGraph, expected: Run, found: Run, case: CallCase, taps: Sequence[Tap]
 ) -> list[_StepPair]:
     """Return the results of both engines for the taps, then their outputs."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
@@ -157,7 +157,7 @@ def _tapped_pairs(
     return sorted(pairs, key=lambda pair: pair.is_output)
 
 
-def _outputs(artifact: Artifact, run: Run, case: ComparedCase) -> list[Any]:
+def _outputs(artifact: Artifact, run: Run, case: CallCase) -> list[Any]:
     if run.engine == GRAPH:
         return OpenedGraph(artifact, case.call.method).outputs(run.weights, case)
     return EngineSide(artifact, run).run(case)

@@ -24,7 +24,7 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 from weightswap_tools.call_inputs import call_flat
 
-from .compared_calls import ComparedCase, PathLike
+from .compared_calls import CallCase, PathLike
 
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
 _RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and fix what draws random numbers."
@@ -36,7 +36,7 @@ class Side(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, case: ComparedCase) -> list[Any]:
+    def run(self, case: CallCase) -> list[Any]:
         """Return flat outputs, with tensors as `TensorBytes`. Raises the errors of the execution."""
         ...
 
@@ -71,13 +71,13 @@ class EngineSide:
         """Return the run with the engine that runs the method: `torch` if the artifact has no file for another."""
         return self._run._replace(engine=self.model.engines[method])
 
-    def run(self, case: ComparedCase) -> list[Any]:
+    def run(self, case: CallCase) -> list[Any]:
         if self.model.artifact.manifest.state:
             self._swap()
         return call(self.model, case)
 
 
-def repeatable_outputs(reference: Side, case: ComparedCase, artifact: Artifact) -> list[Any] | str:
+def repeatable_outputs(reference: Side, case: CallCase, artifact: Artifact) -> list[Any] | str:
     """Run a case twice and return its outputs, or for a generated case that the reference refuses the reason.
 
     Raises ParityError if the reference refuses any other case, or if the two runs differ.
@@ -99,7 +99,7 @@ def repeatable_outputs(reference: Side, case: ComparedCase, artifact: Artifact) 
     return first
 
 
-def call(model: Model, case: ComparedCase) -> list[Any]:
+def call(model: Model, case: CallCase) -> list[Any]:
     """Return flat outputs, with tensors as `TensorBytes`. Raises the errors of the engine."""
     return call_flat(model, case.call.method, contents_of(case.flat))
 
@@ -114,11 +114,8 @@ class EagerSide:
     artifact: Artifact
     device: str
 
-    def run(self, case: ComparedCase, within: AbstractContextManager[object] | None = None) -> list[Any]:
-        """Run a case. within: a context manager around the call alone.
-
-        Raises the errors of the model, and ParityError if its outputs do not have the names of the graph's.
-        """
+    def run(self, case: CallCase, within: AbstractContextManager[object] | None = None) -> list[Any]:
+        """Run a case, with the call alone inside `within`. Raises ParityError, too, for outputs unlike the graph's."""
         method, args, kwargs = case.call
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         outputs = self.runner.run(method, args, kwargs, within)
@@ -154,7 +151,6 @@ def eager_side(
 
 
 def _check_unchanged(runner: Eager) -> None:
-    """Raise ParityError if calls have changed weights or constants."""
     if problems := [f"a call of the model has changed {name}, which is no state" for name in runner.changed()]:
         raise ParityError(problems, f"{_RANDOM} Build the model again: its parameters keep what was written to them.")
 

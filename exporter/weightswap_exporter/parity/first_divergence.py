@@ -16,7 +16,7 @@ from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
 
-from .compared_calls import Cases, ComparedCase, PathLike, calls_to_compare
+from .compared_calls import CallCase, Cases, PathLike, calls_to_compare
 from .divergence import between_engines, locate_divergence
 from .executions import EagerSide, EngineSide, Run, Side, eager_side, repeatable_outputs
 from .measuring import Tolerances, compared, tolerances
@@ -73,7 +73,7 @@ def _servable(source: Run | PathLike, artifact: Artifact, folder: Path) -> Run:
     return run._replace(weights=servable(run.weights, artifact, folder))
 
 
-def _differ(expected: Side, found: Side, case: ComparedCase, limits: Tolerances, artifact: Artifact) -> bool:
+def _differ(expected: Side, found: Side, case: CallCase, limits: Tolerances, artifact: Artifact) -> bool:
     """Return whether the outputs differ; False for a generated case that one side refuses."""
     wanted = repeatable_outputs(expected, case, artifact)
     if isinstance(wanted, str):

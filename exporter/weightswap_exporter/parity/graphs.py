@@ -15,7 +15,7 @@ from weightswap_exporter.checkpoints.tensor import contents_of
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 
-from .compared_calls import ComparedCase, PathLike
+from .compared_calls import CallCase, PathLike
 from .executions import initial_state
 from .steps import GraphRun, Step, StepRecorder
 
@@ -32,7 +32,7 @@ class OpenedGraph:
         """Return the program without values. Raises ArtifactError."""
         return open_program(self.artifact, self.artifact.manifest.methods[self.method].graph)
 
-    def steps(self, weights: PathLike, case: ComparedCase) -> tuple[list[Step], list[Any]]:
+    def steps(self, weights: PathLike, case: CallCase) -> tuple[list[Step], list[Any]]:
         """Run a case. Returns its steps, operator by operator, and its flat outputs."""
         program = self._filled(weights)
         run = GraphRun(program)
@@ -42,7 +42,7 @@ class OpenedGraph:
             values = run.run(*_flat(program, case))
         return recorder.steps, contents_of(values)
 
-    def outputs(self, weights: PathLike, case: ComparedCase) -> list[Any]:
+    def outputs(self, weights: PathLike, case: CallCase) -> list[Any]:
         """Run a case. Returns its flat outputs, with tensors as `TensorBytes`."""
         program = self._filled(weights)
         with torch.no_grad():
@@ -72,8 +72,7 @@ class OpenedGraph:
         return program
 
 
-def _flat(program: ExportedProgram, case: ComparedCase) -> list[Any]:
-    """Return the inputs of the program's graph, in order."""
+def _flat(program: ExportedProgram, case: CallCase) -> list[Any]:
     values = iter(case.flat)
     tables = program.state_dict | program.constants
     specs = program.graph_signature.input_specs

@@ -26,7 +26,7 @@ from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.digests import digest_of
 
-from .compared_calls import ComparedCase, PathLike
+from .compared_calls import CallCase, PathLike
 
 
 def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
@@ -43,7 +43,7 @@ def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
 def check_request(
     model: nn.Module | None,
     artifact: Artifact,
-    cases: Sequence[ComparedCase],
+    cases: Sequence[CallCase],
     functions: Mapping[str, str] | None,
     devices: Sequence[str],
     tolerance: Tolerance | None,

@@ -27,10 +27,9 @@ _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "
 
 
 class Position(NamedTuple):
-    """Position of a computation in the model and in the graph.
+    """Position of a computation in the model and in the graph; `node` and `operator` are empty in eager code.
 
-    modules: (FQN, class) from the outermost to the innermost; the outermost, the model itself, has the FQN "". node,
-    operator: of the graph; empty in eager code.
+    modules: (FQN, class) from the outermost to the innermost. The outermost, the model itself, has the FQN "".
     """
 
     modules: tuple[tuple[str, str], ...] = ()
@@ -144,7 +143,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 class NodeFailed(Exception):
-    """Error that a node of a graph raised."""
+    """Error raised by a node of a graph."""
 
     def __init__(self, position: Position, error: Exception) -> None:
         where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"

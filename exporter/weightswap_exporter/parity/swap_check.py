@@ -15,7 +15,7 @@ from weightswap_runtime.live.residency.residency import ResidencyName
 from weightswap_runtime.tensors.comparing import difference
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import ComparedCase, PathLike
+from .compared_calls import CallCase, PathLike
 from .executions import call
 
 _Outcome = list[Any] | str  # flat outputs, or the message of the error
@@ -43,7 +43,7 @@ def check_swap(
     residency: ResidencyName,
     before: PathLike,
     after: PathLike,
-    cases: Sequence[ComparedCase],
+    cases: Sequence[CallCase],
 ) -> SwapCheck:
     """Swap a model from `before` to `after` and compare its outputs. Raises the errors of `load` and `swap`."""
     expected = _outcomes(_loaded(artifact, engine, residency, after), cases)
@@ -70,11 +70,11 @@ def _loaded(artifact: Artifact, engine: Any, residency: ResidencyName, weights: 
     return load(artifact, weights, engine=engine, residency=residency, verify="off")
 
 
-def _outcomes(model: Model, cases: Sequence[ComparedCase]) -> list[_Outcome]:
+def _outcomes(model: Model, cases: Sequence[CallCase]) -> list[_Outcome]:
     return [_outcome(model, case) for case in cases]
 
 
-def _outcome(model: Model, case: ComparedCase) -> _Outcome:
+def _outcome(model: Model, case: CallCase) -> _Outcome:
     try:
         return call(model, case)
     except WeightswapError:
@@ -84,7 +84,7 @@ def _outcome(model: Model, case: ComparedCase) -> _Outcome:
 
 
 def _problems(
-    when: str, artifact: Artifact, cases: Sequence[ComparedCase], expected: list[_Outcome], found: list[_Outcome]
+    when: str, artifact: Artifact, cases: Sequence[CallCase], expected: list[_Outcome], found: list[_Outcome]
 ) -> Iterator[str]:
     for case, ours, theirs in zip(cases, expected, found, strict=True):
         if isinstance(ours, str) or isinstance(theirs, str):

@@ -24,7 +24,7 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_tools.random_inputs import write_random_weights
 
 from .compare import compare_calls
-from .compared_calls import ComparedCase, PathLike, calls_to_compare
+from .compared_calls import CallCase, PathLike, calls_to_compare
 from .preconditions import checked_model, fill_model, recorded_inputs, servable
 from .report import ParityReport
 from .swap_check import SwapCheck, check_swap
@@ -148,7 +148,7 @@ class _Checks:
     notes: list[str] = field(default_factory=list)
     weights_id: str = ""
 
-    def cases(self, recipe: Mapping[str, Any], seed: int) -> list[ComparedCase]:
+    def cases(self, recipe: Mapping[str, Any], seed: int) -> list[CallCase]:
         """Return the recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
         samples = _samples(recipe)
         sample_cases = calls_to_compare(self.artifact, samples, [], seed) if samples else []
@@ -168,7 +168,7 @@ class _Checks:
                 self.goldens.append(GoldensCheck(engine=engine, verified=receipt.verified))
 
     def check_parity(
-        self, recipe: Mapping[str, Any] | None, cases: Sequence[ComparedCase], tolerance: Tolerance | None
+        self, recipe: Mapping[str, Any] | None, cases: Sequence[CallCase], tolerance: Tolerance | None
     ) -> None:
         if recipe is None and set(self.engines) <= {"torch"}:
             self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
@@ -183,7 +183,7 @@ class _Checks:
         self.notes += [text for engine in self.parity.engines for text in engine.refusals]
         self.weights_id = self.weights_id or self.parity.weights_id
 
-    def check_swaps(self, cases: Sequence[ComparedCase], before: PathLike | None) -> None:
+    def check_swaps(self, cases: Sequence[CallCase], before: PathLike | None) -> None:
         if before is None:
             return
         accepted = self._accepted(cases)
@@ -191,7 +191,7 @@ class _Checks:
             self.tell(f"a swap on {engine}, {residency} residency")
             self.swaps.append(check_swap(self.artifact, engine, residency, before, self.weights, accepted))
 
-    def _accepted(self, cases: Sequence[ComparedCase]) -> list[ComparedCase]:
+    def _accepted(self, cases: Sequence[CallCase]) -> list[CallCase]:
         """Return the cases that the reference and all engines accept: compiled code may do anything with others."""
         if self.parity is None:
             return list(cases)
@@ -202,7 +202,6 @@ class _Checks:
 
 
 def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the sample inputs of a recipe as calls by method."""
     methods = recipe.get("methods")
     if methods:
         return {name: [(tuple(spec.args), dict(spec.kwargs))] for name, spec in methods.items()}

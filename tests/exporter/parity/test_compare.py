@@ -18,7 +18,7 @@ from tests.support.accelerators import on_every_device
 from tests.support.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.parity import Run, compare, first_divergence
-from weightswap_exporter.parity.compared_calls import ComparedCase
+from weightswap_exporter.parity.compared_calls import CallCase
 from weightswap_exporter.parity.executions import EngineSide
 from weightswap_runtime import Artifact, ParityError, Unsupported
 from weightswap_runtime.errors import GoldensError
@@ -312,7 +312,7 @@ def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
 ) -> None:
     run = EngineSide.run
 
-    def refusing(self: EngineSide, case: ComparedCase) -> list[Any]:
+    def refusing(self: EngineSide, case: CallCase) -> list[Any]:
         if any(isinstance(value, torch.Tensor) and not value.numel() for value in case.flat):
             raise RuntimeError("a size of 0")
         return run(self, case)
