@@ -101,7 +101,6 @@ def _divergences(report: ParityReport) -> Iterator[Section]:
 
 
 def _heat(report: ParityReport) -> HeatMap:
-    """Return a heat map with a row for each output of each call and a column for each engine."""
     cells: dict[str, dict[str, float | None]] = {}
     for engine in report.engines:
         for case in engine.cases:

@@ -92,7 +92,6 @@ def _checked_methods(artifact: Artifact, methods: Sequence[str] | None) -> Seque
 
 
 def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], device: str) -> None:
-    """Try the files in a copy of the artifact. Raises CaptureError."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
         copy = Path(folder) / "artifact"
         shutil.copytree(artifact.folder, copy)

@@ -122,7 +122,6 @@ def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Lo
 
 
 def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
-    """Copy the tensors of a packed file by name. Raises CheckpointError."""
     tensors, values = named_tensors(model), read_weights(weights, framework="torch")
     problems = list(type_problems(model, artifact.manifest))
     for row in artifact.manifest.weights:
