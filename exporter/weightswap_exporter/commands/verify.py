@@ -64,7 +64,7 @@ def verify(
     """
     engines = None if engine is None else [name.strip() for text in engine for name in text.split(",") if name.strip()]
     if engines == []:
-        raise typer.BadParameter("--engines names none; leave it out for all that there are")
+        raise typer.BadParameter("--engines names none; leave it out to check all available engines")
     limits = _parse_tolerance(tolerance)
     with errors_as_exit(as_json), status_line("opening the artifact") as tell:
         from weightswap_exporter.parity.verification import verify as verify_artifact

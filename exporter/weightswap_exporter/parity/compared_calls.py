@@ -42,7 +42,7 @@ class CallCase(NamedTuple):
         )
 
     def is_refused(self, error: Exception) -> bool:
-        """Return whether the error means that an engine refuses the call, and may."""
+        """Return whether an engine that may refuse the call did so with this error."""
         return self.may_be_refused and (isinstance(error, InputMismatch) or not isinstance(error, WeightswapError))
 
     @property

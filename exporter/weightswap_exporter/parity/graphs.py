@@ -21,7 +21,7 @@ from .steps import GraphRun, Step, StepRecorder
 
 
 class OpenedGraph:
-    """The graph of one method. Weights are case as a weight file or as any source that `pack` takes."""
+    """The graph of one method. Weights come from a weight file or any source that `pack` takes."""
 
     def __init__(self, artifact: Artifact, method: str) -> None:
         self.artifact = artifact

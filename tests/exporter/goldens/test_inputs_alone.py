@@ -131,9 +131,7 @@ def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
         (lambda document: document["cases"][2].update(outputs=["2.input.0"]), "expected 0 outputs, found 1"),
     ],
 )
-def test_a_file_that_is_neither_goldens_nor_inputs_is_refused(
-    change: Callable[[dict], None], says: str, artifact: Artifact
-) -> None:
+def test_contradictory_files_are_refused(change: Callable[[dict], None], says: str, artifact: Artifact) -> None:
     path = artifact.path / INPUTS_NAME
     with safetensors.safe_open(path, "pt") as opened:
         document = msgspec.json.decode(opened.metadata()[METADATA_KEY])
