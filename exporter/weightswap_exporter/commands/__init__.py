@@ -1,1 +1,1 @@
-"""The command line of the build machine; recipes, and `hf:DIR`."""
+"""Commands of the build machine, with recipes and `hf:DIR`."""

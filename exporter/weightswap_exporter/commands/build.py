@@ -31,38 +31,38 @@ compile_command = typer.Typer(add_completion=False)
 
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option("--engine", help="Compile the graphs for this engine, too (aoti, onnx); may be repeated."),
+    typer.Option("--engine", help="Also compile the graphs for this engine (aoti, onnx); may be repeated."),
 ]
 InputsOption = Annotated[
     str | None,
     typer.Option(
         "--inputs",
-        help="file.py:function for hf:DIR: gets the model and returns what its forward takes, a tuple or a dict; else "
-        "its inputs are guessed.",
+        help="For hf:DIR: a function, as file.py:function, that gets the model and returns the inputs of its forward, "
+        "a tuple or a dict. By default, inputs are guessed.",
     ),
 ]
 PicturesOption = Annotated[
-    bool, typer.Option("--pictures", help="For hf:DIR: sample inputs with images, where texts alone would do.")
+    bool, typer.Option("--pictures", help="For hf:DIR: also give sample images to a model that takes text alone.")
 ]
 TaskOption = Annotated[
     Literal["generate"] | None,
-    typer.Option("--task", help="For hf:DIR, a language model: generate exports what `weightswap generate` needs."),
+    typer.Option("--task", help="For hf:DIR with a language model: generate exports what `weightswap generate` needs."),
 ]
 LengthOption = Annotated[
-    int, typer.Option("--length", help="With --task generate: tokens of a prompt and its answer together, at most.")
+    int, typer.Option("--length", help="With --task generate: maximum number of tokens of a prompt and its answer.")
 ]
-BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: sequences side by side.")]
-NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Leave out the goldens that the recipe asks for.")]
+BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: number of parallel sequences.")]
+NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Do not record the goldens of the recipe.")]
 
 
 @export_command.command()
 def export(
     recipe: Annotated[
-        str, typer.Argument(help="file.py:function or module:function, which returns what export() takes; or hf:DIR.")
+        str, typer.Argument(help="Recipe: file.py:function or module:function, or hf:DIR for a transformers model.")
     ],
-    out: Annotated[str, typer.Option("--out", "-o", help="The artifact's folder; an artifact there is replaced.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Artifact folder to write; an existing one is replaced.")],
     skeleton: Annotated[
-        bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
+        bool, typer.Option("--skeleton", help="Run the recipe under skeleton(), so that parameters take no memory.")
     ] = False,
     inputs: InputsOption = None,
     pictures: PicturesOption = False,
@@ -75,11 +75,13 @@ def export(
 ) -> None:
     """Export a model's graphs, without its weights.
 
-    The recipe is a function without arguments that returns the arguments of weightswap_exporter.export(), without
-    out: a dict, or a tuple (model, args) or (model, args, kwargs).
+    The recipe is a function without arguments that returns the arguments of
+    weightswap_exporter.export(), except for out: a dict, or a tuple (model, args)
+    or (model, args, kwargs).
 
-    hf:DIR is a local directory of a transformers model, of which config.json alone is read: the model is always a
-    skeleton, sample inputs are guessed and tried with the eager model, and as many sizes as possible stay dynamic.
+    hf:DIR is the local directory of a transformers model. Only its config.json is
+    read: the model is always a skeleton, its sample inputs are guessed and tried
+    on the eager model, and as many sizes as possible stay dynamic.
     """
     with errors_as_exit(as_json):
         from weightswap_runtime.format.goldens import artifact_goldens
@@ -87,7 +89,7 @@ def export(
 
         from .recipes import export_recipe
 
-        with warnings_said() as said, status_line("building the model") as tell:
+        with warnings_said() as messages, status_line("building the model") as tell:
             artifact = export_recipe(
                 recipe,
                 out=out,
@@ -102,12 +104,12 @@ def export(
         manifest = artifact.manifest
         goldens = artifact_goldens(artifact)
         recorded = len(goldens.cases) if goldens else 0
-        alone = goldens is not None and not goldens.record.has_outputs
+        inputs_alone = goldens is not None and not goldens.record.has_outputs
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
             counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
-            counts |= {"goldens": 0 if alone else recorded, "inputs": recorded if alone else 0}
-            print_json(document | counts | {"warnings": said})
+            counts |= {"goldens": 0 if inputs_alone else recorded, "inputs": recorded if inputs_alone else 0}
+            print_json(document | counts | {"warnings": messages})
             return
         say(f"artifact   {artifact.path}")
         say(f"graph id   {artifact.graph_id}")
@@ -115,23 +117,23 @@ def export(
             say(f"method     {signature_text(name, method.signature)}")
         say(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            say(f"{'inputs ' if alone else 'goldens'}    {plural(recorded, 'case')}")
+            say(f"{'inputs ' if inputs_alone else 'goldens'}    {plural(recorded, 'case')}")
 
 
 @compile_command.command(name="compile")
 def compile_artifact(
-    artifact: Annotated[str, typer.Argument(help="An artifact's folder; the files are added to it.")],
+    artifact: Annotated[str, typer.Argument(help="The artifact's folder; compiled files are added to it.")],
     engine: Annotated[
         list[str], typer.Option("--engine", help="aoti, for machines like this one, or onnx; may be repeated.")
     ],
     device: Annotated[
-        str, typer.Option(help="What aoti is compiled for: cpu, or cuda for GPUs like this machine's.")
+        str, typer.Option(help="Device that aoti compiles for: cpu, or cuda for GPUs like this machine's.")
     ] = HOST,
     method: Annotated[
-        list[str] | None, typer.Option("--method", help="Compile this method alone; may be repeated.")
+        list[str] | None, typer.Option("--method", help="Compile only this method; may be repeated.")
     ] = None,
     no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Do not compare what was compiled with the graphs on random weights.")
+        bool, typer.Option("--no-trial", help="Do not compare the compiled files with the graphs on random weights.")
     ] = False,
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
@@ -144,14 +146,14 @@ def compile_artifact(
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
         with status_line("opening the artifact") as tell:
-            made = compile_engines(artifact, engine, methods=method, trial=not no_trial, device=device, tell=tell)
-        folders, methods = tuple(f"engines/{name}/" for name in engine), method or made.methods
-        added = [name for name in made.manifest.files if name.startswith(folders) and Path(name).stem in methods]
+            compiled = compile_engines(artifact, engine, methods=method, trial=not no_trial, device=device, tell=tell)
+        folders, methods = tuple(f"engines/{name}/" for name in engine), method or compiled.methods
+        added = [name for name in compiled.manifest.files if name.startswith(folders) and Path(name).stem in methods]
         if as_json:
-            print_json({"path": made.path, "graph_id": made.graph_id, "files": added})
+            print_json({"path": compiled.path, "graph_id": compiled.graph_id, "files": added})
             return
         for name in added:
-            size = human_bytes((made.folder / name).stat().st_size)
+            size = human_bytes((compiled.folder / name).stat().st_size)
             say(f"{'replaced' if name in before else 'added'}  {name}, {size}")
 
 
@@ -160,30 +162,30 @@ def pack(
     source: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint: a .safetensors, .pt, .pth, .bin or .ckpt file, an index of shards, or the folder of a "
+            help="Checkpoint: a .safetensors, .pt, .pth, .bin or .ckpt file, an index of shards, or a folder of a "
             "Hugging Face model or of torch.distributed.checkpoint."
         ),
     ],
-    artifact: Annotated[str, typer.Argument(help="The artifact that it is for, or its URL.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
+    artifact: Annotated[str, typer.Argument(help="Folder or URL of the artifact that the weights are for.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Weight file to write; an existing one is replaced.")],
     label: LabelOption = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Cast floating tensors to this torch dtype where the graph wants it.")
+        str | None, typer.Option(help="Cast floating-point tensors to this torch dtype where the graph expects it.")
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="file.py:function, module:function or hf:DIR, as for export: the checkpoint is loaded into its model "
-            "by `load(model, checkpoint)`, if it returns that too, or else as the model loads its own checkpoints, and "
-            "the model is packed."
+            help="file.py:function, module:function or hf:DIR, as for export. The checkpoint is loaded into the "
+            "recipe's model, by `load(model, checkpoint)` if the recipe returns that function, else as the model loads "
+            "its own checkpoints, and the model is packed."
         ),
     ] = None,
     level: Annotated[
         str | None,
-        typer.Option(help="Where in the checkpoint the weights are: keys joined with dots, as ema or app.model."),
+        typer.Option(help="Path of the weights in the checkpoint: keys joined with dots, such as ema or app.model."),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(help="Take only the tensors whose names begin with this, without it, as `net.`.")
+        str, typer.Option(help="Take only tensors whose names begin with this prefix, such as `net.`, and strip it.")
     ] = "",
     ignore: IgnoreOption = None,
     no_goldens: NoGoldensOption = False,
@@ -191,18 +193,19 @@ def pack(
 ) -> None:
     """Write a checkpoint's weights as a weight file for an artifact.
 
-    A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found, another with --level. Nothing
-    that is pickled runs. Goldens that the recipe asks for are recorded with its model and lie beside the weight file.
+    A state dict under `state_dict`, `model`, `model_state_dict` or `module` is
+    found by itself; --level names another place. Pickled code is never run.
+    Goldens of the recipe are recorded with its model, beside the weight file.
     """
     labels = parse_labels(label)
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        built: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if recipe is not None:
             from .recipes import load_model
 
-            built = load_model(recipe, goldens=not no_goldens)
+            arguments = load_model(recipe, goldens=not no_goldens)
         with warnings_said(), progress_bar("packing") as progress:
             packed = pack_checkpoint(
                 source,
@@ -210,10 +213,10 @@ def pack(
                 out=out,
                 labels=labels,
                 dtype=dtype,
-                model=built.get("model"),
-                load=built.get("load"),
-                goldens=built.get("goldens"),
-                tolerance=built.get("tolerance"),
+                model=arguments.get("model"),
+                load=arguments.get("load"),
+                goldens=arguments.get("goldens"),
+                tolerance=arguments.get("tolerance"),
                 level=level,
                 prefix=prefix,
                 ignore=ignore or (),
@@ -228,7 +231,7 @@ def pack(
             say(f"goldens     {plural(packed.goldens, 'case')}")
         if packed.level:
             say(f"found in    {packed.level}")
-        for found, names in packed.cast.items():
-            say(f"cast        {plural(len(names), 'tensor')} from {found}")
+        for source_dtype, names in packed.cast.items():
+            say(f"cast        {plural(len(names), 'tensor')} from {source_dtype}")
         if packed.ignored:
             say(f"left out    {listed(packed.ignored, 10)}")

@@ -16,15 +16,15 @@ export_onnx_command = typer.Typer(add_completion=False)
 def export_onnx(
     artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
     weights: Annotated[
-        Path, typer.Argument(help="A weight file, or .safetensors files that hold every weight as it is.")
+        Path, typer.Argument(help="Weight file, or .safetensors files that hold every weight unchanged.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The .onnx file, in a folder that holds the weight file, too.")
+        Path, typer.Option("--out", "-o", help="The .onnx file to write, in the folder of the weight file or above it.")
     ],
-    method: Annotated[str | None, typer.Option(help="The method; by default forward, or the only one.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method to write; by default forward, or the only one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a method as an ONNX model that points into a weight file, for tools that want files and no server."""
+    """Write a method as an ONNX model whose weights stay in a weight file, for tools that load ONNX files."""
     with errors_as_exit(as_json):
         from weightswap_exporter.engines.onnx_external import export_onnx as write
 

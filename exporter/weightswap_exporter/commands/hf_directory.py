@@ -1,6 +1,6 @@
-"""`hf:DIR`: a transformers model from a local directory, of which only `config.json` is read.
+"""`hf:DIR`: a transformers model from the `config.json` of a local directory.
 
-No network, no code from the directory, no weights: the model is a skeleton of the architecture that the file names.
+Network, code in the directory and weights are not used: the model is a skeleton of the architecture in the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
-from .hf_inputs import Given, Sizes, describe, fallbacks, given_inputs, sample_inputs
+from .hf_inputs import InputFunction, Sizes, describe, fallbacks, inputs_of_user, sample_inputs
 
 CONFIG_NAME = "config.json"
 
@@ -50,24 +50,23 @@ def directory_recipe(
     length: int = 16,
     hollow: bool = True,
     pictures: bool = False,
-    inputs: Given | None = None,
+    inputs: InputFunction | None = None,
 ) -> dict[str, Any]:
-    """What `export()` takes for the model of a directory: a skeleton, sample inputs, and every size that may vary.
+    """Return the arguments of `export()` for the model of a directory, with every size dynamic that may vary.
 
-    The model has the class that the configuration names, its dtype (float32 where it names none), and is in eval mode
-    without a key-value cache, so that a call depends on its inputs alone. length: of the sample texts, in tokens.
-    hollow: whether it is a skeleton; else it takes memory, and its weights are random. pictures: whether a model that
-    takes texts alone gets images, too. inputs: what gives the sample inputs instead of a guess: it gets the model and
-    returns what `forward` takes, a tuple or a dict; the batch may vary where all tensors share it. The eager model is
-    called with them once. Where the directory holds weights in another form than this version of transformers writes,
-    they are the `checkpoint`.
+    The model has the class and dtype of the configuration (float32 if it names none), and is in eval mode without a
+    key-value cache, so that a call depends on its inputs alone. length: tokens of the sample texts. hollow: make the
+    model a skeleton; otherwise it takes memory and its weights are random. pictures: also give images to a model that
+    takes text alone. inputs: a function that gets the model and returns the sample inputs of `forward`, a tuple or a
+    dict, instead of a guess; the batch is dynamic if all tensors share it. The eager model is called with them once.
+    The `checkpoint` describes the weights in the directory if this version of transformers writes them in another form.
 
-    Raises RecipeError where the directory does not say enough or eager refuses the inputs, Unsupported for quantised
-    models, MissingExtra without transformers.
+    Raises RecipeError if the directory does not say enough or the eager model refuses the inputs, Unsupported for
+    quantised models, and MissingExtra without transformers.
     """
     model = directory_model(directory, hollow=hollow)
-    found = sample_inputs(model, length, pictures=pictures) if inputs is None else given_inputs(model, inputs)
-    arguments = {"model": model, "kwargs": found.kwargs, "dynamic_shapes": found.sizes}
+    sample = sample_inputs(model, length, pictures=pictures) if inputs is None else inputs_of_user(model, inputs)
+    arguments = {"model": model, "kwargs": sample.kwargs, "dynamic_shapes": sample.sizes}
     form = _older_form(Path(directory), model)
     return arguments if form is None else arguments | {"checkpoint": form}
 
@@ -77,12 +76,12 @@ def export_directory(
     *,
     out: str | os.PathLike[str],
     pictures: bool = False,
-    inputs: Given | None = None,
+    inputs: InputFunction | None = None,
 ) -> Artifact:
     """Export the model of a directory with as many dynamic sizes as `torch.export` can keep.
 
-    Tried in turn: every size, the batch alone, none; a UserWarning names the sizes that had to be fixed. Raises what
-    `directory_recipe` and `export` raise.
+    Every size is tried first, then the batch alone, then none; a UserWarning names the sizes that had to be fixed.
+    Raises what `directory_recipe` and `export` raise.
     """
     arguments = directory_recipe(directory, pictures=pictures, inputs=inputs)
     shapes = describe(arguments["kwargs"])
@@ -112,9 +111,9 @@ def export_generating(
     engines: Sequence[str],
     tell: Tell,
 ) -> Artifact:
-    """Export the language model of a directory so that a server generates with it, as `export_decoder` does.
+    """Export the language model of a directory with `export_decoder`, so that a server can generate with it.
 
-    The tokens that end an answer are those of generation_config.json. Raises what `directory_model` and
+    The tokens that end an answer come from generation_config.json. Raises what `directory_model` and
     `export_decoder` raise.
     """
     from transformers import GenerationConfig
@@ -142,16 +141,16 @@ def _export_first(
 
 
 def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
-    """What the weights in the directory look like, if they load, and are not what `save_pretrained` writes today."""
+    """Return meta tensors like the weights in the directory, if they load and `save_pretrained` would write others."""
     try:
         with open_weights(directory) as weights:
-            saved = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+            types = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     except WeightFileError:
         return None
     written = huggingface.checkpoint(model)
-    if saved == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
+    if types == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
         return None
-    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in saved.items()}
+    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in types.items()}
     try:
         with restored(model):
             huggingface.load(model, form)
@@ -163,14 +162,14 @@ def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
 
 
 def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -> nn.Module:
-    """The model of a directory, as `directory_recipe` has it, without inputs."""
+    """Return the model of a directory, as `directory_recipe` builds it. Raises the same errors."""
     if find_spec("transformers") is None:
         raise MissingExtra("hf:DIR", "hf")
     directory = Path(directory)
-    named = _read_config(directory)
+    settings = _read_config(directory)
     with _quiet():
-        config = _parse(directory, named)
-        make = _maker(directory, named)
+        config = _parse(directory, settings)
+        make = _maker(directory, settings)
         _without_cache(config)
         try:
             with skeleton() if hollow else nullcontext():
@@ -190,45 +189,45 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"{directory}: has no {CONFIG_NAME}; hf: takes the local directory of a transformers model")
     try:
-        named = json.loads(path.read_bytes())
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(named, dict) or not isinstance(named.get("model_type"), str):
+    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise RecipeError(f"{path}: names no model_type, so it is not the configuration of a transformers model")
-    if named.get("quantization_config"):
+    if settings.get("quantization_config"):
         raise Unsupported(f"{path}: the model is quantised, which cannot be exported; give the original's directory")
-    return named
+    return settings
 
 
-def _parse(directory: Path, named: Mapping[str, Any]) -> Any:
+def _parse(directory: Path, settings: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if named["model_type"] not in CONFIG_MAPPING:
-        raise _unknown(directory, f"model type {named['model_type']!r}", named)
+    if settings["model_type"] not in CONFIG_MAPPING:
+        raise _unknown(directory, f"model type {settings['model_type']!r}", settings)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise RecipeError(*f"{directory / CONFIG_NAME}: transformers cannot use it: {error}".splitlines()) from error
 
 
-def _maker(directory: Path, named: Mapping[str, Any]) -> Callable[..., Any]:
-    """What builds the class that the configuration names, else the plain model of its type."""
+def _maker(directory: Path, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the constructor of the class that the configuration names, else of the plain model of its type."""
     import transformers
 
-    names = named.get("architectures")
+    names = settings.get("architectures")
     if not names:
         return partial(transformers.AutoModel.from_config, trust_remote_code=False)
     kind = getattr(transformers, str(names[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise _unknown(directory, f"model class {names[0]!r}", named)
+        raise _unknown(directory, f"model class {names[0]!r}", settings)
     make: Callable[..., Any] = kind._from_config
     return make
 
 
-def _unknown(directory: Path, what: str, named: Mapping[str, Any]) -> RecipeError:
+def _unknown(directory: Path, what: str, settings: Mapping[str, Any]) -> RecipeError:
     import transformers
 
-    code = " Code from the directory (auto_map) is never run." if named.get("auto_map") else ""
+    code = " Code from the directory (auto_map) is never run." if settings.get("auto_map") else ""
     return RecipeError(
         f"{directory}: transformers {transformers.__version__} has no {what}.{code} Write a recipe that builds it: a "
         "function that returns what export() takes, as file.py:function."
@@ -242,7 +241,7 @@ def _without_cache(config: Any) -> None:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Some models keep tensors in float32 whatever their dtype; `from_pretrained` goes by the same plan."""
+    """Cast the tensors to float32 that a model keeps so in any dtype, by the same plan as `from_pretrained`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(model.dtype)
@@ -261,12 +260,12 @@ def _keep_in_float32(model: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers remarks on token ids, image processors and generation settings, none of which matter here."""
-    from transformers.utils import logging as remarks
+    """Suppress logs of transformers about token ids, image processors and generation settings, which do not apply."""
+    from transformers.utils import logging as transformers_logging
 
-    previous = remarks.get_verbosity()
-    remarks.set_verbosity(logging.ERROR)
+    previous = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        remarks.set_verbosity(previous)
+        transformers_logging.set_verbosity(previous)

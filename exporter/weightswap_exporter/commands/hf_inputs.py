@@ -1,6 +1,6 @@
-"""Sample inputs and dynamic sizes for transformers models, guessed and tried.
+"""Sample inputs and dynamic sizes for transformers models, found by trial.
 
-The model is called with one guess after the other, the plainest first; the first that it accepts is taken.
+The eager model is called with one guess after another, the plainest first; the first that it accepts is used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from weightswap_runtime.errors import RecipeError
 
 from .hf_makers import MAKERS, Input, Subject
 
-_STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba"})  # these take a mask, and have no attention
+_STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba"})  # take a mask although they have no attention
 _MOST_TRIED = 40
 _MOST_SINGLE = 2
-_MOST_TOLD = 4
+_MOST_SHOWN = 4
 _OTHER_THAN_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _COMPANIONS = {
     "input_ids": ("attention_mask", "token_type_ids", "bbox"),
@@ -38,7 +38,7 @@ _COMPANIONS = {
     ),
     "states": ("actions", "rewards", "returns_to_go", "timesteps"),
 }
-_LAST = frozenset(  # tried where nothing else will do
+_LAST = frozenset(  # tried only after everything else
     {
         "image_sizes",
         "pixel_attention_mask",
@@ -52,31 +52,30 @@ _LAST = frozenset(  # tried where nothing else will do
 
 Sizes = dict[str, dict[int, Any] | None]
 
-
-Given = Callable[[Any], Any]
-"""A function of the user's: gets the model, and returns what its `forward` takes, a tuple or a dict."""
+InputFunction = Callable[[Any], Any]
+"""A function of the user that gets the model and returns the inputs of its `forward`, a tuple or a dict."""
 
 
 class Inputs(NamedTuple):
-    """Sample keyword arguments of `forward`, and the dimensions of each that may vary, by axis."""
+    """Sample keyword arguments of `forward`, and the dynamic dimensions of each, by axis."""
 
     kwargs: dict[str, Any]
     sizes: Sizes
 
 
 def sample_inputs(model: Any, length: int = 16, *, pictures: bool = False) -> Inputs:
-    """Inputs that the eager model accepts: texts of `length` tokens, images, sound or what else it takes; two of each.
+    """Return inputs that the eager model accepts: two texts of `length` tokens, images, waveforms or others.
 
-    They are a guess by the names in `forward` and by the configuration. Where the call needs values that a skeleton
-    does not have, it is taken to accept them. pictures: whether a model that takes texts alone gets images, too.
+    They are guessed from the parameter names of `forward` and the configuration. If a call needs values that a skeleton
+    lacks, the inputs count as accepted. pictures: also give images to a model that takes text alone.
 
-    Raises RecipeError with what was tried, where the model accepts nothing.
+    Raises RecipeError with the inputs that were tried if the model accepts none of them.
     """
     subject = Subject(model, length)
     refused: list[tuple[Inputs, Exception]] = []
     unsure: list[Inputs] = []
     guesses = list(islice(_guesses(subject, pictures), _MOST_TRIED))
-    for guess in [*guesses, *map(_single, guesses[:_MOST_SINGLE]), *_of_the_model(subject)]:
+    for guess in [*guesses, *map(_batch_of_one, guesses[:_MOST_SINGLE]), *_dummy_inputs(subject)]:
         error = _try(model, guess.kwargs)
         if error is None:
             return guess
@@ -88,16 +87,16 @@ def sample_inputs(model: Any, length: int = 16, *, pictures: bool = False) -> In
     raise _refusal(subject, refused)
 
 
-def _single(guess: Inputs) -> Inputs:
-    """The first of two alone: some models without a padding token take no more."""
+def _batch_of_one(guess: Inputs) -> Inputs:
+    """Return the first of the two samples: some models without a padding token take one at a time."""
     fixed: Sizes = {n: {axis: dim for axis, dim in (axes or {}).items() if axis} for n, axes in guess.sizes.items()}
     return Inputs({name: value[:1] for name, value in guess.kwargs.items()}, fixed)
 
 
-def given_inputs(model: Any, function: Given) -> Inputs:
-    """What the user's function returns, with a batch that may vary where all tensors share it.
+def inputs_of_user(model: Any, function: InputFunction) -> Inputs:
+    """Return the inputs that the user's function gives, with a dynamic batch if all tensors share it.
 
-    Raises RecipeError where that is not what `forward` takes, or the eager model refuses it.
+    Raises RecipeError if `forward` does not take such arguments, or the eager model refuses them.
     """
     who = type(model).__name__
     result = function(model)
@@ -105,78 +104,79 @@ def given_inputs(model: Any, function: Given) -> Inputs:
         raise RecipeError(f"--inputs: returned a {type(result).__qualname__}; expected a tuple or a dict for forward")
     args, kwargs = (result, {}) if isinstance(result, tuple) else ((), result)
     try:
-        named = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise RecipeError(f"--inputs: not what the forward of {who} takes: {error}") from error
-    inputs = {name: value for name, value in named.arguments.items() if name != "kwargs"} | dict(kwargs)
-    refused = _try(model, inputs)
-    if refused is not None and not wants_values(refused):
-        why = f"{frame_of(refused)}{first_line(refused)}"
-        raise RecipeError(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from refused
+    inputs = {name: value for name, value in bound.arguments.items() if name != "kwargs"} | dict(kwargs)
+    raised = _try(model, inputs)
+    if raised is not None and not wants_values(raised):
+        why = f"{frame_of(raised)}{first_line(raised)}"
+        raise RecipeError(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from raised
     return _batched(inputs)
 
 
 def _batched(kwargs: dict[str, Any]) -> Inputs:
-    """Arguments whose batch may vary, where all tensors share it."""
     sizes = {value.shape[:1] for value in kwargs.values() if isinstance(value, torch.Tensor)}
     shared = len(sizes) == 1 and all(size and size[0] > 1 for size in sizes)
     axes: dict[int, Any] = {0: Dim("batch")} if shared else {}
     return Inputs(kwargs, {name: axes if isinstance(value, torch.Tensor) else None for name, value in kwargs.items()})
 
 
-def _of_the_model(subject: Subject) -> list[Inputs]:
-    """What the model's class says of itself, for types that are not transformers' own."""
+def _dummy_inputs(subject: Subject) -> list[Inputs]:
+    """Return the `dummy_inputs` of the model's class, which model types outside transformers may define."""
     try:
-        own = dict(subject.model.dummy_inputs)
-    except Exception:  # whatever code of the user's it is
+        inputs = dict(subject.model.dummy_inputs)
+    except Exception:  # the property runs the user's code
         return []
-    return [_batched(own)] if own.keys() <= set(subject.takes) else []
+    return [_batched(inputs)] if inputs.keys() <= set(subject.takes) else []
 
 
 def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> RecipeError:
-    said = {f"{frame_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
-    told = [f"  - {describe(guess.kwargs)}: {text}" for text, guess in reversed(said.items())]
+    first_guesses = {f"{frame_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
+    lines = [f"  - {describe(guess.kwargs)}: {text}" for text, guess in reversed(first_guesses.items())]
     who = f"{type(subject.model).__name__} (model type {subject.config.model_type!r})"
-    what = "accepts no inputs that were guessed for it" if told else "what to give to its forward is not known here"
+    what = "accepts no inputs that were guessed for it" if lines else "what to give to its forward is not known here"
     return RecipeError(
         f"{who}: {what}; it takes {', '.join(subject.takes) or 'nothing'}",
-        *told[:_MOST_TOLD],
+        *lines[:_MOST_SHOWN],
         "Give others with --inputs FILE.py:function: a function that gets the model and returns what forward takes.",
     )
 
 
 def describe(kwargs: Mapping[str, Any]) -> str:
-    """`input_ids [2, 16], attention_mask [2, 16]`."""
+    """Return names with shapes, as `input_ids [2, 16], attention_mask [2, 16]`."""
     return ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in kwargs.items())
 
 
 def _guesses(subject: Subject, pictures: bool) -> Iterator[Inputs]:
     for names in _combinations(subject, pictures):
-        for made in _made(subject, [name for name in MAKERS if name in names]):
-            yield Inputs({name: made[name].value for name in names}, {name: made[name].axes for name in names})
+        for inputs in _variations(subject, [name for name in MAKERS if name in names]):
+            yield Inputs({name: inputs[name].value for name in names}, {name: inputs[name].axes for name in names})
 
 
 def _combinations(subject: Subject, pictures: bool) -> list[list[str]]:
-    """Names of inputs to try together: a text alone, the main input, then both, then whatever is known."""
+    """Return names of inputs to try together: text alone, the main input, both, then all that are known."""
     other = [name for name in _OTHER_THAN_TEXT if name in subject.takes]
-    wanted = [
+    groups = [
         ["input_ids"],
         subject.main,
         ["input_ids", *subject.main, *other[:1]],
         ["input_ids", *subject.main, *other],
     ]
-    found = [_together(subject, names) for names in wanted]
-    found.append([*dict.fromkeys([*found[-1], *(name for name in subject.takes if name in _LAST)])])
+    groups = [_together(subject, names) for names in groups]
+    groups.append([*dict.fromkeys([*groups[-1], *(name for name in subject.takes if name in _LAST)])])
     if pictures and "pixel_values" in subject.takes:
-        found = [names for names in found if "pixel_values" in names]
-    return [names for n, names in enumerate(found) if names and names not in found[:n] and MAKERS.keys() >= set(names)]
+        groups = [names for names in groups if "pixel_values" in names]
+    return [
+        names for n, names in enumerate(groups) if names and names not in groups[:n] and MAKERS.keys() >= set(names)
+    ]
 
 
 def _together(subject: Subject, names: Sequence[str]) -> list[str]:
-    """Those of the names that the model takes, each with its companions, and what it requires."""
-    wanted = [each for name in names if name in subject.takes for each in (name, *_companions(subject, name))]
-    wanted += ["decoder_input_ids"] if wanted and subject.config.is_encoder_decoder else []
-    return [*dict.fromkeys([*(name for name in wanted if name in subject.takes), *subject.required])]
+    """Return the names that the model takes, each with its companions, and the names that it requires."""
+    group = [each for name in names if name in subject.takes for each in (name, *_companions(subject, name))]
+    group += ["decoder_input_ids"] if group and subject.config.is_encoder_decoder else []
+    return [*dict.fromkeys([*(name for name in group if name in subject.takes), *subject.required])]
 
 
 def _companions(subject: Subject, name: str) -> list[str]:
@@ -186,23 +186,23 @@ def _companions(subject: Subject, name: str) -> list[str]:
     return [each for each in _COMPANIONS.get(name, ()) if each not in without]
 
 
-def _made(subject: Subject, names: Sequence[str]) -> Iterator[dict[str, Input]]:
-    """Every way to make these inputs, one after the other."""
+def _variations(subject: Subject, names: Sequence[str]) -> Iterator[dict[str, Input]]:
+    """Yield every combination of values for these inputs."""
     if not names:
         yield subject.made
         return
     name, *rest = names
-    for each in MAKERS[name](subject):
-        yield from _made(subject.having(name, each), rest)
+    for value in MAKERS[name](subject):
+        yield from _variations(subject.having(name, value), rest)
 
 
 def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
-    """What the model raises if it is called in this way. The call leaves nothing behind, and nothing is logged.
+    """Call the model and return the exception that it raises, if any. Buffers are restored, and nothing is logged.
 
-    A skeleton is called as torch.export calls it: some operators, such as those of experts, do not know fake tensors.
+    A skeleton is called as torch.export calls it: some operators, such as those of experts, reject fake tensors else.
     """
     with ExitStack() as stack:
-        for block in (_untouched(model), _silent(), without_cache(model), torch.no_grad()):
+        for block in (_restored_buffers(model), _no_fake_tensor_log(), without_cache(model), torch.no_grad()):
             stack.enter_context(block)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if any(map(is_fake, model.parameters())):
@@ -215,8 +215,8 @@ def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """torch logs the trace of an operation that fails on a skeleton's parameters."""
+def _no_fake_tensor_log() -> Iterator[None]:
+    """Suppress the stack trace that torch logs when an operator fails on a skeleton's parameters."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.disabled, previous = True, logger.disabled
     try:
@@ -226,7 +226,7 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with restored(model):
@@ -237,7 +237,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 def fallbacks(sizes: Sizes) -> list[tuple[str, Sizes]]:
-    """What to try in turn: everything dynamic, the batch alone, nothing; each with the names that are then fixed."""
+    """Return the sizes to try in turn: all dynamic, the batch alone, none; each with the names of the fixed ones."""
     names = {dim.__name__: axis for axes in sizes.values() for axis, dim in (axes or {}).items()}
     inner = [name for name, axis in names.items() if axis != 0]
     batch = {name: axes and {axis: dim for axis, dim in axes.items() if axis == 0} for name, axes in sizes.items()}

@@ -1,7 +1,7 @@
-"""Makers of inputs of transformers' models, by the inputs' names: tensors as the configuration says.
+"""Makers of sample inputs for transformers models, by input name: tensors of the shapes that the configuration implies.
 
-A name may mean several things (an image, its patches, a clip; a waveform or a spectrogram): then all are offered, the
-likeliest first. What an input depends on has been made before it.
+A name may mean several things (an image, its patches, a clip; a waveform or a spectrogram): a maker then yields all of
+them, the likeliest first. An input is made after those that it depends on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch.export import Dim
 
 _BATCH = 2
-_SOUND_FRAMES = 8  # of features, in a sample waveform
-_SAMPLES = 15360  # of a waveform where any number will do: whole frames of the usual codecs
-_SPECTRA = 200  # of a spectrogram
+_SOUND_FRAMES = 8  # frames of features in a sample waveform
+_SAMPLES = 15360  # samples of a waveform if any number will do: whole frames of the usual codecs
+_SPECTRA = 200  # frames of a spectrogram
 _IMAGE_SIZE = 224
-_ELEMENTS = {  # which parts of a configuration say more of a kind of input than the whole
+_SECTIONS = {  # words in the names of sub-configurations that come before the whole for a kind of input
     "text": ("text", "decoder"),
     "vision": ("vision", "image", "vit", "visual", "backbone"),
     "audio": ("audio", "speech", "acoustic", "encoder"),
@@ -29,35 +29,35 @@ _ELEMENTS = {  # which parts of a configuration say more of a kind of input than
 
 
 class Input(NamedTuple):
-    """A sample, and the dimensions of it that may vary, by axis."""
+    """A sample tensor and its dynamic dimensions, by axis."""
 
     value: torch.Tensor
     axes: dict[int, Any]
 
 
 class Subject:
-    """A model with what its inputs are known by, those that have been made, and the wanted length of sample texts."""
+    """A model, the names of its inputs, those made so far, and the length of sample texts in tokens."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model = model
         self.config = model.config
         self.length = length
         self.made: dict[str, Input] = {}
-        named = {
-            name: each
-            for name, each in inspect.signature(model.forward).parameters.items()
-            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameters = {
+            name: parameter
+            for name, parameter in inspect.signature(model.forward).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
-        self.takes = list(named)
-        self.required = [name for name, each in named.items() if each.default is each.empty]
+        self.takes = list(parameters)
+        self.required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
         main = model.main_input_name
-        self.main = [name for name in ([main] if isinstance(main, str) else main) if name in named]
+        self.main = [name for name in ([main] if isinstance(main, str) else main) if name in parameters]
 
     def find(self, kind: str, *names: str, default: Any = None) -> Any:
-        """The first of these values that the configuration has: in its part for this kind, in the whole, anywhere."""
-        parts = sorted(_parts(self.config, ""), key=lambda part: not any(word in part[0] for word in _ELEMENTS[kind]))
-        found = (getattr(part, name, None) for _, part in parts for name in names)
-        return next((value for value in found if value is not None), default)
+        """Return the first of these values in the configuration: in its parts for this kind, the whole, then others."""
+        parts = sorted(_parts(self.config, ""), key=lambda part: not any(word in part[0] for word in _SECTIONS[kind]))
+        values = (getattr(part, name, None) for _, part in parts for name in names)
+        return next((value for value in values if value is not None), default)
 
     def having(self, name: str, made: Input) -> Subject:
         other = copy(self)
@@ -82,17 +82,17 @@ def _batch() -> dict[int, Any]:
     return {0: Dim("batch")}
 
 
-# Texts
+# Text
 
 
 def _ids(subject: Subject) -> Iterator[Input]:
-    """Token ids; where a picture is beside them, as many of its tokens as it has features."""
+    """Yield token ids, with one image token for each feature of the images if there are any."""
     length = _length("length", subject.model)
     ids = _tokens(subject, length)
     if count := _image_tokens(subject):
         token = subject.find("text", "image_token_id", "image_token_index", default=0)
-        pictures = torch.full((_BATCH, count), token)
-        yield Input(torch.cat([ids.value[:, :1], pictures, ids.value[:, 1:]], dim=1), ids.axes)
+        images = torch.full((_BATCH, count), token)
+        yield Input(torch.cat([ids.value[:, :1], images, ids.value[:, 1:]], dim=1), ids.axes)
     elif "MultipleChoice" in type(subject.model).__name__:
         yield Input(ids.value[:, None].repeat(1, 4, 1), {0: Dim("batch"), 2: length})
     else:
@@ -100,19 +100,19 @@ def _ids(subject: Subject) -> Iterator[Input]:
 
 
 def _image_tokens(subject: Subject) -> int:
-    """How many of each text's tokens the model wants to replace by features of its pictures."""
+    """Return how many tokens of each text the model replaces with image features."""
     embed = getattr(subject.model, "get_image_features", None)
     token = subject.find("text", "image_token_id", "image_token_index")
     if "pixel_values" not in subject.made or embed is None or token is None:
         return 0
-    known = inspect.signature(embed).parameters
+    parameters = inspect.signature(embed).parameters
     try:
-        found = embed(**{name: each.value for name, each in subject.made.items() if name in known})
-    except Exception:  # the call of the whole model fails in the same way, and then it is told
+        output = embed(**{name: made.value for name, made in subject.made.items() if name in parameters})
+    except Exception:  # the call of the whole model fails in the same way, and that error is reported
         return 0
-    features = getattr(found, "pooler_output", found)
-    each = [features] if isinstance(features, torch.Tensor) else features
-    return sum(part.numel() // part.shape[-1] for part in each) // _BATCH
+    features = getattr(output, "pooler_output", output)
+    parts = [features] if isinstance(features, torch.Tensor) else features
+    return sum(part.numel() // part.shape[-1] for part in parts) // _BATCH
 
 
 def _tokens(subject: Subject, length: Any) -> Input:
@@ -128,12 +128,12 @@ def _decoder_ids(subject: Subject) -> Iterator[Input]:
 
 
 def _length(name: str, model: Any) -> Any:
-    """A dimension for positions in a text, up to what the model has positions for."""
+    """Return a dimension for positions in a text, with the model's number of positions as its maximum."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         return Dim(name)
-    # as in RoBERTa: a table with a padding index starts to count behind it
+    # as in RoBERTa: positions start after the padding index of the table
     tables = (module for path, module in model.named_modules() if path.endswith("position_embeddings"))
     padding = max(
         (table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None), default=0
@@ -150,20 +150,20 @@ def _like_ids(value: int) -> Maker:
 
 
 def _modalities(subject: Subject) -> Iterator[Input]:
-    """1 where a token stands for a part of a picture."""
+    """Yield 1 for each image token, 0 for others."""
     ids, axes = subject.made["input_ids"]
     yield Input((ids == subject.find("text", "image_token_id", "image_token_index", default=-1)).long(), axes)
 
 
 def _boxes(subject: Subject) -> Iterator[Input]:
-    """Corners of boxes, in pixels or in parts of the page, or all four of them."""
+    """Yield bounding boxes: two corners in pixels, two in fractions of the page, or all four in fractions."""
     ids, axes = subject.made["input_ids"]
     for size, dtype in ((4, torch.int64), (4, subject.model.dtype), (8, subject.model.dtype)):
         yield Input(torch.zeros(*ids.shape, size, dtype=dtype), axes)
 
 
 def _vectors(*names: str, default: int = 1) -> Maker:
-    """As many vectors as a text has tokens, with as many values as the configuration says under one of the names."""
+    """Return a maker of one vector per token. names: entries of the configuration, the first of which is its width."""
 
     def make(subject: Subject) -> Iterator[Input]:
         yield Input(subject.zeros(subject.length, subject.find("text", *names, default=default)), _batch())
@@ -174,11 +174,11 @@ def _vectors(*names: str, default: int = 1) -> Maker:
 _hidden = _vectors("hidden_size", "d_model", "n_embd")
 
 
-# Pictures
+# Images
 
 
-class _Picture(NamedTuple):
-    """Sizes in pixels; how many frames make a patch, and how many patches in a row are merged."""
+class _Image(NamedTuple):
+    """Sizes of an image and its patches in pixels, the frames in a patch, and the patches in a row that are merged."""
 
     height: int
     width: int
@@ -188,12 +188,12 @@ class _Picture(NamedTuple):
     merged: int
 
     @property
-    def image(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
         return self.channels, self.height, self.width
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches in a small picture."""
+        """Rows and columns of patches in a small image."""
         return 2 * self.merged, 4 * self.merged
 
     @property
@@ -201,12 +201,12 @@ class _Picture(NamedTuple):
         return self.channels * self.frames * self.patch**2
 
 
-def _picture(subject: Subject) -> _Picture:
+def _image(subject: Subject) -> _Image:
     size = subject.find("vision", "image_size", "img_size", "input_size") or _IMAGE_SIZE
     size = (size["height"], size["width"]) if isinstance(size, dict) else size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     patch = subject.find("vision", "patch_size", default=16)
-    return _Picture(
+    return _Image(
         height=height,
         width=width,
         channels=subject.find("vision", "num_channels", "in_channels", "in_chans", default=3),
@@ -217,49 +217,48 @@ def _picture(subject: Subject) -> _Picture:
 
 
 def _pixels(subject: Subject) -> Iterator[Input]:
-    """Images of the one size in the configuration, or patches of small ones, or several for each text."""
-    cut = _picture(subject)
+    """Yield patches of small images, images of the size in the configuration, then several images for each text."""
+    image = _image(subject)
     towers = hasattr(subject.model, "get_text_features") and hasattr(subject.model, "get_image_features")
     axes = {0: Dim("images" if towers else "batch")}
     if _GRIDS & set(subject.takes):
-        patches = math.prod(cut.grid)
-        yield Input(subject.zeros(patches, cut.flat_patch).flatten(0, 1), {})
-        yield Input(subject.zeros(patches, 2 * cut.flat_patch).flatten(0, 1), {})  # of two frames, unsaid
-        yield Input(subject.zeros(patches, cut.flat_patch), axes)
-        yield Input(subject.zeros(patches, cut.channels, cut.patch, cut.patch).flatten(0, 1), {})
+        patches = math.prod(image.grid)
+        yield Input(subject.zeros(patches, image.flat_patch).flatten(0, 1), {})
+        yield Input(subject.zeros(patches, 2 * image.flat_patch).flatten(0, 1), {})  # of two frames
+        yield Input(subject.zeros(patches, image.flat_patch), axes)
+        yield Input(subject.zeros(patches, image.channels, image.patch, image.patch).flatten(0, 1), {})
     if frames := getattr(subject.config, "num_frames", None):
-        yield Input(subject.zeros(frames, *cut.image), axes)
-    yield Input(subject.zeros(*cut.image), axes)
+        yield Input(subject.zeros(frames, *image.shape), axes)
+    yield Input(subject.zeros(*image.shape), axes)
     for count in (1, 2, 3, 5):
-        yield Input(subject.zeros(count, *cut.image), axes)
+        yield Input(subject.zeros(count, *image.shape), axes)
 
 
 def _patches(subject: Subject) -> Iterator[Input]:
-    cut = _picture(subject)
-    yield Input(subject.zeros(math.prod(cut.grid), cut.flat_patch).flatten(0, 1), {})
+    image = _image(subject)
+    yield Input(subject.zeros(math.prod(image.grid), image.flat_patch).flatten(0, 1), {})
 
 
 def _clips(subject: Subject) -> Iterator[Input]:
     frames = subject.find("vision", "frames_per_clip", "num_frames", default=4)
-    yield Input(subject.zeros(frames, *_picture(subject).image), _batch())
+    yield Input(subject.zeros(frames, *_image(subject).shape), _batch())
 
 
-def _sizes(of: Callable[[_Picture], Any]) -> Maker:
-    """Integers that say of each picture how large it is, or how it is cut."""
+def _sizes(of: Callable[[_Image], Any]) -> Maker:
+    """Return a maker of integers that describe the size or the patch grid of each image."""
 
     def make(subject: Subject) -> Iterator[Input]:
-        yield Input(torch.tensor([of(_picture(subject))] * _BATCH), {})
+        yield Input(torch.tensor([of(_image(subject))] * _BATCH), {})
 
     return make
 
 
-_grid = _sizes(lambda cut: (1, *cut.grid))
-_shapes = _sizes(lambda cut: cut.grid)
+_grid = _sizes(lambda image: (1, *image.grid))
+_shapes = _sizes(lambda image: image.grid)
 
 
 def _patch_positions(subject: Subject) -> Iterator[Input]:
-    """The row and the column of each patch."""
-    rows, columns = _picture(subject).grid
+    rows, columns = _image(subject).grid
     yield Input(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).repeat(_BATCH, 1, 1), _batch())
 
 
@@ -270,7 +269,7 @@ def _pixel_mask(subject: Subject) -> Iterator[Input]:
     yield Input(torch.ones(shape, dtype=torch.int64), axes)
 
 
-# Sound
+# Audio
 
 _BINS = (
     *("num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "input_feat_size", "mel_dim"),
@@ -281,11 +280,11 @@ _USUAL_BINS = (80, 128)
 
 
 def _spectra(subject: Subject) -> Iterator[Input]:
-    """Spectrograms: bins by frames, frames by bins, with a channel; of the length that the model has positions for."""
-    known = subject.find("audio", *_BINS)
+    """Yield spectrograms as bins by frames, frames by bins, and with a channel, as long as the model has positions."""
+    bin_count = subject.find("audio", *_BINS)
     positions = subject.find("audio", "max_source_positions")
     lengths = (2 * positions, positions) if positions else (_SPECTRA,)
-    for bins, frames in product((known,) if known else _USUAL_BINS, lengths):
+    for bins, frames in product((bin_count,) if bin_count else _USUAL_BINS, lengths):
         for shape in ((bins, frames), (frames, bins), (1, frames, bins)):
             yield Input(subject.zeros(*shape), _batch())
 
@@ -296,7 +295,7 @@ def _frames_mask(subject: Subject) -> Iterator[Input]:
 
 
 def _sound(subject: Subject) -> Iterator[Input]:
-    """Waveforms, without a channel or with one, of any length that gives two frames; or what stands for them."""
+    """Yield waveforms, without and with a channel, of any length that gives two frames; then hidden states."""
     bins, frames = (getattr(subject.config, name, None) for name in ("num_mel_bins", "max_length"))
     if bins and frames:
         yield Input(subject.zeros(frames, bins), _batch())
@@ -309,25 +308,25 @@ def _sound(subject: Subject) -> Iterator[Input]:
 
 
 def _samples(config: Any, frames: int) -> int:
-    """How many samples of sound the convolutions turn into so many frames."""
+    """Return how many audio samples the convolutions turn into `frames` frames."""
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
         frames = (frames - 1) * stride + kernel
     return frames
 
 
-# Series of numbers
+# Time series
 
 
 def _series(*widths: str | int, dtype: torch.dtype | None = None) -> Maker:
-    """As many steps as the model looks back, each with as many values as the configuration says; one is a number."""
+    """Return a maker of series as long as the model looks back, with the first of the known widths for each step."""
 
     def make(subject: Subject) -> Iterator[Input]:
         steps = subject.find("text", "context_length", default=subject.length)
         steps += max(subject.find("text", "lags_sequence", default=[0]))
-        known = [width if isinstance(width, int) else getattr(subject.config, width, None) for width in widths]
-        sizes = [size for size in known if size is not None]
-        is_number = "input_size" in widths and getattr(subject.config, "input_size", None) == 1
-        shape = (steps,) if is_number else (steps, *sizes[:1])
+        entries = [width if isinstance(width, int) else getattr(subject.config, width, None) for width in widths]
+        sizes = [size for size in entries if size is not None]
+        is_scalar = "input_size" in widths and getattr(subject.config, "input_size", None) == 1
+        shape = (steps,) if is_scalar else (steps, *sizes[:1])
         yield Input(subject.zeros(*shape).to(dtype or subject.model.dtype), _batch())
 
     return make
@@ -347,10 +346,10 @@ MAKERS: dict[str, Maker] = {
     "hidden_states": _patches,
     "grid_thw": _grid,
     "image_grid_thw": _grid,
-    "merge_sizes": _sizes(lambda cut: cut.merged),
+    "merge_sizes": _sizes(lambda image: image.merged),
     "spatial_shapes": _shapes,
     "target_sizes": _shapes,
-    "image_sizes": _sizes(lambda cut: cut.image[1:]),
+    "image_sizes": _sizes(lambda image: image.shape[1:]),
     "pixel_position_ids": _patch_positions,
     "image_position_ids": _patch_positions,
     "pixel_attention_mask": _pixel_mask,
@@ -384,4 +383,4 @@ MAKERS: dict[str, Maker] = {
     "bbox": _boxes,
     "decoder_input_ids": _decoder_ids,
 }
-"""In the order in which they are made."""
+"""Makers by input name, in the order in which inputs are made."""

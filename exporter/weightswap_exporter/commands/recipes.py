@@ -1,4 +1,4 @@
-"""Recipes: the user's function that builds what `export()` takes, or the directory of a transformers model."""
+"""Recipes: functions of the user that return the arguments of `export()`, or directories of transformers models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weightswap_exporter import (  # from the package, which names the extra where torch is missing
+from weightswap_exporter import (  # from the package, whose error names the missing extra if torch is absent
     compile_engines,
     export,
 )
@@ -39,12 +39,13 @@ def export_recipe(
     inputs: str | None,
     pictures: bool,
 ) -> Artifact:
-    """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
-    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. inputs,
-    pictures: as for `load_recipe`. caches: `length` and `batch`, as for
-    `export_generating`, of `hf:DIR`, a language model that is to generate.
+    """Export the model of a recipe. The model of `hf:DIR` is always a skeleton.
 
-    Raises RecipeError, and what `export()` raises.
+    goldens: whether to record the recipe's. engines: engines to compile the graphs for, besides the recipe's. tell: as
+    for `export()`. inputs, pictures: as for `load_recipe`. caches: `length` and `batch` for `export_generating`, if the
+    model is an `hf:DIR` language model that is to generate.
+
+    Raises RecipeError, and the errors of `export()`.
     """
     if recipe.startswith(_HF):
         from .hf_directory import export_directory, export_generating
@@ -52,32 +53,31 @@ def export_recipe(
         directory = recipe.removeprefix(_HF)
         if caches is not None:
             return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
-        artifact = export_directory(directory, out=out, inputs=_given(inputs), pictures=pictures)
+        artifact = export_directory(directory, out=out, inputs=_input_fn(inputs), pictures=pictures)
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
-    arguments = _kept(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
-    wanted = {"tell": tell, "engines": [*arguments.get("engines", ()), *engines]}
-    return export(**arguments | wanted, out=out)
+    arguments = _with_goldens(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
+    all_engines = [*arguments.get("engines", ()), *engines]
+    return export(**arguments | {"tell": tell, "engines": all_engines}, out=out)
 
 
-def _kept(arguments: dict[str, Any], goldens: bool) -> dict[str, Any]:
+def _with_goldens(arguments: dict[str, Any], goldens: bool) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if goldens or key not in ("goldens", "tolerance")}
 
 
 def load_recipe(
     recipe: str, *, skeleton: bool = False, inputs: str | None = None, pictures: bool = False
 ) -> dict[str, Any]:
-    """Run a recipe, under `skeleton()` if asked for, and return keyword arguments for `export()`.
+    """Run a recipe and return keyword arguments for `export()`.
 
-    The model of `hf:DIR` has the directory's configuration, and random weights if it is no skeleton. inputs, pictures:
-    what it is called with, as for `directory_recipe`; inputs as file.py:function. Raises RecipeError, which says where
-    the recipe failed.
+    skeleton: run it under `skeleton()`; otherwise the model of `hf:DIR` has random weights. inputs, pictures: as for
+    `directory_recipe`, with `inputs` as file.py:function. Raises RecipeError, which says where the recipe failed.
     """
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
 
-        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_given(inputs), pictures=pictures)
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_input_fn(inputs), pictures=pictures)
     if inputs or pictures:
         raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
@@ -87,15 +87,15 @@ def load_recipe(
 
 
 def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
-    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs. goldens: whether to keep the recipe's."""
+    """Run a recipe and return arguments for `pack()`. `hf:DIR` gives the model alone. goldens: whether to keep any."""
     if not recipe.startswith(_HF):
-        return _kept(load_recipe(recipe), goldens)
+        return _with_goldens(load_recipe(recipe), goldens)
     from .hf_directory import directory_model
 
     return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
 
 
-def _given(inputs: str | None) -> Callable[[Any], Any] | None:
+def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:
     if inputs is None:
         return None
     function = _load_function(inputs)
@@ -109,8 +109,8 @@ def _load_function(recipe: str) -> Callable[..., Any]:
     function = getattr(_run(recipe, lambda: _import(source)), name, None)
     if not callable(function):
         raise RecipeError(f"{recipe}: {source} has no function {name!r}")
-    found: Callable[..., Any] = function
-    return found
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _run(recipe: str, function: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`weightswap verify`: whether an artifact serves weights as it should."""
+"""`weightswap verify`: checks that an artifact serves weights correctly."""
 
 from __future__ import annotations
 
@@ -33,38 +33,39 @@ _MOST_SHOWN = 20
 @verify_command.command()
 def verify(
     artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
-    weights: Annotated[str, typer.Argument(help="A weight file, or a checkpoint, as pack takes it.")],
+    weights: Annotated[str, typer.Argument(help="Weight file, or a checkpoint that pack takes.")],
     recipe: Annotated[
         str | None,
-        typer.Option(help="file.py:function, module:function or hf:DIR, as for export: what to compare with."),
+        typer.Option(help="Model to compare with: file.py:function, module:function or hf:DIR, as for export."),
     ] = None,
     inputs: InputsOption = None,
     pictures: PicturesOption = False,
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine", "--engines", help="Engines, such as torch,onnx; may be repeated. By default all that there are."
+            "--engine",
+            "--engines",
+            help="Engines, such as torch,onnx; may be repeated. By default, all available ones.",
         ),
     ] = None,
-    before: Annotated[
-        str | None, typer.Option("--from", help="Other weights, to swap from; by default random ones.")
-    ] = None,
+    before: Annotated[str | None, typer.Option("--from", help="Weights to swap from; by default random ones.")] = None,
     tolerance: Annotated[
-        str | None, typer.Option(help="RTOL,ATOL for every engine; by default torch is compared bit for bit.")
+        str | None, typer.Option(help="RTOL,ATOL for every engine. By default, torch is compared bit for bit.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     html: HtmlOption = None,
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check an artifact with weights: recorded calls, every engine against the eager model, and the swap itself.
+    """Verify an artifact with weights: recorded calls, every engine against the eager model, and the swap itself.
 
-    Without a recipe the engines are compared with the engine torch. Exit status 1 if anything is not as it should be.
+    Without a recipe, the engines are compared with the engine torch.
+    The exit status is 1 if any check fails.
     """
     engines = None if engine is None else [name.strip() for text in engine for name in text.split(",") if name.strip()]
     if engines == []:
-        raise typer.BadParameter("--engines names none; leave it out for all that there are")
-    limits = _limits(tolerance)
+        raise typer.BadParameter("--engines names none; leave it out to check all available engines")
+    limits = _parse_tolerance(tolerance)
     with errors_as_exit(as_json), status_line("opening the artifact") as tell:
         from weightswap_exporter.parity.verification import verify as verify_artifact
         from weightswap_runtime.engines.graphs.libraries import import_libraries
@@ -93,7 +94,7 @@ def verify(
     raise typer.Exit(0 if result.same else 1)
 
 
-def _limits(text: str | None) -> Tolerance | None:
+def _parse_tolerance(text: str | None) -> Tolerance | None:
     if text is None:
         return None
     try:
@@ -108,20 +109,20 @@ def _limits(text: str | None) -> Tolerance | None:
 def _print(result: Verification) -> None:
     say(f"artifact    {result.artifact}, graph id {result.graph_id[:12]}")
     say(f"weights     {result.weights}, weights id {result.weights_id[:12]}")
-    print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in result.goldens])
+    print_table("recorded calls", ["engine", "result"], [[check.engine, _outcome(check)] for check in result.goldens])
     if result.parity:
         _print_parity(result.parity)
     if result.swaps:
         rows = [
             [
-                each.engine,
-                each.residency,
-                str(each.calls),
-                _result(len(each.problems)),
-                f"{each.seconds_staged:.3f} s",
-                f"{each.seconds_paused * 1e6:.1f} us",
+                swap.engine,
+                swap.residency,
+                str(swap.calls),
+                _result(len(swap.problems)),
+                f"{swap.seconds_staged:.3f} s",
+                f"{swap.seconds_paused * 1e6:.1f} us",
             ]
-            for each in result.swaps
+            for swap in result.swaps
         ]
         title = f"swap from {result.before}, against a model loaded with the weights"
         print_table(title, ["engine", "residency", "calls", "result", "staged", "paused"], rows)
@@ -136,11 +137,11 @@ def _print(result: Verification) -> None:
     say(f"{'verified' if result.same else f'not verified, {count}'}, in {result.seconds:.1f} s")
 
 
-def _recorded(check: GoldensCheck) -> str:
+def _outcome(check: GoldensCheck) -> str:
     if check.problems:
         return _result(len(check.problems))
-    told = {"goldens": "reproduced", "finite": "of other weights; outputs are finite", "none": "there are none"}
-    return told[check.verified]
+    texts = {"goldens": "reproduced", "finite": "of other weights; outputs are finite", "none": "none recorded"}
+    return texts[check.verified]
 
 
 def _result(problems: int) -> str:

@@ -1,4 +1,4 @@
-"""A verification as a report for browsers."""
+"""HTML report of a verification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
 from weightswap_tools.reports.blocks import Block, Cell, Column, Facts, HeatMap, Note, Report, Section, Table, table_of
 
-_BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
+_BEFORE, _AFTER = 5, 20  # modules shown around the one where executions diverge
 _SCALED = "largest difference, as a part of the largest value"
 _PARITY = (
     Column("engine"),
@@ -37,7 +37,7 @@ _SWAPS: tuple[tuple[Column, Callable[[SwapCheck], Cell]], ...] = (
 
 
 def verification_report(result: Verification) -> Report:
-    """The report: facts, what is wrong, and a section for each kind of check."""
+    """Return the report: facts, problems, and a section for each kind of check."""
     count = len(result.problems)
     return Report(
         title="Verification",
@@ -72,8 +72,8 @@ def _sections(result: Verification) -> Iterator[Section]:
         )
 
 
-def _goldens(found: Verification) -> Table:
-    rows = tuple((each.engine, each.verified, len(each.problems), "\n".join(each.problems)) for each in found.goldens)
+def _goldens(result: Verification) -> Table:
+    rows = tuple((row.engine, row.verified, len(row.problems), "\n".join(row.problems)) for row in result.goldens)
     columns = (Column("engine"), Column("verified"), Column("wrong", "number", flag=True), Column("problems"))
     return Table(columns, rows)
 
@@ -87,21 +87,20 @@ def _parity(report: ParityReport) -> Section:
 
 
 def _divergences(report: ParityReport) -> Iterator[Section]:
-    """Each point once, with the engines that part there."""
-    found: dict[tuple[str, str, str], tuple[Divergence, list[str]]] = {}
+    """Yield each point of divergence once, with the engines that diverge there."""
+    points: dict[tuple[str, str, str], tuple[Divergence, list[str]]] = {}
     for engine in report.engines:
         if divergence := engine.divergence:
             key = divergence.found, divergence.module, divergence.node
-            found.setdefault(key, (divergence, []))[1].append(engine.engine)
+            points.setdefault(key, (divergence, []))[1].append(engine.engine)
         elif engine.note:
-            yield Section(f"Where {engine.engine} parts", (Note(engine.note, "bad"),))
-    for divergence, names in found.values():
-        verb = "parts" if len(names) == 1 else "part"
+            yield Section(f"Where {engine.engine} diverges", (Note(engine.note, "bad"),))
+    for divergence, names in points.values():
+        verb = "diverges" if len(names) == 1 else "diverge"
         yield Section(f"Where {' and '.join(names)} {verb}", (*_divergence(divergence),))
 
 
 def _heat(report: ParityReport) -> HeatMap:
-    """A row for each output of each call, a column for each engine."""
     cells: dict[str, dict[str, float | None]] = {}
     for engine in report.engines:
         for case in engine.cases:

@@ -1,1 +1,1 @@
-"""Other engines' files, made from an artifact."""
+"""Compilation of an artifact's graphs for other engines."""

@@ -1,4 +1,4 @@
-"""Compiling a graph with AOTInductor into a shared library that has no weights, for a named kind of machine."""
+"""Compilation of graphs with AOTInductor into shared libraries without weights, for a named target."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
 _CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
 
-# Weights stay out, in every form: by default weights of one element, and vectors of up to eight, are compiled in.
+# Weights of every size stay out: by default, weights with one element and vectors of up to eight are compiled in.
 _SETTINGS: Mapping[str, Any] = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
@@ -44,36 +44,36 @@ _SETTINGS: Mapping[str, Any] = {
     "freezing": False,
     "max_autotune": False,
     "max_autotune_gemm": False,
-    # headers would be compiled into the user's own cache
+    # precompiled headers would go into the user's cache
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,
     "aot_inductor.enable_line_tables": False,
     "aot_inductor.model_name_for_generated_files": "graph",
 }
-_THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else as many as this machine has
+_THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else the thread count of this machine is compiled in
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
-_ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else beside the library, in files
+_ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
 
 
 def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
-    """The shared library of a graph with flat inputs and outputs.
+    """Compile a graph with flat inputs and outputs. Returns the bytes of the shared library.
 
     Raises CaptureError for a graph that AOTInductor cannot express, ExportError without a C++ compiler, and Unsupported
-    where this torch cannot compile for the target.
+    if this torch cannot compile for the target.
     """
     _check_tools()
     try:
         return _compile(where, module, samples, target, _THREADED)
-    except _EndsProcesses:
+    except _ParallelChecks:
         return _compile(where, module, samples, target, _SERIAL)
 
 
-def _unfit(where: str, what: str) -> str:
-    return f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'"
+def _unfit(where: str, reason: str) -> str:
+    return f"{where}: AOTInductor cannot compile it for a server: {reason}. Use the engine 'torch'"
 
 
-class _EndsProcesses(CaptureError):
-    """Generated code with checks in parallel regions: an exception that leaves one ends the process."""
+class _ParallelChecks(CaptureError):
+    """Generated code has checks in parallel regions, where an exception ends the process."""
 
 
 def _check_tools() -> None:
@@ -96,7 +96,7 @@ def _compile(
 ) -> bytes:
     on_gpu = is_gpu_target(target)
     processor = TARGETS[BESIDE_GPUS if on_gpu else target]
-    # a folder for each time: what is found under the same names is taken for the same
+    # each compilation has a folder of its own: the cache would take files of the same names for the same files
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
         cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
         hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
@@ -108,67 +108,66 @@ def _compile(
         return _library(where, [Path(file) for file in files if isinstance(file, str)])
 
 
-def _library(where: str, made: list[Path]) -> bytes:
-    """The library that AOTInductor has made. Raises CaptureError where it calls operators without a C function."""
-    listed = [path for path in made if path.suffix == ".json" and not path.stem.endswith("_metadata")]
-    nodes = [node for path in listed for node in json.loads(path.read_bytes()).get("nodes", ())]
-    # such as those of Python packages, which torch's own loader would look up
+def _library(where: str, files: list[Path]) -> bytes:
+    """Return the bytes of the compiled library. Raises CaptureError if it calls operators without a C function."""
+    proxies = [path for path in files if path.suffix == ".json" and not path.stem.endswith("_metadata")]
+    nodes = [node for path in proxies for node in json.loads(path.read_bytes()).get("nodes", ())]
+    # such as operators of Python packages, which torch's own loader would look up
     if foreign := sorted({str(node["node"]["target"]) for node in nodes}):
         raise CaptureError(_unfit(where, f"it calls {', '.join(foreign)}"))
-    (library,) = (path for path in made if path.suffix == ".so")
+    (library,) = (path for path in files if path.suffix == ".so")
     return library.read_bytes()
 
 
 @contextmanager
 def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
-    """Where AOTInductor finds nothing of the user's and leaves nothing, and knows no processor but this one."""
+    """Run AOTInductor in isolation: in a fresh cache, without logs and warnings, and for this processor only."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
-        sources = mock.patch.object(AotCodeCompiler, "compile", _looking_at_sources(where))
+        sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, cpu_lowerings())
         with warnings.catch_warnings(action="ignore"), fresh_inductor_cache(dir=folder), vectors, sources, lowerings:
             yield
     except Exception as error:
-        if known := next((each for each in _chain(error) if isinstance(each, CaptureError)), None):
-            raise known from None
+        if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
+            raise ours from None
         raise _explained(where, error) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
-def _looking_at_sources(where: str) -> Callable[..., Any]:
-    """What compiles generated sources, which looks at them first: the compiler takes most of the time."""
-    compiling: Callable[..., Any] = AotCodeCompiler.compile
+def _compile_checked(where: str) -> Callable[..., Any]:
+    """Return a replacement of `AotCodeCompiler.compile` that checks sources before the slow C++ compiler runs."""
+    original: Callable[..., Any] = AotCodeCompiler.compile
 
-    def compiled(graph: Any, *sources: Any, **options: Any) -> Any:
+    def checked(graph: Any, *sources: Any, **options: Any) -> Any:
         if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
-            raise _EndsProcesses(_unfit(where, "its checks would end the process"))
-        return compiling(graph, *sources, **options)
+            raise _ParallelChecks(_unfit(where, "its checks would end the process"))
+        return original(graph, *sources, **options)
 
-    return compiled
+    return checked
 
 
 def _vectors(target: Target) -> cpu_vec_isa.VecISA:
-    """The vectors of a target and nothing else: torch would add whatever this machine has."""
+    """Return the vector extensions of a target alone: torch would add those of this machine."""
     base: type[cpu_vec_isa.VecISA] = cpu_vec_isa.VecAVX512 if target.bits == 512 else cpu_vec_isa.VecAVX2
 
     class Vectors(base):  # type: ignore[misc, valid-type]
         __hash__ = cpu_vec_isa.VecISA.__hash__
 
-        def __bool__(self) -> bool:  # the processor may lack them; nothing is tried out
+        def __bool__(self) -> bool:  # not tried out, as this machine may lack them
             return True
 
-    found: cpu_vec_isa.VecISA = Vectors()
-    return found
+    vectors: cpu_vec_isa.VecISA = Vectors()
+    return vectors
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error, and what it came from."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -180,11 +179,12 @@ def _explained(where: str, error: Exception) -> Exception:
     if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
         return ExportError(f"the engine 'aoti' compiles C++ and finds no compiler. Install g++, or set CXX ({error})")
     text = "\n".join(str(item) for item in chain)
-    said = _ERROR_LINE.search(text)
-    if said and (header := _CUDA_HEADER.match(said[1])):
+    compiler_error = _ERROR_LINE.search(text)
+    if compiler_error and (header := _CUDA_HEADER.match(compiler_error[1])):
         return ExportError(
             f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and finds no {header[1]}. Install the toolkit "
             f"of CUDA {torch.version.cuda}, and name its folder in CUDA_HOME"
         )
-    reason = f"the C++ compiler says: {said[1]}" if said else next(iter(str(error).strip().splitlines()), "")
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    reason = f"the C++ compiler says: {compiler_error[1]}" if compiler_error else first_line
     return CaptureError(f"{where}: AOTInductor of torch {torch.__version__} cannot compile it: {reason:.500}")

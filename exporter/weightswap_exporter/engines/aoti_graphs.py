@@ -1,4 +1,4 @@
-"""A method's graph as AOTInductor takes it: tensors alone go in and come out."""
+"""Graphs of methods in the form that AOTInductor takes: with tensors alone as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_lea
 
 
 class FlatGraph(NamedTuple):
-    """A graph module with flat inputs and outputs, and a sample of its inputs. `read` are the FQNs that it depends on.
+    """A graph module with flat inputs and outputs, and samples of its inputs.
 
-    An integer goes in as the size of a tensor without values, and comes out as a tensor without dimensions. `written`
-    are the indices, among the method's flat inputs, of those that a call changes.
+    An integer input is passed as the size of a tensor, an integer output as a tensor without dimensions. read: FQNs of
+    the tensors that the graph depends on. written: indices, among the method's flat inputs, of those that a call
+    changes.
     """
 
     module: GraphModule
@@ -34,19 +35,17 @@ class FlatGraph(NamedTuple):
 
 
 def flat_graph(where: str, program: ExportedProgram, method: Method, device: torch.device) -> FlatGraph:
-    """The graph of a program that is on `device`. Raises CaptureError for inputs that AOTInductor cannot take."""
+    """Flatten the graph of a program on `device`. Raises CaptureError for inputs that AOTInductor cannot take."""
     written = _written_inputs(program)
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _name_constants(module)
     if device.type == "cpu":
         _adapt(module)
-    signature = method.signature
-    given = input_leaves(signature)
-    outputs = _flatten_outputs(module, leaves(signature.output))
+    outputs = _flatten_outputs(module, leaves(method.signature.output))
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     samples = []
-    for placeholder, leaf in zip(placeholders, given, strict=True):
+    for placeholder, leaf in zip(placeholders, input_leaves(method.signature), strict=True):
         if isinstance(leaf, Tensor):
             samples.append(_sample(where, leaf, placeholder.meta["val"]).to(device))
         elif isinstance(leaf, Integer):
@@ -65,40 +64,40 @@ def flat_graph(where: str, program: ExportedProgram, method: Method, device: tor
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
     if is_plain(program):
         return ()
-    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
+    with warnings.catch_warnings():  # torch itself uses a class that it deprecates
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         specs = program.run_decompositions({}).graph_signature.output_specs
     names = {spec.target for spec in specs if spec.kind is OutputKind.USER_INPUT_MUTATION}
-    given = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    return tuple(index for index, spec in enumerate(given) if getattr(spec.arg, "name", None) in names)
+    inputs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return tuple(index for index, spec in enumerate(inputs) if getattr(spec.arg, "name", None) in names)
 
 
 def _name_constants(module: GraphModule) -> None:
-    """AOTInductor would give names of its own to tensors that are not registered."""
-    named = {
+    """Register all tensors as buffers: AOTInductor would rename those that are not registered."""
+    registered = {
         *dict(module.named_parameters(remove_duplicate=False)),
         *dict(module.named_buffers(remove_duplicate=False)),
     }
     for node in module.graph.find_nodes(op="get_attr"):
         owner, _, name = str(node.target).rpartition(".")
-        home = module.get_submodule(owner)
-        value = getattr(home, name)
-        if isinstance(value, torch.Tensor) and node.target not in named:
-            delattr(home, name)
-            home.register_buffer(name, value)
-            named.add(node.target)
+        submodule = module.get_submodule(owner)
+        value = getattr(submodule, name)
+        if isinstance(value, torch.Tensor) and node.target not in registered:
+            delattr(submodule, name)
+            submodule.register_buffer(name, value)
+            registered.add(node.target)
 
 
 def _adapt(module: GraphModule) -> None:
-    """Say with other operators what AOTInductor would make a process-ending check of, or call from Python alone."""
+    """Replace operators for which AOTInductor generates checks that end the process."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             for node in list(part.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)):
-                _look_up(part.graph, node)
+                _index_rows(part.graph, node)
 
 
-def _look_up(graph: torch.fx.Graph, node: Node) -> None:
-    """An embedding as an index, which counts negative numbers from the end; here they are to be refused."""
+def _index_rows(graph: torch.fx.Graph, node: Node) -> None:
+    """Rewrite an embedding as an index operator, which would count negative indices from the end, and refuse those."""
     table, indices = node.args[:2]
     assert isinstance(table, Node)
     with graph.inserting_before(node):
@@ -108,16 +107,16 @@ def _look_up(graph: torch.fx.Graph, node: Node) -> None:
     node.target, node.args, node.kwargs = torch.ops.aten.index.Tensor, (table, [checked]), {}
 
 
-def _flatten_outputs(module: GraphModule, wanted: list[Leaf]) -> tuple[Any, ...]:
-    """Let the graph give what is not a literal: the manifest has those."""
+def _flatten_outputs(module: GraphModule, expected: list[Leaf]) -> tuple[Any, ...]:
+    """Drop literals from the outputs of the graph, as they are in the manifest. Returns the other outputs."""
     output = module.graph.output_node()
-    (found,) = output.args
-    assert isinstance(found, list | tuple)
+    (values,) = output.args
+    assert isinstance(values, list | tuple)
     with module.graph.inserting_before(output):
-        kept = [_output(module, value, leaf) for value, leaf in zip(found, wanted, strict=True)]
-    values = tuple(value for value in kept if value is not None)
-    output.args = (values,)
-    return values
+        outputs = [_output(module, value, leaf) for value, leaf in zip(values, expected, strict=True)]
+    kept = tuple(value for value in outputs if value is not None)
+    output.args = (kept,)
+    return kept
 
 
 def _output(module: GraphModule, value: Any, leaf: Leaf) -> Any:
@@ -130,13 +129,14 @@ def _output(module: GraphModule, value: Any, leaf: Leaf) -> Any:
 
 
 def _sample(where: str, leaf: Tensor, value: FakeTensor) -> torch.Tensor:
-    """A tensor of the sizes that the graph was captured with."""
+    """Return a tensor of the sizes that the graph was captured with. Raises CaptureError if it is not contiguous."""
     shape, stride = [_hint(size) for size in value.shape], [_hint(step) for step in value.stride()]
-    rows = torch.empty(shape, dtype=value.dtype, device="meta").stride()
-    if any(found != step for found, step, size in zip(stride, rows, shape, strict=True) if size > 1) and 0 not in shape:
+    contiguous = torch.empty(shape, dtype=value.dtype, device="meta").stride()
+    steps = zip(stride, contiguous, shape, strict=True)
+    if any(actual != expected for actual, expected, size in steps if size > 1) and 0 not in shape:
         raise CaptureError(
             f"{where}: was captured with {leaf.name!r} of shape {shape} in the strides {stride}, and AOTInductor would "
-            f"take no others. Export with a contiguous sample, which has {list(rows)}"
+            f"take no others. Export with a contiguous sample, which has {list(contiguous)}"
         )
     return torch.zeros(shape, dtype=value.dtype)
 
@@ -146,7 +146,7 @@ def _hint(size: Any) -> int:
 
 
 def _as_size(where: str, module: GraphModule, placeholder: Node, leaf: Integer) -> torch.Tensor:
-    """Take an integer as the size of a tensor instead: AOTInductor takes no numbers."""
+    """Replace an integer input with the size of a tensor, as AOTInductor takes only tensors. Returns a sample."""
     value = placeholder.meta["val"]
     mode = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     if mode is None or not isinstance(value, torch.SymInt):

@@ -1,4 +1,4 @@
-"""What AOTInductor lowers otherwise for servers on a CPU: its own choices would end the process, or call too much."""
+"""AOTInductor lowerings for servers on a CPU, where its own would end the process or make slow library calls."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch._inductor import lowering
 from torch._inductor.virtualized import V
 
 _aten = torch.ops.aten
-_MOST_INLINE = 2**17  # elements of a matrix; a larger one is worth a library's threads
+_MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 
 
 def cpu_lowerings() -> Mapping[Any, _Lowering]:
-    """Lowerings by operator, in place of AOTInductor's."""
-    by_torch: Any = lowering.fallback_handler
+    """Return the lowerings that replace AOTInductor's, by operator."""
+    fallback: Any = lowering.fallback_handler
     return {
-        # torch's own kernel raises for a bad index; in generated code one would end the process
-        _aten.index.Tensor: by_torch(_aten.index.Tensor, add_to_fallback_set=False),
+        # torch's kernel raises for a bad index; generated code would end the process
+        _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
         _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
         _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
     }
 
 
 def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
-    """Products of one row and a small matrix as a loop of the generated code.
+    """Return a lowering that multiplies one row with a small matrix inline, and others with the library.
 
-    The call of a library takes several times as long as such a product does, and what comes next is not fused with it.
+    A library call takes several times as long as such a product, and is not fused with what follows.
     """
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -48,9 +48,9 @@ def _is_small(row: Any, matrix: Any) -> bool:
 
 
 def _product(row: Any, matrix: Any) -> Any:
-    """row [1, depth], matrix [depth, width]."""
+    """Multiply row [1, depth] with matrix [depth, width]."""
     for factor in (row, matrix):
-        factor.realize()  # else each column computes it again
+        factor.realize()  # else each column recomputes it
     column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
     return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
 

@@ -1,4 +1,4 @@
-"""An artifact's graphs as AOTInductor packages without weights: every weight is bound under its FQN at run time."""
+"""AOTInductor packages of an artifact's graphs, without weights: each weight is bound under its FQN at run time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"lit
 
 
 def build_target(device: torch.device) -> str:
-    """The target that packages are compiled for here: the best that this machine can run. Raises Unsupported."""
+    """Return the target to compile for: the best that this machine can run. Raises Unsupported."""
     if device.type != "cpu":
         return target_of(device)
     targets = machine_targets()
@@ -43,7 +43,7 @@ def build_target(device: torch.device) -> str:
 
 
 def package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
-    """The package of a method for a target, which `device` is, as torch's loader for packages reads it, too.
+    """Compile a method for the target of `device`. Returns a package that torch's package loader can also read.
 
     Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
     a C++ compiler.
@@ -54,25 +54,25 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     rows = _rows(program, method.inputs)
     graph = flat_graph(where, program, method, device)
     raw = compile_library(where, graph.module, graph.samples, target)
-    taken = [constant.fqn for constant in Library(raw, where, device).constants]
-    if unknown := sorted(set(taken) - rows.keys()):
+    bound = [constant.fqn for constant in Library(raw, where, device).constants]
+    if unknown := sorted(set(bound) - rows.keys()):
         raise CaptureError(f"{where}: AOTInductor has made the constant {unknown[0]!r} of its own")
     swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
-    if lost := sorted(graph.read & swapped - set(taken)):
+    if lost := sorted(graph.read & swapped - set(bound)):
         raise CaptureError(f"{where}: AOTInductor has compiled the value of {lost[0]!r} in, which no swap would change")
     note = Note(
         graph_id=artifact.graph_id,
         method=name,
         target=target,
         torch=str(torch.__version__),
-        tensors=tuple(rows[fqn] for fqn in sorted(taken)),
+        tensors=tuple(rows[fqn] for fqn in sorted(bound)),
         written=graph.written,
     )
     return _archive(name, note, raw, device)
 
 
 def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, NotedTensor]:
-    """What the program calls its tensors, and what the manifest does."""
+    """Return the program's tensors by FQN, with their names in the manifest."""
     tables = (program.state_dict, program.constants)
     rows = {}
     for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
@@ -85,18 +85,18 @@ def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str,
 
 
 def _archive(name: str, note: Note, library: bytes, device: torch.device) -> bytes:
-    facts = {"AOTI_DEVICE_KEY": device.type}
+    metadata = {"AOTI_DEVICE_KEY": device.type}
     records = {
         **_FORMAT,
         NOTE_NAME: msgspec.json.encode(note),
         f"{_FOLDER}/{name}{LIBRARY_SUFFIX}": library,
-        f"{_FOLDER}/{name}.wrapper_metadata.json": msgspec.json.encode(facts),
+        f"{_FOLDER}/{name}.wrapper_metadata.json": msgspec.json.encode(metadata),
     }
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in records.items():
-            # a plain ZipInfo: fixed date, no platform
+            # a plain ZipInfo has a fixed date and no platform
             info = zipfile.ZipInfo(f"{name}/{path}")
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, content)
-    return written.getvalue()
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Files for other engines than `torch`, made from an artifact's graphs and added to the artifact."""
+"""Compilation of an artifact's graphs for engines other than `torch`, which adds files to the artifact."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Tell = Callable[[str], object]
 
 
 def tell_nobody(_: str) -> None:
-    """What is being done is told to nobody."""
+    """Ignore a progress message."""
 
 
 def check_engines(engines: Sequence[str], where: str = "") -> None:
-    """Raise Unsupported for an engine that there is not."""
+    """Raise Unsupported if an engine is unknown, or `engines` is not a sequence of names."""
     names = engines if isinstance(engines, Sequence) and not isinstance(engines, str) else (engines,)
     if not {str(name) for name in names} <= set(ENGINES) or names is not engines:
         raise Unsupported(f"{where}engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
@@ -43,57 +43,55 @@ def compile_engines(
     device: str = HOST,
     tell: Tell = tell_nobody,
 ) -> Artifact:
-    """Make what other engines need from the graphs of an artifact, and add it to the artifact's folder.
+    """Compile the graphs of an artifact for other engines, and add the files to the artifact's folder.
 
     engines: "aoti" compiles each method with AOTInductor, for machines like this one; needs a C++ compiler. "onnx"
     writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
     artifact has its graphs.
 
-    methods: those to compile; None: all. What an engine has no file for runs on `torch` beside it.
+    methods: those to compile; None: all. A method that an engine has no file for runs on `torch` instead.
 
-    device: what "aoti" compiles for: "cpu", or "cuda" for GPUs like this machine's, which needs the CUDA toolkit, too.
+    device: what "aoti" compiles for: "cpu", or "cuda" for GPUs like this machine's, which also needs the CUDA toolkit.
     An artifact can have both. The other engines' files are the same for all devices.
 
-    trial: compare what was compiled with the graph itself, in a process of its own with random weights and inputs, and
-    refuse what gives something else. A UserWarning says where that cannot be done, as for more than 2 GB of weights.
+    trial: compare the compiled files with the graph itself, in a process of its own with random weights and inputs, and
+    refuse files whose outputs differ. A UserWarning says when that is impossible, as for more than 2 GB of weights.
 
-    tell: called with what is being done, in words.
+    tell: a callback that gets the name of each step.
 
-    Files of the same engine, machine and method that are there already are replaced; the graph id stays. Returns the
-    artifact with its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownMethod,
-    MissingExtra, ArtifactError, CaptureError for a graph that the engine cannot express, and ExportError.
+    Existing files of the same engine, machine and method are replaced; the graph id stays. Returns the artifact with
+    its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownMethod, MissingExtra,
+    ArtifactError, CaptureError for a graph that the engine cannot express, and ExportError.
     """
     check_engines(engines)
     if device != HOST and not any(ENGINES[engine].by_device for engine in engines):
         raise Unsupported(f"device={device!r}: what is compiled for {', '.join(engines)} is the same for all devices")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     folder = opened.folder
-    files = engine_files(opened, dict.fromkeys(_known(opened, methods), engines), device, tell)
+    files = engine_files(opened, dict.fromkeys(_checked_methods(opened, methods), engines), device, tell)
     if trial:
         tell("trying what was compiled")
         _try(opened, files, engines, device)
     try:
         for name, content in files.items():
             _write(folder / name, content)
-        # last: a folder whose manifest does not list a file is still whole
+        # last: the folder is a valid artifact while its manifest does not list the new files
         _write(folder / MANIFEST_NAME, encode_manifest(with_files(opened.manifest, files)))
     except OSError as error:
         raise ExportError(f"{folder}: cannot be written ({error})") from error
     return Artifact.open(folder)
 
 
-def _known(artifact: Artifact, methods: Sequence[str] | None) -> Sequence[str]:
-    """The methods that are meant. Raises UnknownMethod."""
-    wanted = artifact.methods if methods is None else [methods] if isinstance(methods, str) else methods
-    if unknown := [name for name in wanted if name not in artifact.methods]:
+def _checked_methods(artifact: Artifact, methods: Sequence[str] | None) -> Sequence[str]:
+    names = artifact.methods if methods is None else [methods] if isinstance(methods, str) else methods
+    if unknown := [name for name in names if name not in artifact.methods]:
         raise UnknownMethod(
             f"{unknown[0]!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}"
         )
-    return wanted
+    return names
 
 
 def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], device: str) -> None:
-    """Try the files beside a copy of the artifact."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
         copy = Path(folder) / "artifact"
         shutil.copytree(artifact.folder, copy)
@@ -102,7 +100,7 @@ def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], de
 
 
 def try_engines(artifact: Artifact, engines: Sequence[str], device: str = HOST) -> None:
-    """Compare what was compiled for other engines with the graphs. Raises CaptureError."""
+    """Compare compiled files with the graphs on random weights and inputs. Raises CaptureError."""
     from .engine_check import try_engine
 
     for engine in dict.fromkeys(engines):
@@ -111,7 +109,7 @@ def try_engines(artifact: Artifact, engines: Sequence[str], device: str = HOST) 
 
 
 def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
-    """Write files and the manifest that lists them into a folder that nobody reads yet."""
+    """Write files and the manifest that lists them into a folder that no process reads yet."""
     for name, content in (files | {MANIFEST_NAME: encode_manifest(with_files(manifest, files))}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -120,10 +118,10 @@ def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> No
 def engine_files(
     artifact: Artifact, engines: Mapping[str, Sequence[str]], device: str = HOST, tell: Tell = tell_nobody
 ) -> dict[str, bytes]:
-    """The files that engines need beside the graphs, by their name in the artifact. engines: of each method."""
+    """Return the files that engines need besides the graphs, by name in the artifact. engines: by method."""
     files: dict[str, bytes] = {}
-    every = dict.fromkeys(engine for wanted in engines.values() for engine in wanted if ENGINES[engine].compiled)
-    pairs = [(engine, name) for engine in every for name, wanted in engines.items() if engine in wanted]
+    compiled = dict.fromkeys(engine for names in engines.values() for engine in names if ENGINES[engine].compiled)
+    pairs = [(engine, method) for engine in compiled for method, names in engines.items() if engine in names]
     for number, (engine, name) in enumerate(pairs, start=1):
         tell(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")
         file, content = _MAKERS[engine](artifact, name, device)
@@ -132,7 +130,7 @@ def engine_files(
 
 
 def with_files(manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
-    """The manifest with files that are no part of the graph id."""
+    """Return the manifest with files added that are not part of the graph id."""
     digests = manifest.files | {name: blake3(content).hexdigest() for name, content in files.items()}
     return msgspec.structs.replace(manifest, files=dict(sorted(digests.items())))
 
@@ -153,7 +151,7 @@ def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
     return aoti_targets.package_file(target, method), package(artifact, method, target, place)
 
 
-# what makes a method's file, for a device: its name and content
+# functions of (artifact, method, device) that return the name and content of a file
 _MAKERS: dict[str, Callable[[Artifact, str, str], tuple[str, bytes]]] = {"aoti": _aoti, "onnx": _onnx}
 
 

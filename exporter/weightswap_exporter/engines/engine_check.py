@@ -1,8 +1,8 @@
-"""Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
+"""Trial of files compiled for another engine: on random weights and inputs, outputs must be those of the graph.
 
-Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
-of its own: `python -m weightswap_exporter.engines.engine_check FOLDER ENGINE DEVICE` prints a JSON list of what is
-wrong, or a text that says why it could not be tried.
+Translations are sometimes wrong, and some end the process that opens them. The trial therefore runs in a process of its
+own: `python -m weightswap_exporter.engines.engine_check FOLDER ENGINE DEVICE` prints a JSON list of problems, or a
+string that says why nothing could be tried.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from weightswap_tools.call_inputs import call_flat
 from weightswap_tools.random_inputs import common_sizes, random_values, write_random_weights
 
 MOST_BYTES = 2 << 30  # of random weights
-# of an output's largest value; wrong translations are off by more, and rounding by less
+# relative to an output's largest value; wrong translations are off by more, rounding errors by less
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
-COARSE = 0.15  # dtypes with fewer digits
+COARSE = 0.15  # for dtypes with fewer digits
 _CALLER = 4
 
 
 def try_engine(artifact: Artifact, engine: str, device: str) -> None:
-    """Run the methods compiled for an engine on random weights with it and with `torch`, on a device, and compare.
+    """Run the methods compiled for an engine on random weights, with it and with `torch`, and compare the outputs.
 
-    Raises CaptureError where the engine gives something else, or ends the process. Warns where it could not be tried.
+    Raises CaptureError if the outputs differ or the engine ends the process. Warns if nothing could be tried.
     """
     if artifact.manifest.total_bytes > MOST_BYTES:
         _warn(engine, f"its weights take more than {MOST_BYTES >> 30} GB")
         return
     command = [sys.executable, "-m", __name__, str(artifact.path), engine, device]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode < 0:
+    trial = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if trial.returncode < 0:
         raise CaptureError(
-            f"what was compiled for the engine {engine!r} ends the process that runs it (signal {-done.returncode}). "
+            f"what was compiled for the engine {engine!r} ends the process that runs it (signal {-trial.returncode}). "
             "Use the engine 'torch'"
         )
-    if done.returncode:
-        _warn(engine, (done.stderr.strip().splitlines() or ["no reason was given"])[-1])
+    if trial.returncode:
+        _warn(engine, (trial.stderr.strip().splitlines() or ["no reason was given"])[-1])
         return
-    problems = json.loads(done.stdout.splitlines()[-1])
+    problems = json.loads(trial.stdout.splitlines()[-1])
     if isinstance(problems, str):
         _warn(engine, problems.replace(f"{artifact.path}{os.sep}", "").removeprefix(f"{artifact.path}: "))
     elif problems:
@@ -71,7 +71,7 @@ def _warn(engine: str, reason: str) -> None:
 
 
 def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:
-    """What an engine gives on a device that the graph does not, in words, of the methods that are compiled for it."""
+    """Yield differences between an engine's outputs and the graph's, for the methods that are compiled for it."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         weights = Path(folder) / "random.safetensors"
@@ -79,18 +79,18 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
         ours, theirs = (
             load(artifact.folder, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
         )
-        chosen = _random_variants(artifact, Path(folder), (ours, theirs), rng)
+        resident = _random_variants(artifact, Path(folder), (ours, theirs), rng)
         for name in (name for name, runs in theirs.engines.items() if runs == engine):
             signature = ours.signatures[name]
             for sizes in common_sizes(signature):
-                for variants in ({}, chosen) if chosen else ({},):
+                for variants in ({}, resident) if resident else ({},):
                     yield from _one_call(name, signature, sizes, ours, theirs, rng, variants)
 
 
 def _random_variants(
     artifact: Artifact, folder: Path, models: tuple[Model, Model], rng: np.random.Generator
 ) -> dict[str, str]:
-    """A variant of each group, resident in the models, by its name."""
+    """Add a random variant of each group to the models. Returns their names by group."""
     for group in artifact.manifest.variants:
         path = folder / f"{group}.safetensors"
         write_random_weights(artifact.manifest, path, rng, group)
@@ -111,10 +111,10 @@ def _one_call(
     flat = random_values(signature, sizes, rng)
     try:
         expected, again = (call_flat(ours, name, flat, variants) for _ in range(2))
-    except Exception:  # random inputs may be what the model cannot take
+    except Exception:  # the model may not accept random inputs
         return
     if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
-        return  # random numbers
+        return  # the model draws random numbers
     where = f"{name} with {dict(sizes)}" if sizes else name
     where += " and variants" if variants else ""
     try:
@@ -122,8 +122,8 @@ def _one_call(
     except Exception as error:
         yield f"{where}: raised {type(error).__name__}: {error}"
         return
-    for leaf, wanted, got in zip(leaves(signature.output), expected, found, strict=True):
-        if text := _problem(wanted, got):
+    for leaf, one, other in zip(leaves(signature.output), expected, found, strict=True):
+        if text := _problem(one, other):
             yield f"{where}: {leaf.name}: {text}"
 
 
@@ -131,29 +131,29 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(one.data != other.data if isinstance(one, TensorBytes) else one != other)
 
 
-def _problem(wanted: Any, got: Any) -> str | None:
-    if not isinstance(wanted, TensorBytes):
-        return None if wanted == got else f"{got}, expected {wanted}"
-    if not same_type(wanted, got):
-        return f"{describe(got)}, expected {describe(wanted)}"
-    if not has_fractions(wanted.dtype):
-        return None if wanted.data == got.data else "other integers"
-    expected, found = as_float64(wanted), as_float64(got)
-    finite = np.isfinite(expected)
-    if not np.isfinite(found[finite]).all():
+def _problem(expected: Any, found: Any) -> str | None:
+    if not isinstance(expected, TensorBytes):
+        return None if expected == found else f"{found}, expected {expected}"
+    if not same_type(expected, found):
+        return f"{describe(found)}, expected {describe(expected)}"
+    if not has_fractions(expected.dtype):
+        return None if expected.data == found.data else "other integers"
+    one, other = as_float64(expected), as_float64(found)
+    finite = np.isfinite(one)
+    if not np.isfinite(other[finite]).all():
         return "values that are not finite"
-    largest = np.abs(expected[finite]).max(initial=0.0)
-    worst = np.abs(found[finite] - expected[finite]).max(initial=0.0)
-    tolerance = TOLERANCES.get(wanted.dtype, COARSE)
+    largest = np.abs(one[finite]).max(initial=0.0)
+    worst = np.abs(other[finite] - one[finite]).max(initial=0.0)
+    tolerance = TOLERANCES.get(expected.dtype, COARSE)
     return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
 
 
 def main(folder: str, engine: str, device: str) -> None:
     try:
-        said: list[str] | str = list(differences(Artifact.open(folder), engine, device))
-    except WeightswapError as error:  # such as operators that this process, or this machine, lacks
-        said = str(error)
-    print(json.dumps(said))
+        result: list[str] | str = list(differences(Artifact.open(folder), engine, device))
+    except WeightswapError as error:  # such as a missing operator in this process or on this machine
+        result = str(error)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

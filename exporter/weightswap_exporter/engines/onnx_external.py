@@ -1,4 +1,4 @@
-"""ONNX models for other tools: one graph whose weights lie in a weight file, which it points into."""
+"""ONNX models for other tools, whose weights are external data in a weight file."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def export_onnx(
 ) -> Path:
     """Write one method as an ONNX model whose initialisers are external data in a weight file. No tensor is copied.
 
-    artifact: compiled for the engine `onnx`; or one whose graph is translated now, which needs torch. weights: a local
-    weight file, or .safetensors files that hold every weight as it is, under runtime names or the checkpoint's keys. It
-    must lie in the folder of `out` or below, as ONNX wants relative paths; the model follows it if it is replaced,
-    whatever is in it then. method: `forward` or the only one, if none is named. State stays an input, and its value
-    after the call an output (`NAME.after`).
+    artifact: compiled for the engine `onnx`; otherwise its graph is translated now, which needs torch. weights: a local
+    weight file, or .safetensors files that hold every weight unchanged, under runtime names or the checkpoint's keys.
+    It must lie in the folder of `out` or below, as ONNX requires relative paths. If it is replaced, the model uses the
+    new content, whatever that is. method: by default `forward`, or the only one. State stays an input, with its value
+    after the call as an output (`NAME.after`).
 
-    Returns the path of the model. Raises ArtifactError, CaptureError, UnknownMethod, Unsupported, ExportError, and what
-    opening weights raises.
+    Returns the path of the model. Raises ArtifactError, CaptureError, UnknownMethod, Unsupported, ExportError, and the
+    errors of opening weights.
     """
     check_writable(out)
     if Path(out).is_dir():
@@ -77,7 +77,7 @@ def _graph(artifact: Artifact, method: str) -> bytes:
 
 
 def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], planned: Plan, path: Path) -> None:
-    """Make initialisers of the inputs that are weights."""
+    """Turn the inputs that are weights into initialisers."""
     weights = {name: row for row in rows for name in row.names}
     inputs = list(model.graph.input)
     del model.graph.input[:]

@@ -1,4 +1,4 @@
-"""An artifact's graphs as ONNX models without weights: every weight is an input under its FQN."""
+"""ONNX models of an artifact's graphs, without weights: every weight is an input under its FQN."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ try:
 except ImportError as error:
     raise MissingExtra("writing ONNX graphs", "onnx-export") from error
 
-_KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # where torch notes what a value is to the method
+_KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # metadata key for the role of a value in the method
 _RECURRENT = {"aten::lstm", "aten::gru"}
 _PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"}
 _TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
@@ -42,9 +42,9 @@ _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', 
 
 
 def onnx_graph(artifact: Artifact, name: str) -> bytes:
-    """The ONNX model of a method. Weights, variants and state are inputs, the state after the call follows the outputs.
+    """Return the ONNX model of a method. Weights, variants and state are inputs; the new state follows the outputs.
 
-    The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, CaptureError
+    torch translates it without optimisations, which would fold weights. Raises ArtifactError, CaptureError
     for a graph that has no ONNX equivalent, and Unsupported for a dtype that ONNX Runtime lacks.
     """
     where = f"method {name!r}"
@@ -60,7 +60,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     targets = (spec.target for spec in program.graph_signature.input_specs)
     fqns = {target: item.name for target, item in zip(targets, method.inputs, strict=True) if target is not None}
     signature, dtypes = translated.exported_program.graph_signature, output_dtypes(artifact.manifest, method)
-    _Interface(where, translated.model, signature, names, fqns, dtypes).put(changed)
+    _Interface(where, translated.model, signature, names, fqns, dtypes).apply(changed)
     model = ir.to_proto(translated.model)
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -72,7 +72,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
 
 
 def _check_tables(manifest: Manifest, method: Method) -> None:
-    """Raise Unsupported for a tensor of a dtype that ONNX Runtime lacks."""
+    """Raise Unsupported for a tensor with a dtype that ONNX Runtime lacks."""
     used = {item.name for item in method.inputs}
     rows = [row for row in (*manifest.weights, *manifest.state, *manifest.variable) if not used.isdisjoint(row.names)]
     for item in (*rows, *input_leaves(method.signature), *leaves(method.signature.output)):
@@ -87,7 +87,7 @@ def _check_state(where: str, artifact: Artifact) -> None:
 
 
 def _check_empty(where: str, program: ExportedProgram) -> None:
-    """Raise CaptureError where a size that values decide, which may be 0, comes to what ends the process of it then."""
+    """Raise CaptureError for operators that end the process when a data-dependent size is 0."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if _ends_when_empty(node) and any(
@@ -103,20 +103,20 @@ def _ends_when_empty(node: torch.fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._schema.name
-    return name in _RECURRENT or (name in _PRODUCTS and node.meta["val"].ndim > 2)  # products of matrices in batches
+    return name in _RECURRENT or (name in _PRODUCTS and node.meta["val"].ndim > 2)  # batched matrix products
 
 
 def _translate(where: str, program: ExportedProgram) -> Any:
     try:
-        with _quietly(), _keeping_states(), torch.no_grad():
+        with _quiet(), _new_states_kept(), torch.no_grad():
             return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
     except Exception as error:
         raise CaptureError(f"{where}: it has no ONNX equivalent: {_reason(error)}") from error
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """torch warns and logs of its own ways, none of which the caller chooses."""
+def _quiet() -> Iterator[None]:
+    """Suppress warnings and logs of torch about internals that the caller cannot choose."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -128,16 +128,16 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _keeping_states() -> Iterator[None]:
-    """torch ends with a pass that drops what no output needs, and does not count new values of buffers as outputs."""
+def _new_states_kept() -> Iterator[None]:
+    """Make new values of buffers outputs during torch's last pass, which would drop them as unused."""
     from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 
     convert = onnxscript_apis.convert_version
 
     def converted(model: Any, version: int) -> Any:
         outputs = list(model.graph.outputs)
-        found = [value for node in model.graph for value in node.outputs if value not in outputs]
-        model.graph.outputs.extend(value for value in found if value.metadata_props.get(_KIND) == "BUFFER_MUTATION")
+        others = [value for node in model.graph for value in node.outputs if value not in outputs]
+        model.graph.outputs.extend(value for value in others if value.metadata_props.get(_KIND) == "BUFFER_MUTATION")
         model = convert(model, version)
         while len(model.graph.outputs) > len(outputs):
             model.graph.outputs.pop()
@@ -148,7 +148,7 @@ def _keeping_states() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The operator that could not be translated, and why."""
+    """Return the operator that could not be translated, and why."""
     chain = [str(error)]
     cause = error.__cause__
     while cause is not None:
@@ -158,16 +158,16 @@ def _reason(error: BaseException) -> str:
     missing = sorted({f"{name}.{overload}" for name, overload in _MISSING.findall(text)})
     if missing:
         return f"ONNX has no {', '.join(missing)}"
-    found = _TARGET.search(text)
+    target = _TARGET.search(text)
     last = chain[-1].strip().splitlines()[0]
-    return f"{found[1]}: {last}" if found else last
+    return f"{target[1]}: {last}" if target else last
 
 
 @dataclass
 class _Interface:
-    """Gives a translated graph the inputs, outputs and names that the runtime expects.
+    """Inputs, outputs and names that the runtime expects of a translated graph.
 
-    `fqns` are the manifest's names of the program's tensors, `dtypes` those of the outputs by their names.
+    fqns: the manifest's names by the program's names of tensors. dtypes: of the outputs by name.
     """
 
     where: str
@@ -177,8 +177,8 @@ class _Interface:
     fqns: Mapping[str, str]
     dtypes: Mapping[str, str]
 
-    def put(self, changed: frozenset[str]) -> None:
-        """`changed` are the program's names of the buffers that a call changes."""
+    def apply(self, changed: frozenset[str]) -> None:
+        """Change the model. changed: the program's names of the buffers that a call changes."""
         inputs = self._paired("inputs", self.names.inputs, self.model.graph.inputs)
         weights = self._weights()
         finals = {**self._outputs(), **self._states(changed)}
@@ -197,14 +197,14 @@ class _Interface:
                 raise CaptureError(f"{self.where}: it changes the input {spec.target!r}, which ONNX cannot express")
         return self._paired("outputs", self.names.outputs, self.model.graph.outputs)
 
-    def _paired(self, what: str, names: Sequence[str | None], found: Sequence[Any]) -> dict[str, Any]:
-        wanted = [name for name in names if name is not None]
-        if len(wanted) != len(found):
-            raise CaptureError(f"{self.where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
-        return dict(zip(wanted, found, strict=True))
+    def _paired(self, what: str, names: Sequence[str | None], values: Sequence[Any]) -> dict[str, Any]:
+        expected = [name for name in names if name is not None]
+        if len(expected) != len(values):
+            raise CaptureError(f"{self.where}: its ONNX graph has {len(values)} {what}, expected {len(expected)}")
+        return dict(zip(expected, values, strict=True))
 
     def _weights(self) -> dict[str, Any]:
-        """The initializers that become inputs; constants stay what they are. Those that nothing uses go."""
+        """Return the initialisers that become inputs, by FQN. Constants stay, and unused initialisers are dropped."""
         weights = {}
         for name, value in list(self.model.graph.initializers.items()):
             del self.model.graph.initializers[name]
@@ -217,7 +217,7 @@ class _Interface:
         return weights
 
     def _states(self, changed: frozenset[str]) -> dict[str, Any]:
-        """The values of the buffers after a call."""
+        """Return the new values of the buffers, by their output names."""
         values = {value.name: value for value in self._values()}
         final = {
             spec.target: values.get(spec.arg.name)
@@ -231,7 +231,7 @@ class _Interface:
         return {after: new[name] for name, after in self.names.after.items() if name in new}
 
     def _final(self, name: str, value: Any) -> Any:
-        """The value as an output of its own, in the dtype that the manifest says: some translations give another."""
+        """Return the value as an output in the dtype of the manifest, from which some translations differ."""
         code = element_of(name, self.dtypes[name]).code
         node = ir.node("Cast", inputs=[value], attributes={"to": code})
         self.model.graph.append(node)
@@ -248,19 +248,19 @@ class _Interface:
     def _rename(self, public: Mapping[str, Any]) -> None:
         initializers = list(self.model.graph.initializers.items())
         self.model.graph.initializers.clear()
-        known = {id(value) for value in public.values()}
-        taken = set(public)
+        public_ids = {id(value) for value in public.values()}
+        used = set(public)
         for number, value in enumerate(self._values()):
-            if id(value) not in known:
-                value.name = value.name if value.name and value.name not in taken else f"{value.name or ''}#{number}"
-                taken.add(value.name)
+            if id(value) not in public_ids:
+                value.name = value.name if value.name and value.name not in used else f"{value.name or ''}#{number}"
+                used.add(value.name)
         for name, value in public.items():
             value.name = name
         for name, value in initializers:
             self.model.graph.initializers[name] = value
 
     def _strip(self) -> None:
-        """Without what tells of the build machine, or of the model's source."""
+        """Remove metadata, which describes the build machine and the model's source code."""
         for item in (self.model, self.model.graph, *self.model.graph.all_nodes(), *self._values()):
             item.metadata_props.clear()
             item.doc_string = None

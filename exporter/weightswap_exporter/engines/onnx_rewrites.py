@@ -1,4 +1,4 @@
-"""Rewrites of what torch does not translate to ONNX, or translates to something else."""
+"""Rewrites of operators that torch does not translate to ONNX, or translates wrongly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
 
 
 def adapt(program: ExportedProgram) -> None:
-    """Change a program so that its translation computes the same."""
+    """Rewrite a program so that its translation computes the same."""
     _drop_literals(program)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -32,8 +32,8 @@ def _adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         _plain_attention(graph, node)
     elif node.target is torch.ops.aten.embedding.default:
         _refuse_negative_rows(graph, node)
-    elif _norms_by_its_own(node):
-        _norm_by_its_own(graph, node)
+    elif _is_training_norm(node):
+        _decompose_norm(graph, node)
     elif node.target is operator.floordiv:
         _exact_division(graph, node)
     elif _rounds_integers(node):
@@ -41,23 +41,23 @@ def _adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Attention in single steps where a row may be masked as a whole, or heads have no dimension of their own.
+    """Decompose attention if it has a mask or not four dimensions.
 
-    torch's translation takes four dimensions, and gives NaN for such a row; eager gives zeros.
+    torch's translation takes four dimensions only, and gives NaN for a row that is wholly masked; eager gives zeros.
     """
     mask = node.args[_QKV] if len(node.args) > _QKV else node.kwargs.get("attn_mask")
     if node.meta["val"].ndim == 4 and mask is None:
         return
     if isinstance(mask, torch.fx.Node) and mask.meta["val"].dtype is torch.bool:
-        node.replace_input_with(mask, _as_numbers(graph, node, mask))
+        node.replace_input_with(mask, _additive_mask(graph, node, mask))
     with graph.inserting_after(node):
         first = graph.call_function(operator.getitem, (node, 0))
     node.target = torch.ops.aten._scaled_dot_product_attention_math.default
     node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
 
 
-def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node) -> torch.fx.Node:
-    """A mask as what is added to the scores."""
+def _additive_mask(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node) -> torch.fx.Node:
+    """Convert a boolean mask to numbers that are added to the scores."""
     aten = torch.ops.aten
     with graph.inserting_before(node):
         hidden = graph.call_function(aten.logical_not.default, (mask,))
@@ -66,7 +66,7 @@ def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node)
 
 
 def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """ONNX counts negative rows from the end; a table's lookup refuses them, as it does those beyond its end."""
+    """Map negative rows, which ONNX counts from the end, to one past the end, which is refused as in eager."""
     table, rows = node.args[:2]
     assert isinstance(table, torch.fx.Node)
     with graph.inserting_before(node):
@@ -76,41 +76,41 @@ def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.args = (table, checked, *node.args[2:])
 
 
-def _norms_by_its_own(node: torch.fx.Node) -> bool:
-    """Whether it is a norm in training mode, of which torch's translation has another, or loses running statistics."""
+def _is_training_norm(node: torch.fx.Node) -> bool:
+    """Return whether the node is a norm in training mode, which torch mistranslates or strips of its statistics."""
     aten = torch.ops.aten
     if node.target is aten.instance_norm.default and node.args[_RUNNING] is None:
         return False
     return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(node.args[_TRAINING])
 
 
-def _norm_by_its_own(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Normalisation by the statistics of the batch, or of each instance, and the running ones, in single steps."""
+def _decompose_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Decompose a norm by the statistics of the batch or of each instance, and update the running statistics."""
     aten = torch.ops.aten
-    given, weight, bias, running_mean, running_var, _, momentum, eps, _ = node.args
-    assert isinstance(given, torch.fx.Node)
-    value = given.meta["val"]
-    dtype = torch.promote_types(value.dtype, torch.float32)  # in which eager sums, too
-    others = [*([0] if node.target is aten.batch_norm.default else []), *range(2, value.ndim)]
+    source, weight, bias, running_mean, running_var, _, momentum, eps, _ = node.args
+    assert isinstance(source, torch.fx.Node)
+    value = source.meta["val"]
+    dtype = torch.promote_types(value.dtype, torch.float32)  # the dtype in which eager sums
+    reduced = [*([0] if node.target is aten.batch_norm.default else []), *range(2, value.ndim)]
     column = [-1, *[1] * (value.ndim - 2)]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return graph.call_function(target, args, kwargs)
 
     with graph.inserting_before(node):
-        x = call(aten.to.dtype, given, dtype)
-        mean = call(aten.mean.dim, x, others, True)
+        x = call(aten.to.dtype, source, dtype)
+        mean = call(aten.mean.dim, x, reduced, True)
         centred = call(aten.sub.Tensor, x, mean)
-        var = call(aten.mean.dim, call(aten.mul.Tensor, centred, centred), others, True)
+        var = call(aten.mean.dim, call(aten.mul.Tensor, centred, centred), reduced, True)
         result = call(aten.mul.Tensor, centred, call(aten.rsqrt.default, call(aten.add.Tensor, var, eps)))
         for operation, affine in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
             if affine is not None:
                 result = call(operation, result, call(aten.reshape.default, affine, column))
         result = call(aten.to.dtype, result, value.dtype)
-        unbiased = call(aten.var.correction, x, others, correction=1, keepdim=True)
-        for running, each in ((running_mean, mean), (running_var, unbiased)):
+        unbiased = call(aten.var.correction, x, reduced, correction=1, keepdim=True)
+        for running, statistic in ((running_mean, mean), (running_var, unbiased)):
             if running is not None:
-                new = call(aten.reshape.default, call(aten.mean.dim, each, [0]), [-1])
+                new = call(aten.reshape.default, call(aten.mean.dim, statistic, [0]), [-1])
                 step = call(aten.mul.Tensor, call(aten.sub.Tensor, new, running), momentum)
                 call(aten.copy_.default, running, call(aten.add.Tensor, running, step))
     node.replace_all_uses_with(result)
@@ -118,15 +118,15 @@ def _norm_by_its_own(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Rounding down, which ONNX does not do for negative numbers, without anything to round."""
-    above, below = node.args
+    """Subtract the remainder before a floor division, as ONNX does not round negative quotients down."""
+    dividend, divisor = node.args
     with graph.inserting_before(node):
-        rest = graph.call_function(operator.mod, (above, below))
-        node.args = (graph.call_function(operator.sub, (above, rest)), below)
+        remainder = graph.call_function(operator.mod, (dividend, divisor))
+        node.args = (graph.call_function(operator.sub, (dividend, remainder)), divisor)
 
 
 def _rounds_integers(node: torch.fx.Node) -> bool:
-    """Whether it is a division with a rounding mode, or a C-like rest, of integers: torch's translation has floats."""
+    """Return whether the node rounds a quotient of integers or is their `fmod`, which torch translates with floats."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _ROUNDED:
         return False
     rounds = "fmod" in node.target._schema.name or node.kwargs.get("rounding_mode")
@@ -135,15 +135,15 @@ def _rounds_integers(node: torch.fx.Node) -> bool:
 
 
 def _exact_integers(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """The same of rests and quotients that are rounded down, whose translation keeps to integers.
+    """Rewrite the node with floor division and remainder, whose translations compute with integers.
 
-    In int64, as ONNX Runtime lacks steps of it for narrower ones.
+    The rewrite uses int64, as ONNX Runtime lacks some of these operators for narrower integers.
     """
     aten = torch.ops.aten
     assert isinstance(node.target, torch._ops.OpOverload)
     with graph.inserting_before(node):
-        above, below = (_int64(graph, each) for each in node.args[:2])
-        result = _rounded(graph, above, below, node.kwargs.get("rounding_mode"))
+        dividend, divisor = (_int64(graph, value) for value in node.args[:2])
+        result = _rounded(graph, dividend, divisor, node.kwargs.get("rounding_mode"))
         result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
     if node.target._schema.is_mutable:
         node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], result), {}
@@ -152,30 +152,31 @@ def _exact_integers(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         graph.erase_node(node)
 
 
-def _rounded(graph: torch.fx.Graph, above: torch.fx.Node, below: torch.fx.Node, mode: object) -> torch.fx.Node:
+def _rounded(graph: torch.fx.Graph, dividend: torch.fx.Node, divisor: torch.fx.Node, mode: object) -> torch.fx.Node:
     aten = torch.ops.aten
     if mode == "floor":
-        return graph.call_function(aten.floor_divide.default, (above, below))
-    rest = graph.call_function(aten.remainder.Tensor, (above, below))
-    one, other = (graph.call_function(aten.lt.Scalar, (each, 0)) for each in (above, below))
-    signs = graph.call_function(aten.logical_xor.default, (one, other))
-    inexact = graph.call_function(aten.ne.Scalar, (rest, 0))
-    away = graph.call_function(aten.logical_and.default, (signs, inexact))  # rounding down is away from zero
+        return graph.call_function(aten.floor_divide.default, (dividend, divisor))
+    remainder = graph.call_function(aten.remainder.Tensor, (dividend, divisor))
+    negative = tuple(graph.call_function(aten.lt.Scalar, (value, 0)) for value in (dividend, divisor))
+    signs_differ = graph.call_function(aten.logical_xor.default, negative)
+    inexact = graph.call_function(aten.ne.Scalar, (remainder, 0))
+    away = graph.call_function(aten.logical_and.default, (signs_differ, inexact))  # rounding down is away from zero
     if mode == "trunc":
-        floor = graph.call_function(aten.floor_divide.default, (above, below))
+        floor = graph.call_function(aten.floor_divide.default, (dividend, divisor))
         return graph.call_function(aten.add.Tensor, (floor, _int64(graph, away)))
-    return graph.call_function(aten.where.self, (away, graph.call_function(aten.sub.Tensor, (rest, below)), rest))
+    fmod = graph.call_function(aten.sub.Tensor, (remainder, divisor))
+    return graph.call_function(aten.where.self, (away, fmod, remainder))
 
 
 def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:
-    """A tensor or number of a graph as a tensor."""
+    """Return a tensor or number of a graph as an int64 tensor."""
     if isinstance(value, torch.fx.Node) and not isinstance(value.meta.get("val"), int | torch.SymInt):
         return graph.call_function(torch.ops.aten.to.dtype, (value, torch.int64))
     return graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": torch.int64})
 
 
 def _drop_literals(program: ExportedProgram) -> None:
-    """Outputs that are fixed: the signature has their values."""
+    """Replace literal outputs with None: the signature has their values."""
     (last,) = program.graph.find_nodes(op="output")
     last.args = (tuple(item if isinstance(item, torch.fx.Node) else None for item in last.args[0]),)
     for spec in program.graph_signature.output_specs:

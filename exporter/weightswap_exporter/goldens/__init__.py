@@ -1,1 +1,1 @@
-"""Calls of the eager model, recorded."""
+"""Recording of the eager model's calls as goldens."""

@@ -1,4 +1,4 @@
-"""The calls that `goldens=` asks for, checked as a server checks them."""
+"""Calls to record, as given in `goldens=`, with their inputs checked as a server checks them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 Requested = Sequence[Any] | Mapping[str, Sequence[Any]]
-_FORM = "Give a list of (args, kwargs) or of tuples of args, or a dict from methods to such lists."
+_ADVICE = "Give a list of (args, kwargs) or of tuples of args, or a dict from methods to such lists."
 
 
 class GoldenCall(NamedTuple):
-    """What the user wants recorded."""
+    """A call to record: the method and its arguments."""
 
     method: str
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class GoldenCall(NamedTuple):
 
 
 class GoldensRequest(NamedTuple):
-    """The calls to record, and the tolerance (rtol, atol) within which a server is to reproduce them; None: exactly."""
+    """Calls to record, and the tolerance (rtol, atol) for servers that reproduce them. None: bit for bit."""
 
     calls: list[GoldenCall]
     tolerance: Tolerance | None
@@ -39,46 +39,46 @@ class GoldensRequest(NamedTuple):
 def wanted_goldens(
     goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]
 ) -> GoldensRequest | None:
-    """What `goldens=` and `tolerance=` of `export()` and `pack()` stand for. Raises RecordingError."""
+    """Parse the arguments `goldens` and `tolerance` of `export()` and `pack()`. Raises RecordingError."""
     if goldens is not None:
-        return GoldensRequest(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
+        return GoldensRequest(_parse_calls(goldens, methods), None if tolerance is None else _checked(tolerance))
     if tolerance is not None:
         raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
     return None
 
 
-def _calls(goldens: Requested, methods: Sequence[str]) -> list[GoldenCall]:
+def _parse_calls(goldens: Requested, methods: Sequence[str]) -> list[GoldenCall]:
     if isinstance(goldens, Mapping):
         by_method = dict(goldens)
     else:
         by_method = {methods[0] if len(methods) == 1 else "forward": goldens}
     calls: list[GoldenCall] = []
     problems: list[str] = []
-    for method, given in by_method.items():
+    for method, items in by_method.items():
         if method not in methods:
             problems.append(f"no method {method!r}; there are {', '.join(methods)}")
-        elif not isinstance(given, list):
-            problems.append(f"{method}: expected a list of calls, got a {type(given).__qualname__}")
+        elif not isinstance(items, list):
+            problems.append(f"{method}: expected a list of calls, got a {type(items).__qualname__}")
         else:
-            found = [(number, _call(method, item), item) for number, item in enumerate(given)]
-            calls += [call for _, call, _ in found if call is not None]
-            kinds = [(number, type(item).__qualname__) for number, call, item in found if call is None]
-            problems += [f"{method}, call {number}: expected (args, kwargs), got a {kind}" for number, kind in kinds]
+            for number, item in enumerate(items):
+                if isinstance(item, tuple):
+                    calls.append(_parse_call(method, item))
+                else:
+                    kind = type(item).__qualname__
+                    problems.append(f"{method}, call {number}: expected (args, kwargs), got a {kind}")
     if problems or not calls:
-        raise RecordingError(problems or ["no calls to record"], _FORM)
+        raise RecordingError(problems or ["no calls to record"], _ADVICE)
     return calls
 
 
-def _call(method: str, given: Any) -> GoldenCall | None:
-    """`(args, kwargs)`, or else a tuple of args. A tuple and a dict are always the former."""
-    if not isinstance(given, tuple):
-        return None
-    if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
-        return GoldenCall(method, given[0], dict(given[1]))
-    return GoldenCall(method, given, {})
+def _parse_call(method: str, item: tuple[Any, ...]) -> GoldenCall:
+    """Parse `(args, kwargs)` or a tuple of args. A pair of a tuple and a dict is always the former."""
+    if len(item) == 2 and isinstance(item[0], tuple) and isinstance(item[1], Mapping):
+        return GoldenCall(method, item[0], dict(item[1]))
+    return GoldenCall(method, item, {})
 
 
-def _limits(tolerance: Any) -> Tolerance:
+def _checked(tolerance: Any) -> Tolerance:
     if problem := tolerance_problem(tolerance):
         raise RecordingError([problem], "Leave it out where the outputs are to be reproduced exactly.")
     rtol, atol = tolerance
@@ -86,7 +86,7 @@ def _limits(tolerance: Any) -> Tolerance:
 
 
 def tolerance_problem(tolerance: Any) -> str | None:
-    """Why something is no tolerance; None if it is one."""
+    """Return why the value is not a tolerance; None if it is one."""
     numbers = isinstance(tolerance, tuple | list) and all(type(part) in (int, float) for part in tolerance)
     if numbers and len(tolerance) == 2 and all(math.isfinite(part) and part >= 0 for part in tolerance):
         return None
@@ -94,14 +94,14 @@ def tolerance_problem(tolerance: Any) -> str | None:
 
 
 def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list[Any]]:
-    """The flat inputs of each call, as a server takes them."""
+    """Return copies of the flat inputs of each call. Raises RecordingError for those that a server would refuse."""
     flat: list[list[Any]] = []
     problems: list[str] = []
     for number, call in enumerate(calls):
         signature = manifest.methods[call.method].signature
         check = CallCheck(call.method, signature, torch.Tensor, DTYPE_NAMES, TorchEngine.misplaced, TorchEngine.kind)
         try:
-            args, kwargs = (unflatten(*plain_tree(given)) for given in (call.args, call.kwargs))
+            args, kwargs = (unflatten(*plain_tree(tree)) for tree in (call.args, call.kwargs))
             flat.append([_copied(value) for value in check.flatten(args, kwargs)])
         except InputMismatch as error:
             problems += [f"case {number}, {call.method}: {problem}" for problem in error.problems]
@@ -115,7 +115,7 @@ def _copied(value: Any) -> Any:
 
 
 def with_literals(call: GoldenCall, manifest: Manifest) -> GoldenCall:
-    """The call with the literals that it may leave out, as keyword arguments: the graph has its own values for them."""
+    """Return the call with the literals that it leaves out added as keyword arguments; the graph fixes their values."""
     signature = manifest.methods[call.method].signature
     rest = (*signature.args[len(call.args) :], *signature.kwargs)
     literals = {name: unflatten(node, list(leaves(node))) for name, node in rest if name not in call.kwargs}

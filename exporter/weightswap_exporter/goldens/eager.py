@@ -1,4 +1,4 @@
-"""The eager model, run as a session runs its graphs: without gradients, from the initial state, leaving no trace."""
+"""Calls of the eager model, made as a session runs its graphs: without gradients, from the initial state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 
 class Outputs(NamedTuple):
-    """A call's flat outputs in the graph's order, tensors as copies, with their names."""
+    """Flat outputs of a call with their names, in the graph's order. Tensors are copies."""
 
     names: list[str]
     values: list[Any]
@@ -29,12 +29,12 @@ class Outputs(NamedTuple):
 
 @contextmanager
 def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
-    """The model, to be called in this block.
+    """Prepare the model for calls inside a `with` block.
 
-    functions: a method's name -> the model's attribute, where those differ. initial: the state by FQN. In the block
-    there are no gradients and no autocast; attention takes the ordinary path, which is the one that is captured, and a
-    model of the library transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers,
-    of which a copy is held, are what they were, whatever is raised.
+    functions: the model's attribute for each method whose name differs. initial: the initial state by FQN. Inside the
+    block, gradients and autocast are off, attention takes its ordinary path, which is the captured one, and a
+    transformers model has no key-value cache. On exit, torch's random state and the model's buffers are restored, also
+    after an exception; a copy of every buffer is held until then.
     """
     buffers = _ModelBuffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -49,7 +49,7 @@ def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, 
 
 
 class Eager:
-    """Made by `eager()`."""
+    """An eager model that is ready to be called, as yielded by `eager()`."""
 
     def __init__(self, model: nn.Module, functions: Mapping[str, str], buffers: _ModelBuffers) -> None:
         self._model = model
@@ -64,9 +64,9 @@ class Eager:
         kwargs: dict[str, Any],
         within: AbstractContextManager[object] | None = None,
     ) -> Outputs:
-        """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them.
+        """Call a method from the initial state, with row-major copies of the inputs, as goldens keep them.
 
-        within: a block that the call alone runs in.
+        within: a context manager around the call alone.
         """
         self._buffers.reset()
         args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
@@ -78,7 +78,7 @@ class Eager:
         return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
 
     def changed(self) -> list[str]:
-        """The names of weights and constants that calls have changed."""
+        """Return the names of weights and constants that calls have changed."""
         now = _parameters(self._model)
         return self._buffers.changed() + [name for name, value in self._parameters.items() if now.get(name) != value]
 
@@ -90,7 +90,7 @@ def _row_major(value: Any) -> Any:
 
 
 def _parameters(model: nn.Module) -> dict[str, tuple[int, str]]:
-    """What changes when a parameter is replaced or written to, also through its `data`, which has no version."""
+    """Return the identity and digest of each parameter: writes through `.data` do not change its version counter."""
     digests = {id(value): _digest(value) for value in model.parameters()}
     return {name: (id(value), digests[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)}
 
@@ -101,17 +101,17 @@ def _digest(value: torch.Tensor) -> str:
 
 
 class _BufferPlace(NamedTuple):
-    """A buffer in its module, with a copy of its values."""
+    """A buffer, the dict and key that hold it in its module, and a copy of its values."""
 
     fqn: str
-    home: dict[str, torch.Tensor | None]
+    owner: dict[str, torch.Tensor | None]
     key: str
     tensor: torch.Tensor
     values: torch.Tensor
 
 
 class _ModelBuffers:
-    """The buffers of a model. `initial` are those that a call may change, with what they are before each call."""
+    """Buffers of a model. `initial` has the values, before each call, of those that a call may change."""
 
     def __init__(self, model: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
         self._initial = initial
@@ -123,9 +123,9 @@ class _ModelBuffers:
         ]
 
     def reset(self) -> None:
-        for fqn, home, key, tensor, _ in self._buffers:
+        for fqn, owner, key, tensor, _ in self._buffers:
             if fqn in self._initial:
-                home[key] = tensor  # a call may have assigned another
+                owner[key] = tensor  # a call may have assigned another tensor
                 tensor.copy_(self._initial[fqn])
 
     def changed(self) -> list[str]:
@@ -134,16 +134,14 @@ class _ModelBuffers:
     def restore(self) -> None:
         for buffer in self._buffers:
             if _is_changed(buffer):
-                buffer.home[buffer.key] = buffer.tensor
+                buffer.owner[buffer.key] = buffer.tensor
                 buffer.tensor.copy_(buffer.values)
 
 
 def _is_changed(buffer: _BufferPlace) -> bool:
-    other = buffer.home.get(buffer.key) is not buffer.tensor
-    return other or not _same_bits(buffer.values, buffer.tensor)
+    return buffer.owner.get(buffer.key) is not buffer.tensor or not _same_bits(buffer.values, buffer.tensor)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of any dtype: a model may have buffers that are no part of the graph."""
     same_type = (one.dtype, one.shape) == (other.dtype, other.shape)
     return same_type and np.array_equal(tensor_bytes(one), tensor_bytes(other))

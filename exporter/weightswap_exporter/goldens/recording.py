@@ -1,4 +1,4 @@
-"""Recording goldens: the eager model is called with the user's inputs, and its outputs are kept."""
+"""Recording of goldens: calls of the eager model with the user's inputs, and their outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .eager import Eager, Outputs, eager
 
 
 class Recording(NamedTuple):
-    """Recorded cases, to be written when the weights id is known. Inputs alone have no environment."""
+    """Recorded cases, to be encoded once the weights id is known. A recording of inputs alone has no environment."""
 
     graph_id: str
     environment: Environment | None
@@ -38,7 +38,7 @@ class Recording(NamedTuple):
     tensors: dict[str, TensorBytes]
 
     def encode(self, weights_id: str | None) -> bytes:
-        """The bytes of the goldens file for these weights; None: of inputs alone."""
+        """Return the bytes of the goldens file for these weights. None: a file with inputs alone."""
         return encode_goldens(
             self.cases,
             self.tensors,
@@ -50,15 +50,14 @@ class Recording(NamedTuple):
 
 
 def is_skeleton(model: nn.Module) -> bool:
-    """Whether the model cannot be called, as it has tensors without values."""
+    """Return whether the model has tensors without values, so that it cannot be called."""
     return any(map(is_fake, named_tensors(model).values()))
 
 
 def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
-    """Keep the inputs alone, for a model that cannot be called.
+    """Record the inputs alone, for a model that cannot be called. The tolerance is ignored.
 
-    A tolerance says nothing here. Raises RecordingError with every problem: inputs that a server would refuse, or that
-    have no values.
+    Raises RecordingError with every input that a server would refuse or that has no values.
     """
     recorder = _CaseRecorder(manifest)
     for call, flat in zip(wanted.calls, checked_inputs(wanted.calls, manifest), strict=True):
@@ -69,10 +68,10 @@ def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
 
 
 def check_has_values(model: nn.Module) -> None:
-    """Raise RecordingError for a skeleton."""
-    if hollow := [name for name, tensor in named_tensors(model).items() if is_fake(tensor)]:
+    """Raise RecordingError if the model is a skeleton."""
+    if fake := [name for name, tensor in named_tensors(model).items() if is_fake(tensor)]:
         raise RecordingError(
-            [f"{len(hollow)} tensors of the model have no values, the first is {hollow[0]}"],
+            [f"{len(fake)} tensors of the model have no values, the first is {fake[0]}"],
             "A skeleton cannot be run: build the model outside skeleton(), or leave the goldens out and record them "
             "when weights are packed.",
         )
@@ -85,11 +84,12 @@ def record(
     constants: Mapping[str, TensorBytes],
     functions: Mapping[str, str],
 ) -> Recording:
-    """Call the eager model, twice for each call, and keep what it gives.
+    """Run each call on the eager model twice and record its inputs and outputs.
 
-    constants: `Artifact.constants`. functions: a method's name -> the model's attribute, where those differ. The model
-    must have the weights of the file, in the mode in which it was exported. Raises RecordingError with every problem:
-    a model that does not fit, inputs that a server would refuse, outputs that differ from one run to the next.
+    constants: as `Artifact.constants()` returns them. functions: the model's attribute for each method whose name
+    differs. The model must have the weights of the file, and be in the mode in which it was exported. Raises
+    RecordingError with every problem: a model that does not fit the artifact, inputs that a server would refuse,
+    outputs that differ between the two runs.
     """
     calls = wanted.calls
     values = {name: copied_tensor(content) for name, content in constants.items()}
@@ -109,7 +109,7 @@ def record(
 
 
 class _CaseRecorder:
-    """Collects cases, the tensors in them, and what is wrong with them."""
+    """Recorded cases, their tensors, and the problems found so far."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.cases: list[Case] = []
@@ -118,9 +118,9 @@ class _CaseRecorder:
         self._manifest = manifest
 
     def record(self, runner: Eager, call: GoldenCall, flat: list[Any]) -> None:
-        """Run a call twice and keep it as the next case. `flat` are its inputs as the graph takes them."""
+        """Run a call twice and append it as the next case. flat: its inputs as the graph takes them."""
         number = len(self.cases)
-        wanted = leaves(self._manifest.methods[call.method].signature.output)
+        expected = leaves(self._manifest.methods[call.method].signature.output)
         complete = with_literals(call, self._manifest)
         try:
             first, second = (runner.run(*complete) for _ in range(2))
@@ -128,22 +128,23 @@ class _CaseRecorder:
             problems = [f": the model raised {frame_of(error)}{first_line(error)}"]
             outputs: list[Any] = []
         else:
-            problems, outputs = list(_output_problems(wanted, first, second)), first.values
+            problems, outputs = list(_output_problems(expected, first, second)), first.values
         self.problems += [f"case {number}, {call.method}{text}" for text in problems]
-        self.keep(call, flat, () if problems else self._values(f"{number}.output", outputs, wanted))
+        self.keep(call, flat, () if problems else self._values(f"{number}.output", outputs, expected))
 
     def keep(self, call: GoldenCall, flat: list[Any], outputs: tuple[Value, ...]) -> None:
-        """Keep a call as the next case."""
-        number, wanted = len(self.cases), input_leaves(self._manifest.methods[call.method].signature)
-        hollow = [leaf.name for leaf, value in zip(wanted, flat, strict=True) if _is_hollow(value)]
-        self.problems += [f"case {number}, {call.method}, {name}: has no values" for name in hollow]
-        inputs = () if hollow else self._values(f"{number}.input", flat, wanted)
+        """Append a call as the next case."""
+        number, expected = len(self.cases), input_leaves(self._manifest.methods[call.method].signature)
+        pairs = zip(expected, flat, strict=True)
+        fake = [leaf.name for leaf, value in pairs if isinstance(value, torch.Tensor) and is_fake(value)]
+        self.problems += [f"case {number}, {call.method}, {name}: has no values" for name in fake]
+        inputs = () if fake else self._values(f"{number}.input", flat, expected)
         self.cases.append(Case(method=call.method, inputs=inputs, outputs=outputs))
 
-    def _values(self, prefix: str, values: list[Any], wanted: list[Leaf]) -> tuple[Value, ...]:
+    def _values(self, prefix: str, values: list[Any], expected: list[Leaf]) -> tuple[Value, ...]:
         return tuple(
             self._value(f"{prefix}.{index}", value, leaf)
-            for index, (value, leaf) in enumerate(zip(values, wanted, strict=True))
+            for index, (value, leaf) in enumerate(zip(values, expected, strict=True))
         )
 
     def _value(self, name: str, value: Any, leaf: Leaf) -> Value:
@@ -153,12 +154,8 @@ class _CaseRecorder:
         return name
 
 
-def _is_hollow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_fake(value)
-
-
 def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Why what the model computes is not what the graph computes with its weights."""
+    """Yield differences between the model and the artifact that make the model compute something else."""
     yield from type_problems(model, manifest)
     tensors = named_tensors(model)
     for row in manifest.constants:
@@ -168,7 +165,7 @@ def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, t
 
 
 def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
-    """Weights and state that the model has not, or in another type, or not on the CPU."""
+    """Yield the weights and state that the model lacks, or has with another type or not on the CPU."""
     tensors = named_tensors(model)
     for row in (*manifest.weights, *manifest.state):
         expected = f"{row.name}: the artifact has {describe(row)}"
@@ -190,19 +187,19 @@ def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions:
             )
 
 
-def _output_problems(wanted: list[Leaf], first: Outputs, second: Outputs) -> Iterator[str]:
-    names = [leaf.name for leaf in wanted]
-    for found in (first, second):
-        if found.names != names:
-            yield f": expected the outputs {', '.join(names)}, the model gives {', '.join(found.names)}"
+def _output_problems(expected: list[Leaf], first: Outputs, second: Outputs) -> Iterator[str]:
+    names = [leaf.name for leaf in expected]
+    for outputs in (first, second):
+        if outputs.names != names:
+            yield f": expected the outputs {', '.join(names)}, the model gives {', '.join(outputs.names)}"
             return
-    for leaf, one, other in zip(wanted, first.values, second.values, strict=True):
-        if text := _value_problem(leaf, one) or change(*contents_of((one, other))):
+    for leaf, one, other in zip(expected, first.values, second.values, strict=True):
+        if text := _value_problem(leaf, one) or run_difference(*contents_of((one, other))):
             yield f", {leaf.name}{text}"
 
 
 def _value_problem(leaf: Leaf, value: Any) -> str | None:
-    """Why an eager output cannot be the graph's; None if it can."""
+    """Return why the graph cannot have this output; None if it can."""
     if isinstance(leaf, Literal):
         same = type(value) is type(leaf.content) and Literal.of(leaf.name, value) == leaf
         return None if same else f": the graph gives {leaf.content!r}, the model {value!r:.80}"
@@ -213,8 +210,8 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
     return type_problem(leaf, TensorType(dtype_of(value.dtype), tuple(value.shape)))
 
 
-def change(one: Any, other: Any, who: str = "the eager model") -> str | None:
-    """How two runs of one call differ, in words; tensors as contents. Dropout is left on, or numbers are random."""
+def run_difference(one: Any, other: Any, who: str = "the eager model") -> str | None:
+    """Describe how an output differs between two runs of one call; None if it does not. Tensors are `TensorBytes`."""
     if not isinstance(one, TensorBytes) or not isinstance(other, TensorBytes):
         return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
     text = difference(one, other, None)
@@ -222,6 +219,6 @@ def change(one: Any, other: Any, who: str = "the eager model") -> str | None:
 
 
 def weights_identity(model: nn.Module, manifest: Manifest) -> str:
-    """The weights id that a packed file of the model would have. Nothing is copied."""
+    """Return the weights id that a packed file of the model would have, without copying the weights."""
     tensors = named_tensors(model)
     return weights_id((row.row, digest_of(pieces(tensors[row.name]))) for row in manifest.weights)

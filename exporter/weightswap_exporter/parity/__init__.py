@@ -1,4 +1,4 @@
-"""Parity: whether what was exported computes what the eager model does, and where it parts from it if not."""
+"""Parity of exported graphs with the eager model, and the first point where they diverge."""
 
 from .compare import compare
 from .executions import Run

@@ -1,4 +1,4 @@
-"""`compare()`: the same calls, run by the eager model and by every engine."""
+"""`compare()`: the same calls on the eager model and on every engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
 
-from .compared_calls import Cases, Given, PathLike, calls_to_compare
+from .compared_calls import CallCase, Cases, PathLike, calls_to_compare
 from .divergence import locate_divergence
-from .executions import EagerSide, EngineSide, Run, Side, eager_side, taken
+from .executions import EagerSide, EngineSide, Run, Side, eager_side, repeatable_outputs
 from .measuring import Tolerances, compared, tolerances
 from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
@@ -44,28 +44,28 @@ def compare(
     locate: bool = True,
     seed: int = 0,
 ) -> ParityReport:
-    """Run the eager model and every engine on the same inputs, and measure how far their outputs are apart.
+    """Run the eager model and every engine on the same inputs, and measure how far apart their outputs are.
 
-    model: the reference, with the values that it has now, called as goldens are recorded: without gradients, from the
-    initial state, with copies of the inputs; None: the engine `torch` is the reference. weights: what the engines get,
-    a weight file or a checkpoint; None: the model's. Where they differ from the model's, that is compared, too.
+    model: the reference, with its current values. It is called as goldens are recorded: without gradients, from the
+    initial state, with copies of the inputs. None: the engine `torch` is the reference. weights: a weight file or
+    checkpoint for the engines. None: the model's weights. The report names the values in which they differ.
 
-    cases: calls, as `goldens=` of `export()` has them; "goldens", the inputs that were recorded for the artifact or
-    beside the weights; "generated", random inputs with ordinary sizes and with those at the ends of the dynamic ranges;
-    None: the latter two. seed: of random inputs. engines: None, all that the artifact and this machine offer.
-    devices: of the engines; on another one than "cpu" there is the engine `torch`, and the model is copied there.
+    cases: calls, as in `goldens=` of `export()`; "goldens", inputs that were recorded for the artifact or beside the
+    weights; "generated", random inputs with ordinary sizes and with those at the ends of the dynamic ranges; None: the
+    latter two. seed: of the random inputs. engines: None, all that the artifact and this machine offer. devices: of the
+    engines; on devices other than "cpu" only the engine `torch` runs, and the model is copied there.
 
-    tolerance: (rtol, atol) for all engines. None: the engine `torch` must equal eager bit for bit, others within ten
-    times the tolerances of `torch.testing` for the dtype of the output. functions: a method's name -> the model's
-    attribute, where those differ. locate: whether to find the first point where a call diverges, for each engine.
+    tolerance: (rtol, atol) for all engines. None: the engine `torch` must equal eager bit for bit, and others must be
+    within ten times the tolerances of `torch.testing` for the output's dtype. functions: the model's attribute for each
+    method whose name differs. locate: find the first point where a call diverges, for each engine.
 
-    Raises ParityError where nothing can be compared: inputs that the signature refuses, a model that is not that of the
-    artifact or has no values, one that raises, or whose outputs change from one run to the next; and what `load` and
-    `pack` raise.
+    Raises ParityError if nothing can be compared: the signature refuses the inputs, the model is not that of the
+    artifact or has no values, it raises, or its outputs differ between two runs. Also raises the errors of `load` and
+    `pack`.
     """
-    for name, given in (("engines", engines), ("devices", devices)):
-        if isinstance(given, str):
-            raise ParityError([f"{name}: expected a list of names, got {given!r}"], f"Say {name}=[{given!r}].")
+    for name, value in (("engines", engines), ("devices", devices)):
+        if isinstance(value, str):
+            raise ParityError([f"{name}: expected a list of names, got {value!r}"], f"Say {name}=[{value!r}].")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     eager = None if model is None else checked_model(unwrapped(model), opened)
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def compare_calls(
     model: nn.Module | None,
     artifact: Artifact,
     weights: PathLike,
-    given: Sequence[Given],
+    cases: Sequence[CallCase],
     engines: Sequence[str] | None = None,
     devices: Sequence[str] = (HOST,),
     *,
@@ -90,9 +90,9 @@ def compare_calls(
     functions: Mapping[str, str] | None = None,
     locate: bool = True,
 ) -> ParityReport:
-    """As `compare`, for a model that was checked, and calls that were."""
-    check_request(model, artifact, given, functions, devices, tolerance)
-    comparison = _EngineComparison(artifact, weights, given, tolerance, locate)
+    """Do the work of `compare` for a model and calls that were already checked."""
+    check_request(model, artifact, cases, functions, devices, tolerance)
+    comparison = _EngineComparison(artifact, weights, cases, tolerance, locate)
     for device in devices:
         names = _engines(artifact, engines, device, model)
         with ExitStack() as block:
@@ -114,7 +114,6 @@ def compare_calls(
 
 
 def _packed(folder: Path, model: nn.Module | None, artifact: Artifact) -> Path:
-    """The model's weights as a file."""
     if model is None:
         raise ParityError(["there are no weights"], "Give a weight file, a model, or both.")
     return pack(model, artifact, out=folder / "weights.safetensors").path
@@ -122,24 +121,27 @@ def _packed(folder: Path, model: nn.Module | None, artifact: Artifact) -> Path:
 
 def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, model: nn.Module | None) -> Sequence[str]:
     offered = available_engines(artifact) if device == HOST else ("torch",)
-    wanted = list(offered if engines is None else engines)
+    names = list(offered if engines is None else engines)
     if model is None:
-        wanted = [name for name in wanted if name != "torch"]  # the reference itself
-    if not wanted:
+        names = [name for name in names if name != "torch"]  # the reference itself
+    if not names:
         raise ParityError(
             ["there is nothing to compare the engine 'torch' with"],
             "Give the eager model (a recipe), or compile the artifact for another engine: weightswap compile.",
         )
-    return wanted
+    return names
+
+
+_Expected = list[tuple[CallCase, list[Any]]]  # cases with the reference's outputs
 
 
 @dataclass
 class _EngineComparison:
-    """Collects what the engines give, device by device."""
+    """Results of the engines so far, device by device."""
 
     artifact: Artifact
     weights: PathLike
-    given: Sequence[Given]
+    cases: Sequence[CallCase]
     tolerance: Tolerance | None
     locate: bool
     engines: list[EngineParity] = field(default_factory=list)
@@ -147,32 +149,32 @@ class _EngineComparison:
     weights_id: str = ""
 
     def run(self, reference: Side, names: Sequence[str], device: str) -> None:
-        """Compare engines with the reference on one device. Raises ParityError, and what `load` raises."""
+        """Compare engines with the reference on one device. Raises ParityError, and the errors of `load`."""
         expected = self._expected(reference)
         for name in names:
             self.engines.append(self._engine(reference, Run(self.weights, name), expected, device))
 
-    def _expected(self, reference: Side) -> list[tuple[Given, list[Any]]]:
-        """What the reference gives to each call that it can take."""
+    def _expected(self, reference: Side) -> _Expected:
+        """Return the reference's outputs for each case that it accepts."""
         expected = []
-        for given in self.given:
-            found = taken(reference, given, self.artifact)
-            if isinstance(found, str):
-                self.skipped[given.where] = found
+        for case in self.cases:
+            outputs = repeatable_outputs(reference, case, self.artifact)
+            if isinstance(outputs, str):
+                self.skipped[case.where] = outputs
             else:
-                expected.append((given, found))
-        if lost := {given.call.method for given in self.given} - {given.call.method for given, _ in expected}:
+                expected.append((case, outputs))
+        if lost := {case.call.method for case in self.cases} - {case.call.method for case, _ in expected}:
             problems = [f"{method}: no call could be compared" for method in sorted(lost)]
-            advice = "Random inputs are nothing that this model takes; give cases=[(args, kwargs)]."
+            advice = "This model does not accept random inputs; give cases=[(args, kwargs)]."
             raise ParityError([*problems, *self.skipped.values()], advice)
         return expected
 
-    def _engine(self, reference: Side, run: Run, expected: list[tuple[Given, list[Any]]], device: str) -> EngineParity:
+    def _engine(self, reference: Side, run: Run, expected: _Expected, device: str) -> EngineParity:
         side = EngineSide(self.artifact, run, device)
         self.weights_id = side.model.weights_id or ""
         limits = tolerances(run.engine, self.tolerance)
-        cases = [self._case(side, given, values, limits) for given, values in expected]
-        wrong = next((given for (given, _), case in zip(expected, cases, strict=True) if not case.same), None)
+        results = [self._case(side, case, outputs, limits) for case, outputs in expected]
+        wrong = next((case for (case, _), result in zip(expected, results, strict=True) if not result.same), None)
         divergence, note = None, ""
         if wrong is not None and self.locate:
             divergence, note = self._located(reference, side.run_of(wrong.call.method), wrong, limits, device)
@@ -181,37 +183,38 @@ class _EngineComparison:
             device=device,
             tolerance=self.tolerance,
             default_tolerance=limits.by_dtype,
-            cases=tuple(cases),
+            cases=tuple(results),
             divergence=divergence,
             note=note,
         )
 
-    def _case(self, side: EngineSide, given: Given, expected: list[Any], limits: Tolerances) -> CaseParity:
-        case = CaseParity(case=given.name, origin=given.origin, method=given.call.method)
+    def _case(self, side: EngineSide, case: CallCase, expected: list[Any], limits: Tolerances) -> CaseParity:
+        result = CaseParity(case=case.name, origin=case.origin, method=case.call.method)
         try:
-            found = side.run(given)
+            found = side.run(case)
         except Exception as error:
             if isinstance(error, WeightswapError) and not isinstance(error, InputMismatch):
                 raise
-            return msgspec.structs.replace(case, **{"refused" if given.may_be_refused else "error": first_line(error)})
-        described = leaves(self.artifact.manifest.methods[case.method].signature.output)
-        paired = zip(described, expected, found, strict=True)
-        judged = [(leaf.name, *compared(one, other, limits.of)) for leaf, one, other in paired]
-        outputs = tuple(OutputParity(name=name, measure=measured, problem=text) for name, measured, text in judged)
+            return msgspec.structs.replace(result, **{"refused" if case.may_be_refused else "error": first_line(error)})
+        outputs = []
+        described = leaves(self.artifact.manifest.methods[result.method].signature.output)
+        for leaf, one, other in zip(described, expected, found, strict=True):
+            measured, problem = compared(one, other, limits.of)
+            outputs.append(OutputParity(name=leaf.name, measure=measured, problem=problem))
         wrong = [f"{output.name}: {output.problem}" for output in outputs if output.problem]
-        if wrong and limits.by_dtype and given.may_be_refused:
-            return msgspec.structs.replace(case, refused=wrong[0])
-        return msgspec.structs.replace(case, outputs=outputs)
+        if wrong and limits.by_dtype and case.may_be_refused:
+            return msgspec.structs.replace(result, refused=wrong[0])
+        return msgspec.structs.replace(result, outputs=tuple(outputs))
 
     def _located(
-        self, reference: Side, run: Run, given: Given, limits: Tolerances, device: str
+        self, reference: Side, run: Run, case: CallCase, limits: Tolerances, device: str
     ) -> tuple[Divergence | None, str]:
         if device != HOST:
             return None, f"the first divergence is looked for on the CPU alone, not on {device}"
         model = reference if isinstance(reference, EagerSide) else None
         try:
-            return locate_divergence(model, self.artifact, run, given, limits)
+            return locate_divergence(model, self.artifact, run, case, limits)
         except NodeFailed as error:
             return None, str(error)
-        except Exception as error:  # of what is only there to explain
+        except Exception as error:  # an explanation must not hide the report
             return None, f"the first divergence cannot be found: {first_line(error)}"

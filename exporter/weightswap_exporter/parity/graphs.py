@@ -1,4 +1,4 @@
-"""A method's graph, run node by node with the weights of a file."""
+"""Graphs of methods, run node by node with the weights of a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weightswap_exporter.checkpoints.tensor import contents_of
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 
-from .compared_calls import Given, PathLike
+from .compared_calls import CallCase, PathLike
 from .executions import initial_state
 from .steps import GraphRun, Step, StepRecorder
 
 
 class OpenedGraph:
-    """The graph of one method. Weights are those of a weight file, or of what `pack` takes."""
+    """The graph of one method. Weights come from a weight file or any source that `pack` takes."""
 
     def __init__(self, artifact: Artifact, method: str) -> None:
         self.artifact = artifact
@@ -29,38 +29,38 @@ class OpenedGraph:
         self.inputs = artifact.manifest.methods[method].inputs
 
     def open(self) -> ExportedProgram:
-        """The program without values. Raises ArtifactError."""
+        """Return the program without values. Raises ArtifactError."""
         return open_program(self.artifact, self.artifact.manifest.methods[self.method].graph)
 
-    def steps(self, weights: PathLike, given: Given) -> tuple[list[Step], list[Any]]:
-        """What a call computes, operator by operator, and its flat outputs."""
+    def steps(self, weights: PathLike, case: CallCase) -> tuple[list[Step], list[Any]]:
+        """Run a case. Returns its steps, operator by operator, and its flat outputs."""
         program = self._filled(weights)
         run = GraphRun(program)
         own = [*program.state_dict.values(), *program.constants.values()]
         recorder = StepRecorder(run.position, [value for value in own if isinstance(value, torch.Tensor)])
         with torch.no_grad(), recorder:
-            values = run.run(*_flat(program, given))
+            values = run.run(*_flat(program, case))
         return recorder.steps, contents_of(values)
 
-    def outputs(self, weights: PathLike, given: Given) -> list[Any]:
-        """Flat outputs, tensors as contents."""
+    def outputs(self, weights: PathLike, case: CallCase) -> list[Any]:
+        """Run a case. Returns its flat outputs, with tensors as `TensorBytes`."""
         program = self._filled(weights)
         with torch.no_grad():
-            return contents_of(GraphRun(program).run(*_flat(program, given)))
+            return contents_of(GraphRun(program).run(*_flat(program, case)))
 
     def weights_of(self, node: str) -> tuple[str, ...]:
-        """The weights, state, constants and variants' tensors that a node takes, by the first of their FQNs."""
+        """Return the first FQN of each weight, state, constant and variant tensor that a node takes."""
         graph = self.open().graph
         pairs = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
         manifest = self.artifact.manifest
         tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
         first = {name: row.name for row in tables for name in row.names}
-        fqns = {given: first[item.name] for given, item in pairs if item.kind != "input"}
-        taken = [each for found in graph.nodes if found.name == node for each in found.all_input_nodes]
-        return tuple(fqns[each] for each in taken if each in fqns)
+        fqns = {placeholder: first[item.name] for placeholder, item in pairs if item.kind != "input"}
+        inputs = [source for each in graph.nodes if each.name == node for source in each.all_input_nodes]
+        return tuple(fqns[source] for source in inputs if source in fqns)
 
     def _filled(self, weights: PathLike) -> ExportedProgram:
-        """The program with weights, with the initial state, and with no variant."""
+        """Return the program filled with weights, the initial state, and zeros for variants."""
         program = method_program(self.artifact, self.method)
         values = _values(self.artifact, weights) | initial_state(self.artifact)
         zero = torch.zeros(())
@@ -72,16 +72,15 @@ class OpenedGraph:
         return program
 
 
-def _flat(program: ExportedProgram, given: Given) -> list[Any]:
-    """What the program's graph takes, in order."""
-    values = iter(given.flat)
+def _flat(program: ExportedProgram, case: CallCase) -> list[Any]:
+    values = iter(case.flat)
     tables = program.state_dict | program.constants
     specs = program.graph_signature.input_specs
     return [next(values) if spec.kind is InputKind.USER_INPUT else tables[spec.target] for spec in specs]
 
 
 def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
-    """Weights by FQN, tied ones under each of theirs."""
+    """Return weights by FQN, with tied ones under each of their names."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
         packed = pack(weights, artifact, out=Path(folder) / "weights.safetensors").path
         values = read_weights(packed, framework="torch")

@@ -1,4 +1,4 @@
-"""Which integers an embedding takes: inputs that index one must be below its number of rows."""
+"""Bounds of integer inputs that index an embedding: they must be below its number of rows."""
 
 from __future__ import annotations
 
@@ -33,37 +33,36 @@ _CARRIERS = {
 
 
 def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:
-    """The rows of the smallest table that an input indexes, by the name of the input.
+    """Return the number of rows of the smallest table that an input indexes, by input name.
 
-    An input that is changed on its way to a table is not followed, nor is one in a part of the graph with a graph of
-    its own. Raises ArtifactError.
+    Inputs are not followed through operators that change their elements, nor into subgraphs. Raises ArtifactError.
     """
-    wanted = artifact.manifest.methods[method]
-    raw = artifact.read(wanted.graph)
-    check_records(raw, str(artifact.path / wanted.graph))
+    described = artifact.manifest.methods[method]
+    raw = artifact.read(described.graph)
+    check_records(raw, str(artifact.path / described.graph))
     try:
         graph = read_program(raw).graph_module.graph
-        given = [_tensor_name(argument) for argument in graph.inputs]
-    except (UnknownPart, msgspec.MsgspecError):  # an engine says so
+        inputs = [_tensor_name(argument) for argument in graph.inputs]
+    except (UnknownPart, msgspec.MsgspecError):  # the engines report it
         return {}
     rows = {name: row.shape[0] for row in artifact.manifest.weights if row.shape for name in row.names}
-    flat = iter(input_leaves(wanted.signature))
+    flat = iter(input_leaves(described.signature))
     carried: dict[str, str] = {}
     tables: dict[str, int] = {}
-    for name, item in zip(given, wanted.inputs, strict=True):
+    for name, item in zip(inputs, described.inputs, strict=True):
         if item.kind == "input":
             carried[name] = next(flat).name
         elif item.name in rows:
             tables[name] = rows[item.name]
     carried.pop("", None)
-    found: dict[str, int] = {}
+    bounds: dict[str, int] = {}
     for name, bound in _indexed(graph, carried, tables):
-        found[name] = min(bound, found.get(name, bound))
-    return found
+        bounds[name] = min(bound, bounds.get(name, bound))
+    return bounds
 
 
 def _indexed(graph: Graph, carried: dict[str, str], tables: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Inputs that index a table, with its rows. carried: the input whose elements a value has; it grows."""
+    """Yield inputs that index a table, with its rows. carried: input names by the values that carry their elements."""
     for node in graph.nodes:
         first, second = ([_tensor_name(item.arg) for item in node.inputs] + ["", ""])[:2]
         if node.target.startswith(_TABLES) and first in tables and second in carried:
@@ -78,5 +77,5 @@ def _carries(node: Node) -> bool:
 
 
 def _tensor_name(argument: Argument) -> str:
-    """The name of a tensor; empty for anything else."""
+    """Return the name of a tensor argument, else an empty string."""
     return read_argument(argument)[1].name if "as_tensor" in argument else ""

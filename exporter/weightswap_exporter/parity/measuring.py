@@ -1,4 +1,4 @@
-"""How far two tensors are from each other, in every measure that people ask for."""
+"""Measures of the difference between two tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightswap_runtime.tensors.dtypes import DTYPES, describe, has_fractions
 
 
 class Worst(msgspec.Struct, frozen=True):
-    """The element that is furthest from the expected one; complex numbers as text, as JSON has none."""
+    """The element furthest from its expected value. Complex numbers are text, as JSON has none."""
 
     index: tuple[int, ...]
     expected: float | int | bool | str
@@ -28,12 +28,13 @@ class Worst(msgspec.Struct, frozen=True):
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor compared with the expected one.
 
-    expected, found: types, as `F32[2, 3]`; where they differ, nothing else was measured. mismatches: elements past the
-    tolerance, NaN being equal to NaN; unlike: those of them where one is NaN or infinite. Over the elements that are
-    finite in both: `max_abs`, |found - expected|; `max_rel`, that divided by |expected|, where `expected` is not zero;
-    `scaled`, `max_abs` divided by the largest |expected|; `max_ulp`, how many numbers of the dtype lie between them, at
-    most, None for integers; `cosine` of the angle between both as vectors, None where one has no length. nan and
-    infinite: counts in (expected, found). worst: None where nothing is past the tolerance.
+    expected, found: types, as `F32[2, 3]`; if they differ, nothing else is measured. mismatches: number of elements
+    past the tolerance, NaN being equal to NaN. unlike: number of those where one side is NaN or infinite. Over the
+    elements that are finite on both sides: `max_abs`, the largest |found - expected|; `max_rel`, the largest of these
+    divided by |expected|, where that is not zero; `scaled`, `max_abs` divided by the largest |expected|; `max_ulp`, the
+    largest number of steps between representable numbers, None for integers; `cosine`, of the angle between both as
+    vectors, None if one has no length. nan, infinite: counts in (expected, found). worst: None if nothing is past the
+    tolerance.
     """
 
     expected: str
@@ -52,12 +53,12 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def same(self) -> bool:
-        """Whether the types are equal, and all elements within the tolerance."""
+        """Whether the types are equal and all elements within the tolerance."""
         return self.expected == self.found and not self.mismatches
 
     @property
     def text(self) -> str:
-        """What is wrong, in words; empty where nothing is."""
+        """Description of the difference; empty if `same`."""
         if self.expected != self.found:
             return f"expected {self.expected}, found {self.found}"
         if self.worst is None:
@@ -71,7 +72,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> Measure:
-    """Compare two tensors. tolerance: as in `comparing.difference`. Memory: about 40 bytes for each element."""
+    """Compare two tensors. tolerance: as for `comparing.difference`. Takes about 40 bytes of memory per element."""
     types = describe(expected), describe(found)
     if types[0] != types[1]:
         return Measure(expected=types[0], found=types[1])
@@ -102,7 +103,7 @@ def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | No
 
 
 def _distances(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], float | None]:
-    """Of finite numbers: |other - one|, |one|, and the cosine of the angle between them."""
+    """Return |other - one|, |one|, and the cosine of the angle between them. All numbers are finite."""
     with np.errstate(over="ignore"):
         gaps, sizes, others = np.abs(other - one), np.abs(one), np.abs(other)
     scales = sizes.max(initial=0.0), others.max(initial=0.0)
@@ -119,27 +120,27 @@ def _largest_ratio(gaps: NDArray[Any], sizes: NDArray[Any]) -> float:
 
 
 def _ulp(expected: TensorBytes, found: TensorBytes, finite: NDArray[Any]) -> int:
-    """The largest distance in units in the last place: how many steps from one number of the dtype to the next."""
+    """Return the largest distance in units in the last place (steps between representable numbers)."""
     steps = _steps(_ordinals(expected), _ordinals(found))
     parts = 2 if expected.dtype == "C64" else 1
     return int(steps[np.repeat(finite, parts)].max(initial=0))
 
 
 def _steps(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.uint64]:
-    """How far integers are apart. They may be of any size: the difference is taken modulo 2**64."""
+    """Return the distances of integers, exact for all 64-bit ones as they are taken modulo 2**64."""
     upper, lower = np.maximum(one, other), np.minimum(one, other)
     steps: NDArray[np.uint64] = upper.astype(np.uint64) - lower.astype(np.uint64)
     return steps
 
 
 def _ordinals(content: TensorBytes) -> NDArray[np.int64]:
-    """Numbers that are in the order of the floating ones; next to each other where those are. 0.0 and -0.0 are one.
+    """Return integers in the order of the floats, adjacent for adjacent floats; equal for 0.0 and -0.0.
 
-    Floats of one sign are in the order of their bits (IEEE 754); two for each complex number.
+    Floats of one sign are ordered as their bits are (IEEE 754). A complex number gives two integers.
     """
     bits = 32 if content.dtype == "C64" else DTYPES[content.dtype].bits
     codes = np.frombuffer(content.data, f"<u{bits // 8}")
-    if content.dtype == "F8_E8M0":  # has no sign
+    if content.dtype == "F8_E8M0":  # has no sign bit
         return codes.astype(np.int64)
     sign = np.uint64(1 << (bits - 1))
     magnitudes = (codes.astype(np.uint64) & (sign - np.uint64(1))).astype(np.int64)
@@ -148,8 +149,7 @@ def _ordinals(content: TensorBytes) -> NDArray[np.int64]:
 
 def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> Worst:
     position = furthest(expected, found, differ)
-    wanted, got = (_plain(number(tensor, position)) for tensor in (expected, found))
-    return Worst(index_of(position, found.shape), wanted, got)
+    return Worst(index_of(position, found.shape), *(_plain(number(tensor, position)) for tensor in (expected, found)))
 
 
 def _plain(value: Any) -> float | int | bool | str:
@@ -157,7 +157,7 @@ def _plain(value: Any) -> float | int | bool | str:
 
 
 class Tolerances(NamedTuple):
-    """(rtol, atol) for each dtype; None is bit for bit. by_dtype: whether it depends on the dtype."""
+    """Tolerances (rtol, atol) by dtype; None is bit for bit. by_dtype: use the dtype's own, not the stated one."""
 
     stated: Tolerance | None
     by_dtype: bool
@@ -166,10 +166,10 @@ class Tolerances(NamedTuple):
         return default_tolerance(dtype, OTHER_KERNELS) if self.by_dtype else self.stated
 
     def is_past(self, measured: Measure) -> bool:
-        """Whether an intermediate result is too far from what it should be.
+        """Return whether an intermediate result is too far off.
 
-        As such results are sums of terms that cancel, single small elements say little: unless all bits have to be
-        equal, the largest difference has to be past rtol of the largest value, too.
+        In such results, terms that cancel leave small elements with large relative errors. Unless all bits must be
+        equal, the largest difference must therefore also exceed rtol of the largest value.
         """
         if measured.same:
             return False
@@ -180,7 +180,7 @@ class Tolerances(NamedTuple):
 
 
 def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None]) -> tuple[Measure | None, str]:
-    """How far two outputs are apart, if they are tensors; and what is wrong, in words, empty where nothing is."""
+    """Return the measure of two outputs, if they are tensors, and a description of the difference, empty if none."""
     if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
         measured = measure(expected, found, limits(expected.dtype))
         return measured, measured.text
@@ -188,5 +188,5 @@ def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None
 
 
 def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:
-    """Stated ones, or an engine's own: the engine `torch` computes what eager does, in the same order."""
+    """Return the stated tolerance, else the engine's own: the engine `torch` runs the operators of eager, in order."""
     return Tolerances(stated, by_dtype=stated is None and not ENGINES[engine].is_exact)

@@ -1,4 +1,4 @@
-"""A model and its weights before anything runs: what is known of them, and the model filled with the weights."""
+"""Checks of a model and weights before anything runs, and loading of the weights into the model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.digests import digest_of
 
-from .compared_calls import Given, PathLike
+from .compared_calls import CallCase, PathLike
 
 
 def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
-    """The model, if it is that of the artifact. Raises ParityError."""
+    """Return the model. Raises ParityError if it is not that of the artifact or has no values."""
     try:
         check_has_values(model)
     except RecordingError as error:
@@ -43,20 +43,20 @@ def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
 def check_request(
     model: nn.Module | None,
     artifact: Artifact,
-    given: Sequence[Given],
+    cases: Sequence[CallCase],
     functions: Mapping[str, str] | None,
     devices: Sequence[str],
     tolerance: Tolerance | None,
 ) -> None:
-    """Raise ParityError for what would compare nothing, and Unsupported for a device that there is not."""
+    """Raise ParityError if a method would not be compared, and Unsupported for an unknown device."""
     if tolerance is not None and (problem := tolerance_problem(tolerance)):
         raise ParityError([problem], "Leave it out for the tolerances of each engine.")
     problems = [] if devices else ["devices is empty"]
-    stated = any(each.origin == "given" for each in given)
+    from_user = any(case.origin == "given" for case in cases)
     for method in artifact.methods:
         name = (functions or {}).get(method, method)
-        if not any(each.call.method == method for each in given):
-            problems += [] if stated else [f"{method}: no sizes meet its conditions"]
+        if not any(case.call.method == method for case in cases):
+            problems += [] if from_user else [f"{method}: no sizes meet its conditions"]
         elif model is not None and not callable(getattr(model, name, None)):
             problems.append(f"the model has no attribute {name!r} to call for the method {method!r}")
     if problems:
@@ -68,9 +68,9 @@ def check_request(
 def servable(
     weights: PathLike, artifact: Artifact, folder: Path, model: nn.Module | None = None, load: Load | None = None
 ) -> PathLike:
-    """What a server takes: the weights themselves, or, where they are pickled, packed into a folder.
+    """Return weights that a server takes: the same path, or, for pickled weights, a file packed into the folder.
 
-    model, load: as for `pack`. Raises what opening and packing raise.
+    model, load: as for `pack`. Raises the errors of opening and packing weights.
     """
     try:
         with open_weights(weights):
@@ -82,13 +82,13 @@ def servable(
 
 
 def recorded_inputs(artifact: Artifact, weights: PathLike) -> list[Goldens]:
-    """The goldens of the graph that are beside the weights, and in the artifact. Raises GoldensError."""
+    """Return the goldens of this graph beside the weights and in the artifact. Raises GoldensError."""
     beside = goldens_beside(weights, artifact.manifest, allow_other_graph=True)
     return [goldens for goldens in (beside, artifact_goldens(artifact)) if goldens is not None and goldens.same_graph]
 
 
 def other_values(model: nn.Module, artifact: Artifact, weights: PathLike) -> Iterator[str]:
-    """Weights of the model that have other values than the file says, if it says anything; and such constants."""
+    """Yield weights and constants of the model with other values than a packed file and the artifact have."""
     tensors = named_tensors(model)
     with open_weights(weights) as opened:
         digests = opened.stamp.digests if opened.stamp else {}
@@ -100,12 +100,12 @@ def other_values(model: nn.Module, artifact: Artifact, weights: PathLike) -> Ite
 
 
 def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Load | None = None) -> None:
-    """Put weights into the model that an artifact was exported from.
+    """Load weights into the model that an artifact was exported from.
 
-    A packed weight file's tensors are put in by name. Anything else is loaded by the model's own code, or `load`, as
-    `pack(..., model=model)` does; what that refuses but the artifact's adapter does not is packed first.
+    Tensors of a packed weight file are copied by name. Anything else is loaded by `load` or the model's own code, as
+    `pack(..., model=model)` does; if the model's own code refuses it, it is packed with the artifact's adapter first.
 
-    Raises CheckpointError and what reading raises.
+    Raises CheckpointError and the errors of reading weights.
     """
     plain = unwrapped(model)
     if _is_packed(weights):
@@ -122,7 +122,6 @@ def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Lo
 
 
 def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
-    """Put a packed file's tensors in by name. Raises CheckpointError."""
     tensors, values = named_tensors(model), read_weights(weights, framework="torch")
     problems = list(type_problems(model, artifact.manifest))
     for row in artifact.manifest.weights:

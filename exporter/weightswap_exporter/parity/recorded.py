@@ -1,4 +1,4 @@
-"""Outputs that were recorded in a file of a test's own, and whether the eager model still gives them."""
+"""Recording of the eager model's outputs in a file of a test, and checks that the model still reproduces them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_toler
 from weightswap_runtime.tensors.comparing import Tolerance
 
 from .compared_calls import Cases, PathLike, calls_to_compare, recorded_calls
-from .executions import eager_side, taken
+from .executions import eager_side, repeatable_outputs
 from .measuring import compared
 from .preconditions import check_request, checked_model
 
@@ -38,19 +38,17 @@ def record_outputs(
     functions: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> None:
-    """Write the eager model's outputs as a goldens file; its folder is made. The arguments are those of `compare`.
+    """Write the eager model's outputs as a goldens file and create its folder. Arguments are those of `compare`.
 
-    Generated calls that the model refuses are left out.
-
-    Raises RecordingError, and ParityError.
+    Generated calls that the model refuses are left out. Raises RecordingError and ParityError.
     """
-    given = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
+    compared_cases = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
     plain = checked_model(unwrapped(model), artifact)
-    check_request(plain, artifact, given, functions, [HOST], tolerance)
+    check_request(plain, artifact, compared_cases, functions, [HOST], tolerance)
     with eager_side(plain, artifact, functions, HOST) as side:
-        kept = [each.call for each in given if not isinstance(taken(side, each, artifact), str)]
-    wanted = GoldensRequest(kept, tolerance)
-    recording = record(plain, wanted, artifact.manifest, artifact.constants(), functions or {})
+        calls = [case.call for case in compared_cases if not isinstance(repeatable_outputs(side, case, artifact), str)]
+    request = GoldensRequest(calls, tolerance)
+    recording = record(plain, request, artifact.manifest, artifact.constants(), functions or {})
     with new_file(Path(path)) as file:
         file.write(recording.encode(weights_identity(plain, artifact.manifest)))
 
@@ -58,11 +56,11 @@ def record_outputs(
 def check_outputs(
     path: PathLike, model: nn.Module, artifact: Artifact, *, functions: Mapping[str, str] | None = None
 ) -> tuple[Goldens, list[str]]:
-    """The goldens of a file, and what the eager model does not give as they say, one sentence each.
+    """Return the goldens of a file, and the outputs that the eager model does not reproduce, one sentence each.
 
-    The tolerance is that of the recording; without one, outputs are equal bit for bit on the same kind of machine, else
-    within the tolerances of their dtypes. They may have been recorded for another graph with the same methods. Raises
-    ParityError without a file, GoldensError for one that does not fit.
+    The tolerance is that of the recording. Without one, outputs must be equal bit for bit on the same kind of machine,
+    else within the tolerances of their dtypes. The goldens may be of another graph with the same methods. Raises
+    ParityError if there is no file, and GoldensError for one that does not fit.
     """
     if not Path(path).exists():
         raise ParityError(
@@ -73,7 +71,7 @@ def check_outputs(
         raise ParityError([f"{path}: has inputs alone"], "Record the outputs: record_outputs().")
     plain = checked_model(unwrapped(model), artifact)
     with eager_side(plain, artifact, functions, HOST) as side:
-        found = [side.run(given) for given in recorded_calls(artifact, [goldens])]
+        found = [side.run(case) for case in recorded_calls(artifact, [goldens])]
     problems = list(_problems(goldens, artifact, found))
     if problems and weights_identity(plain, artifact.manifest) != goldens.weights_id:
         problems.append("the outputs were recorded with other weights than the model has now")

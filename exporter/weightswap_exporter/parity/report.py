@@ -1,4 +1,4 @@
-"""The report of a comparison, typed, and in words."""
+"""Report of a comparison, as typed results and as text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from .measuring import Measure
 
 Origin = Literal["given", "golden", "generated"]
-_SHOWN = 5  # of an engine's wrong outputs
+_SHOWN = 5  # wrong outputs of an engine
 
 
 class OutputParity(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one call. `measure` is None for what is no tensor; `problem` is empty where it is as expected."""
+    """One output of a call. measure: None unless it is a tensor. problem: empty if the output is as expected."""
 
     name: str
     measure: Measure | None
@@ -25,10 +25,10 @@ class OutputParity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseParity(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of an engine. `error` is what it raised where the reference gave outputs, else empty.
+    """One call of an engine. error: the message if it raised, although the reference gave outputs; else empty.
 
-    refused: the same for a generated call with an empty input, which is no mismatch: torch.export's ranges begin at 0
-    unless somebody says otherwise, and few mean that.
+    refused: the same for a generated call with an empty input. It is no mismatch, as torch.export's ranges begin at 0
+    by default, which is seldom intended.
     """
 
     case: str
@@ -44,14 +44,14 @@ class CaseParity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, with the method, the case and the output."""
+        """Problems, each with the method, the case and the output."""
         where = f"{self.method}, {self.case}"
         raised = [f"{where}: raised {self.error}"] if self.error else []
         return raised + [f"{where}, {output.name}: {output.problem}" for output in self.outputs if output.problem]
 
 
 class ModuleError(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest difference of the results in one module, as a part of the largest value there."""
+    """The largest difference of the results in one module, divided by the largest value there."""
 
     module: str
     kind: str
@@ -61,11 +61,11 @@ class ModuleError(msgspec.Struct, frozen=True, kw_only=True):
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """The first point where two executions of a method are further apart than they should be.
 
-    expected, found: what was executed. module, kind: the innermost module, "" for the model itself, and its class.
-    within: the FQNs of the modules around it, outermost first. node, operator: of the graph; empty where the graph has
-    nothing there. weights: weights, state and constants that the node takes. alone: operators that one side alone calls
-    there, which is then what is wrong. measure: of the first result that is too far off. agreed: how many results
-    before it were near enough, of `compared` in all. modules: all of those that were compared, in order.
+    expected, found: the two executions. module, kind: the innermost module, "" for the model itself, and its class.
+    within: FQNs of the modules around it, outermost first. node, operator: of the graph; empty if the graph has nothing
+    there. weights: weights, state and constants that the node takes. alone: operators that only one side calls there,
+    which are then the cause. measure: of the first result that is too far off. agreed: number of results before it
+    within the tolerance, of `compared` in all. modules: all modules that were compared, in order.
     """
 
     expected: str
@@ -85,7 +85,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Four lines: the module; the node; the values; how far both agree."""
+        """Four lines: the module, the node, the values, and how many results agree before it."""
         of = f" of {', '.join(self.weights)}" if self.weights else ""
         what = f"one side alone calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
         return "\n".join(
@@ -99,9 +99,9 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine on one device against the reference. `tolerance` None is bit for bit.
+    """Comparison of one engine on one device with the reference. tolerance: None is bit for bit.
 
-    default_tolerance: whether the tolerance is that of each output's dtype. note: why no first divergence was found.
+    default_tolerance: whether the tolerance of each output's dtype is used. note: why no first divergence was found.
     """
 
     engine: str
@@ -118,7 +118,7 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compared_how(self) -> str:
-        """`bit for bit`, or the tolerance."""
+        """The tolerance in words, such as `bit for bit`."""
         if self.default_tolerance:
             return "within the tolerances of the dtypes"
         if self.tolerance is None:
@@ -127,7 +127,7 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nan(self) -> list[str]:
-        """Outputs that are as they should be, and hold NaN, as the reference's do."""
+        """Outputs that are as expected and hold NaN, as the reference's do."""
         return [
             f"{case.method}, {case.case}, {output.name}"
             for case in self.cases
@@ -137,9 +137,9 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def refusals(self) -> list[str]:
-        """Generated calls with an empty input that it raises at, although the reference takes them."""
-        found = [case for case in self.cases if case.refused]
-        return [f"{self.engine} takes no such call: {case.method}, {case.case}: {case.refused}" for case in found]
+        """Generated calls with an empty input that the engine refuses, although the reference takes them."""
+        refused = [case for case in self.cases if case.refused]
+        return [f"{self.engine} takes no such call: {case.method}, {case.case}: {case.refused}" for case in refused]
 
     def lines(self) -> Iterator[str]:
         name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
@@ -161,11 +161,11 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `compare` has found.
+    """Result of `compare`.
 
-    reference: "eager", or the engine that the others were compared with. weights_id: those that the engines had.
-    other_values: weights and constants of which the eager model has other values. skipped: generated calls that the
-    reference cannot take, and why.
+    reference: "eager", or the engine that the others were compared with. weights_id: of the weights in the engines.
+    other_values: weights and constants that have other values in the eager model. skipped: generated calls that the
+    reference refuses, and why.
     """
 
     artifact: str
@@ -179,12 +179,12 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def same(self) -> bool:
-        """Whether every output of every engine is what it should be."""
+        """Whether every output of every engine is as expected."""
         return all(engine.same for engine in self.engines)
 
     @property
     def text(self) -> str:
-        """The report for people, in lines."""
+        """The report as text, over several lines."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -198,6 +198,6 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def notes(self) -> list[str]:
-        """What says less than it seems: calls that were left out, and outputs that are equal because both are NaN."""
+        """Limits of the comparison: calls that were left out, and outputs that are equal because both are NaN."""
         nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
         return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {listed(nan)}"] if nan else [])

@@ -1,7 +1,7 @@
-"""Steps of an execution, operator by operator, and how two executions line up.
+"""Steps of an execution, operator by operator, and their alignment with those of another execution.
 
-Eager code and a captured graph are both seen where torch's dispatcher has broken composite operators down, so that both
-show the same operators in the same order if they compute the same.
+Eager code and a captured graph are both observed below composite operators in torch's dispatcher, so that both show the
+same operators in the same order if they compute the same.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "
 
 
 class Position(NamedTuple):
-    """Where something is computed: the modules from the outermost to the innermost, as (FQN, class), and the graph's
-    node and its operator, which are empty in eager code. The outermost module, the model itself, has the FQN ""."""
+    """Position of a computation in the model and in the graph; `node` and `operator` are empty in eager code.
+
+    modules: (FQN, class) from the outermost to the innermost. The outermost, the model itself, has the FQN "".
+    """
 
     modules: tuple[tuple[str, str], ...] = ()
     node: str = ""
@@ -40,7 +42,7 @@ class Position(NamedTuple):
         return self.modules[-1][0] if self.modules else ""
 
     def renamed(self, names: Mapping[str, str]) -> Position:
-        """The same position with other FQNs."""
+        """Return the position with its FQNs replaced."""
         return self._replace(modules=tuple((names.get(fqn, fqn), kind) for fqn, kind in self.modules))
 
     @property
@@ -50,9 +52,9 @@ class Position(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One call of an operator that has computed something: its results as copies, and where that was.
+    """One call of an operator that computes something, with copies of its results.
 
-    inputs: digests of the tensors that it took; None for those that are weights, state or constants.
+    inputs: digests of its tensor arguments; None for weights, state and constants.
     """
 
     operator: str
@@ -62,15 +64,15 @@ class Step(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What two steps that compute the same have in common."""
+        """Key that is equal for two steps that compute the same."""
         kinds = ((value.dtype, tuple(value.shape)) for value in self.values)
         return self.position.module, self.operator, *kinds
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block in which every result of an operator is kept, but for views of what was there before.
+    """Context manager that records every operator call, except those that only return views.
 
-    position: called for where execution is. own: the tensors of the model.
+    position: a callback that returns the current position. own: the tensors of the model.
     """
 
     def __init__(self, position: Callable[[], Position], own: Iterable[torch.Tensor]) -> None:
@@ -84,11 +86,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if not computes(func):
             return func(*args, **(kwargs or {}))
-        taken = tuple(self._digest(value) for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value))
+        inputs = tuple(self._digest(value) for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value))
         result = func(*args, **(kwargs or {}))
         copies = tuple(value.detach().clone() for value in pytree.tree_leaves(result) if _is_plain(value))
-        if copies:  # not an assertion
-            self.steps.append(Step(func._schema.name, copies, taken, self._position()))
+        if copies:  # an assertion has none
+            self.steps.append(Step(func._schema.name, copies, inputs, self._position()))
         return result
 
     def _digest(self, value: torch.Tensor) -> int | None:
@@ -102,14 +104,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def computes(operator: OpOverload) -> bool:
-    """Whether its results are more than views of what was there before, or memory that nothing was written to."""
+    """Return whether the operator computes values, rather than views or uninitialised memory."""
     if operator._schema.name in _BLANK:
         return False
     return is_fresh(operator) or is_mutable(operator) or not operator._schema.name.startswith("aten::")
 
 
 class ModuleStack:
-    """Which modules of a model are being called, told by hooks in a `with` block."""
+    """Stack of the modules that are being called, kept by forward hooks inside a `with` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -135,13 +137,13 @@ class ModuleStack:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The FQN of each module -> the first of the FQNs that the same module has."""
+    """Return a map from each FQN to the first FQN of the same module."""
     first = {id(module): name for name, module in model.named_modules()}
     return {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
 
 
 class NodeFailed(Exception):
-    """A node of a graph has raised something."""
+    """Error raised by a node of a graph."""
 
     def __init__(self, position: Position, error: Exception) -> None:
         where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"
@@ -149,14 +151,14 @@ class NodeFailed(Exception):
 
 
 class GraphRun(torch.fx.Interpreter):
-    """A program, run node by node, whatever engine it is for."""
+    """Interpreter that runs a program node by node and knows the current position."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__(program.graph_module)
         self._node: torch.fx.Node | None = None
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Raises NodeFailed."""
+        """Run a node. Raises NodeFailed."""
         self._node = n
         try:
             return super().run_node(n)
@@ -170,11 +172,11 @@ class GraphRun(torch.fx.Interpreter):
 def position_of_node(node: torch.fx.Node) -> Position:
     modules = _modules(node)
     inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
-    if not modules and inner:  # of an operator with a graph of its own: what is around all of that
-        same = 0
-        while all(len(each) > same and each[same] == inner[0][same] for each in inner):
-            same += 1
-        modules = inner[0][:same]
+    if not modules and inner:  # an operator with a graph of its own: the modules that all of its nodes share
+        depth = 0
+        while all(len(path) > depth and path[depth] == inner[0][depth] for path in inner):
+            depth += 1
+        modules = inner[0][:depth]
     return Position(modules, node.name, str(node.target))
 
 
@@ -193,14 +195,14 @@ def _inner_graphs(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:
 
 
 def _class_name(kind: Any) -> str:
-    """Of a class, or of its name with its module, as an archive keeps it."""
+    """Return the name of a class, or of a qualified class name, as an archive keeps it."""
     return (kind if isinstance(kind, str) else kind.__qualname__).rpartition(".")[2]
 
 
 class Aligned(NamedTuple):
-    """Two steps that compute the same with whatever values; and what either side alone has computed just before.
+    """Two steps that correspond, and the steps just before them that only one side has.
 
-    For what follows the last such steps, `expected` and `found` are None.
+    `expected` and `found` are None for the steps after the last pair.
     """
 
     expected: Step | None
@@ -209,7 +211,7 @@ class Aligned(NamedTuple):
 
 
 def aligned(expected: Sequence[Step], found: Sequence[Step]) -> Iterator[Aligned]:
-    """Line two executions up, module by module and operator by operator."""
+    """Align two executions, module by module and operator by operator."""
     ours, theirs = ([step.shape for step in steps] for steps in (expected, found))
     matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
     left = right = 0

@@ -1,4 +1,4 @@
-"""Whether a model that was swapped to weights computes, bit for bit, what one that was loaded with them does."""
+"""Check that a model swapped to weights computes the same bits as a model loaded with them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from weightswap_runtime.live.residency.residency import ResidencyName
 from weightswap_runtime.tensors.comparing import difference
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import Given, PathLike
+from .compared_calls import CallCase, PathLike
 from .executions import call
 
-_Outputs = list[Any] | str  # what a call gives, or raises
+_Outcome = list[Any] | str  # flat outputs, or the message of the error
 
 
 class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A swap from other weights to these on one engine, and in double residency the way back.
+    """Result of a swap from other weights on one engine, and in double residency of the rollback.
 
-    calls: how many were compared on each side. Times in seconds, sizes in bytes, of the swap.
+    calls: number of calls on each side. Times of the swap are in seconds, sizes in bytes.
     """
 
     engine: str
@@ -38,21 +38,26 @@ class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_swap(
-    artifact: Artifact, engine: str, residency: ResidencyName, before: PathLike, after: PathLike, given: Sequence[Given]
+    artifact: Artifact,
+    engine: str,
+    residency: ResidencyName,
+    before: PathLike,
+    after: PathLike,
+    cases: Sequence[CallCase],
 ) -> SwapCheck:
-    """Swap a model from the weights `before` to `after`, and compare. Raises what `load` and `swap` raise."""
-    expected = _answers(_loaded(artifact, engine, residency, after), given)
-    warm = _loaded(artifact, engine, residency, before)
-    earlier = _answers(warm, given)
-    receipt = warm.swap(after, verify="off")
-    problems = list(_problems("after the swap", artifact, given, expected, _answers(warm, given)))
+    """Swap a model from `before` to `after` and compare its outputs. Raises the errors of `load` and `swap`."""
+    expected = _outcomes(_loaded(artifact, engine, residency, after), cases)
+    model = _loaded(artifact, engine, residency, before)
+    earlier = _outcomes(model, cases)
+    receipt = model.swap(after, verify="off")
+    problems = list(_problems("after the swap", artifact, cases, expected, _outcomes(model, cases)))
     if residency == "double":
-        warm.rollback()
-        problems += _problems("after the rollback", artifact, given, earlier, _answers(warm, given))
+        model.rollback()
+        problems += _problems("after the rollback", artifact, cases, earlier, _outcomes(model, cases))
     return SwapCheck(
         engine=engine,
         residency=residency,
-        calls=len(given),
+        calls=len(cases),
         problems=tuple(problems),
         bytes_read=receipt.bytes_read,
         bytes_copied=receipt.bytes_copied,
@@ -65,35 +70,35 @@ def _loaded(artifact: Artifact, engine: Any, residency: ResidencyName, weights: 
     return load(artifact, weights, engine=engine, residency=residency, verify="off")
 
 
-def _answers(model: Model, given: Sequence[Given]) -> list[_Outputs]:
-    return [_answer(model, each) for each in given]
+def _outcomes(model: Model, cases: Sequence[CallCase]) -> list[_Outcome]:
+    return [_outcome(model, case) for case in cases]
 
 
-def _answer(model: Model, given: Given) -> _Outputs:
+def _outcome(model: Model, case: CallCase) -> _Outcome:
     try:
-        return call(model, given)
+        return call(model, case)
     except WeightswapError:
         raise
-    except Exception as error:  # an operator's own: random weights may lead out of a table
+    except Exception as error:  # raised by an operator: random weights may give an index beyond a table
         return first_line(error)
 
 
 def _problems(
-    when: str, artifact: Artifact, given: Sequence[Given], expected: list[_Outputs], found: list[_Outputs]
+    when: str, artifact: Artifact, cases: Sequence[CallCase], expected: list[_Outcome], found: list[_Outcome]
 ) -> Iterator[str]:
-    for each, wanted, got in zip(given, expected, found, strict=True):
-        if isinstance(wanted, str) or isinstance(got, str):
-            if wanted != got:
-                yield f"{when}, {each.where}: {_told(got)} instead of {_told(wanted)}"
+    for case, ours, theirs in zip(cases, expected, found, strict=True):
+        if isinstance(ours, str) or isinstance(theirs, str):
+            if ours != theirs:
+                yield f"{when}, {case.where}: {_text(theirs)} instead of {_text(ours)}"
             continue
-        outputs = leaves(artifact.manifest.methods[each.call.method].signature.output)
-        for leaf, one, other in zip(outputs, wanted, got, strict=True):
+        outputs = leaves(artifact.manifest.methods[case.call.method].signature.output)
+        for leaf, one, other in zip(outputs, ours, theirs, strict=True):
             if text := _difference(one, other):
-                yield f"{when}, {each.where}, {leaf.name}{text}"
+                yield f"{when}, {case.where}, {leaf.name}{text}"
 
 
-def _told(outputs: _Outputs) -> str:
-    return f"it raised {outputs}" if isinstance(outputs, str) else "it gave outputs"
+def _text(outcome: _Outcome) -> str:
+    return f"it raised {outcome}" if isinstance(outcome, str) else "it gave outputs"
 
 
 def _difference(expected: Any, found: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Intermediate results of an engine: the graph is given them as outputs, and compiled for that engine again."""
+"""Intermediate results of an engine, from a graph that is compiled again with them as outputs."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ _KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
 
 
 class Tap(NamedTuple):
-    """A node of a graph whose result can be looked at."""
+    """A node of a graph whose result can be made an output."""
 
     node: str
     position: Position
 
 
 def taps_of(program: ExportedProgram) -> list[Tap]:
-    """Every node that computes one tensor, in order."""
+    """Return every node that computes one tensor, in order."""
     return [Tap(node.name, position_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
 
 
 def last_of_modules(taps: Sequence[Tap]) -> list[Tap]:
-    """The last of each run of nodes that are in one module."""
+    """Return the last of each run of consecutive nodes in one module."""
     return [list(run)[-1] for _, run in groupby(taps, key=lambda tap: tap.position.modules)]
 
 
 def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, engines: Sequence[str]) -> Artifact:
-    """The artifact with one method, whose output is (what it was, a tuple of the taps); compiled for these engines.
+    """Write an artifact with one method whose output is (old output, tuple of the taps), compiled for these engines.
 
-    The results are copied where they are computed, as later nodes may overwrite them. Raises what compiling raises.
+    Results are copied where they are computed, as later nodes may overwrite them. Raises the errors of compiling.
     """
     old = artifact.manifest.methods[method]
     program = open_program(artifact, old.graph)
     nodes = {node.name: node for node in program.graph.nodes}
-    given = [_tap(program, nodes[tap.node]) for tap in taps]
-    signature = msgspec.structs.replace(old.signature, output=Tuple((old.signature.output, Tuple(tuple(given)))))
+    results = Tuple(tuple(_tap(program, nodes[tap.node]) for tap in taps))
+    signature = msgspec.structs.replace(old.signature, output=Tuple((old.signature.output, results)))
     raw = graph_archive(program, signature)
     methods = {method: msgspec.structs.replace(old, signature=signature)}
     kept = [name for name in _KEPT if name in artifact.manifest.files]
@@ -81,7 +81,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _tap(program: ExportedProgram, node: Node) -> Tensor:
-    """Make a node's result an output. Returns the leaf that describes it."""
+    """Add a node's result to the outputs. Returns the leaf that describes it."""
     value = node.meta["val"]
     with program.graph.inserting_after(node):
         copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))

@@ -1,4 +1,4 @@
-"""`verify()`: whether an artifact serves weights as it should: recorded calls, the eager model, and the swap itself."""
+"""`verify()`: check of an artifact with weights, by recorded calls, the eager model, and a swap."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import numpy as np
 from weightswap_exporter.engines.compiling import Tell, tell_nobody
 from weightswap_exporter.engines.engine_check import MOST_BYTES
 from weightswap_exporter.models.tensors import unwrapped
-from weightswap_runtime import Artifact, GoldenMismatch, Model, load
+from weightswap_runtime import Artifact, GoldenMismatch, load
 from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.live.residency.residency import RESIDENCIES
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_tools.random_inputs import write_random_weights
 
 from .compare import compare_calls
-from .compared_calls import Given, PathLike, calls_to_compare
+from .compared_calls import CallCase, PathLike, calls_to_compare
 from .preconditions import checked_model, fill_model, recorded_inputs, servable
 from .report import ParityReport
 from .swap_check import SwapCheck, check_swap
 
 
 class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Recorded calls on one engine. verified: as in `SwapReceipt`; "none" where nothing was recorded."""
+    """Result of recorded calls on one engine. verified: as in `SwapReceipt`; "none" if nothing was recorded."""
 
     engine: str
     verified: str
@@ -39,7 +39,7 @@ class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` has found. `notes` say what was not checked, and why."""
+    """Result of `verify`. notes: checks that were not made, and why."""
 
     artifact: str
     graph_id: str
@@ -58,11 +58,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[str]:
-        """Everything that is wrong, one sentence each."""
-        found = [f"goldens, {check.engine}: {problem}" for check in self.goldens for problem in check.problems]
+        """All problems, one sentence each."""
+        problems = [f"goldens, {check.engine}: {problem}" for check in self.goldens for problem in check.problems]
         for engine in self.parity.engines if self.parity else ():
-            found += [f"parity, {engine.engine}: {problem}" for case in engine.cases for problem in case.problems]
-        return found + [
+            problems += [f"parity, {engine.engine}: {problem}" for case in engine.cases for problem in case.problems]
+        return problems + [
             f"swap, {check.engine}, {check.residency} residency: {problem}"
             for check in self.swaps
             for problem in check.problems
@@ -82,17 +82,16 @@ def verify(
 ) -> Verification:
     """Check everything that can be checked about an artifact with weights, on the CPU.
 
-    Recorded calls are reproduced by every engine. The engines' outputs are those of the eager model that a recipe
-    builds, or without one those of the engine `torch`, on recorded, the recipe's sample, and generated inputs. A model
-    that was swapped from other weights to these gives the same bits as one that was loaded with them, in both
-    residencies.
+    Every engine must reproduce recorded calls. Every engine's outputs must be those of the eager model that a recipe
+    builds, or without one of the engine `torch`, on recorded inputs, the recipe's sample inputs, and generated ones. A
+    model swapped from other weights to these must give the same bits as a model loaded with them, in both residencies.
 
-    recipe: what a recipe returns, with `model`, which gets the weights: by name from a weight file, from a checkpoint
-    as it loads its own ones. weights: a weight file, or what `pack` takes. engines: None, all that the artifact and
-    this machine offer. before: the other weights; None: random ones, if they take at most 2 GB. tolerance, seed: as for
-    `parity.compare`. tell: called with what is being done.
+    recipe: the result of a recipe, with `model`, which gets the weights: by name from a weight file, by its own loading
+    code from a checkpoint. weights: a weight file, or any source that `pack` takes. engines: None, all that the
+    artifact and this machine offer. before: weights to swap from; None: random ones, if they take at most 2 GB.
+    tolerance, seed: as for `parity.compare`. tell: a callback that gets the name of each step.
 
-    Raises ParityError, as `parity.compare` does, and what `load`, `pack` and loading the model's weights raise.
+    Raises ParityError as `parity.compare` does, and the errors of `load`, `pack` and loading the model's weights.
     """
     start = time.perf_counter()
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
@@ -102,23 +101,23 @@ def verify(
         load_function = recipe.get("load") if recipe is not None else None
         file = servable(weights, opened, folder, model if load_function else None, load_function)
         names = tuple(available_engines(opened) if engines is None else engines)
-        work = _Checks(opened, file, names, tell or tell_nobody)
-        given = work.calls(recipe or {}, seed)
+        checks = _Checks(opened, file, names, tell or tell_nobody)
+        cases = checks.cases(recipe or {}, seed)
         if model is not None:
             fill_model(model, opened, weights, load_function)
-        work.check_goldens()
-        work.check_parity(recipe, given, tolerance)
-        work.check_swaps(given, _other_weights(opened, before, folder, work.notes))
+        checks.check_goldens()
+        checks.check_parity(recipe, cases, tolerance)
+        checks.check_swaps(cases, _other_weights(opened, before, folder, checks.notes))
     return Verification(
         artifact=str(opened.path),
         graph_id=opened.graph_id,
         weights=str(weights),
-        weights_id=work.weights_id,
+        weights_id=checks.weights_id,
         before="random weights" if before is None else str(before),
-        goldens=tuple(work.goldens),
-        parity=work.parity,
-        swaps=tuple(work.swaps),
-        notes=tuple(work.notes),
+        goldens=tuple(checks.goldens),
+        parity=checks.parity,
+        swaps=tuple(checks.swaps),
+        notes=tuple(checks.notes),
         seconds=time.perf_counter() - start,
     )
 
@@ -137,7 +136,7 @@ def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, no
 
 @dataclass
 class _Checks:
-    """Collects the results."""
+    """Results of the checks made so far."""
 
     artifact: Artifact
     weights: PathLike
@@ -149,16 +148,17 @@ class _Checks:
     notes: list[str] = field(default_factory=list)
     weights_id: str = ""
 
-    def calls(self, recipe: Mapping[str, Any], seed: int) -> list[Given]:
-        """The recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
+    def cases(self, recipe: Mapping[str, Any], seed: int) -> list[CallCase]:
+        """Return the recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
         samples = _samples(recipe)
-        given = calls_to_compare(self.artifact, samples, [], seed) if samples else []
-        return given + calls_to_compare(self.artifact, None, recorded_inputs(self.artifact, self.weights), seed)
+        sample_cases = calls_to_compare(self.artifact, samples, [], seed) if samples else []
+        return sample_cases + calls_to_compare(self.artifact, None, recorded_inputs(self.artifact, self.weights), seed)
 
     def check_goldens(self) -> None:
         for engine in self.engines:
             self.tell(f"recorded calls on {engine}")
-            model = self._load(engine)
+            chosen: Any = engine
+            model = load(self.artifact, engine=chosen, residency="single")
             try:
                 receipt = model.swap(self.weights)
             except GoldenMismatch as error:
@@ -167,7 +167,9 @@ class _Checks:
                 self.weights_id = receipt.weights_id
                 self.goldens.append(GoldensCheck(engine=engine, verified=receipt.verified))
 
-    def check_parity(self, recipe: Mapping[str, Any] | None, given: Sequence[Given], limits: Tolerance | None) -> None:
+    def check_parity(
+        self, recipe: Mapping[str, Any] | None, cases: Sequence[CallCase], tolerance: Tolerance | None
+    ) -> None:
         if recipe is None and set(self.engines) <= {"torch"}:
             self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
             return
@@ -175,35 +177,31 @@ class _Checks:
         model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self.artifact)
         functions = {name: spec.fn_name for name, spec in ((recipe or {}).get("methods") or {}).items()}
         self.parity = compare_calls(
-            model, self.artifact, self.weights, given, self.engines, tolerance=limits, functions=functions
+            model, self.artifact, self.weights, cases, self.engines, tolerance=tolerance, functions=functions
         )
         self.notes += self.parity.notes
         self.notes += [text for engine in self.parity.engines for text in engine.refusals]
         self.weights_id = self.weights_id or self.parity.weights_id
 
-    def check_swaps(self, given: Sequence[Given], before: PathLike | None) -> None:
+    def check_swaps(self, cases: Sequence[CallCase], before: PathLike | None) -> None:
         if before is None:
             return
-        taken = self._taken(given)
+        accepted = self._accepted(cases)
         for engine, residency in product(self.engines, RESIDENCIES):
             self.tell(f"a swap on {engine}, {residency} residency")
-            self.swaps.append(check_swap(self.artifact, engine, residency, before, self.weights, taken))
+            self.swaps.append(check_swap(self.artifact, engine, residency, before, self.weights, accepted))
 
-    def _taken(self, given: Sequence[Given]) -> list[Given]:
-        """Calls that the reference and all engines can take: compiled code may do anything with others."""
+    def _accepted(self, cases: Sequence[CallCase]) -> list[CallCase]:
+        """Return the cases that the reference and all engines accept: compiled code may do anything with others."""
         if self.parity is None:
-            return list(given)
-        cases = [case for engine in self.parity.engines for case in engine.cases]
-        refused = {(case.method, case.case) for case in cases if case.refused}
-        compared = {(case.method, case.case) for case in cases} - refused
-        return [each for each in given if (each.call.method, each.name) in compared]
-
-    def _load(self, engine: Any) -> Model:
-        return load(self.artifact, engine=engine, residency="single")
+            return list(cases)
+        results = [result for engine in self.parity.engines for result in engine.cases]
+        refused = {(result.method, result.case) for result in results if result.refused}
+        compared = {(result.method, result.case) for result in results} - refused
+        return [case for case in cases if (case.call.method, case.name) in compared]
 
 
 def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The sample inputs of a recipe, as calls."""
     methods = recipe.get("methods")
     if methods:
         return {name: [(tuple(spec.args), dict(spec.kwargs))] for name, spec in methods.items()}

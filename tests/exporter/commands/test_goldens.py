@@ -61,14 +61,14 @@ def test_the_commands_record_what_a_recipe_asks_for(shell: Callable[..., str], t
     assert json.loads(shell(pack_command, *arguments, "--recipe", recipe, "--json"))["goldens"] == 2
 
 
-def test_inputs_of_a_skeleton_are_told_of_as_such(shell: Callable[..., str], tmp_path: Path) -> None:
+def test_inputs_of_a_skeleton_are_reported_as_inputs(shell: Callable[..., str], tmp_path: Path) -> None:
     arguments = ["goldens_recipe.py:build", "-o", "m.artifact", "--skeleton"]
     assert "inputs     2 cases\n" in shell(export_command, *arguments)
     document = json.loads(shell(export_command, *arguments, "--json"))
     assert (document["goldens"], document["inputs"]) == (0, 2)
 
 
-def test_goldens_are_inspected_with_what_they_lie_in(shell: Callable[..., str]) -> None:
+def test_goldens_are_inspected_with_their_weight_file_or_artifact(shell: Callable[..., str]) -> None:
     recipe = "goldens_recipe.py:build"
     shell(export_command, recipe, "-o", "m.artifact")
     packed = json.loads(shell(pack_command, "c.pt", "m.artifact", "-o", "v.safetensors", "--recipe", recipe, "--json"))

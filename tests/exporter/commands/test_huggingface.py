@@ -201,7 +201,9 @@ def test_code_in_a_directory_is_not_run_where_the_library_has_the_model(tmp_path
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', Unsupported, "is quantised"),
     ],
 )
-def test_what_a_directory_cannot_be(config: str | None, kind: type[WeightswapError], says: str, tmp_path: Path) -> None:
+def test_bad_directories_are_refused(
+    config: str | None, kind: type[WeightswapError], says: str, tmp_path: Path
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(kind, match=says) as refused:

@@ -87,7 +87,7 @@ def small_models(architecture: str) -> Iterator[Any]:
 
 
 def inputs_of(architecture: str) -> Inputs:
-    """Those of the smallest model that can be called: its sizes may contradict each other."""
+    """Return inputs of the smallest model that can be called: the sizes of some contradict each other."""
     for model in small_models(architecture):
         with suppress(RecipeError):
             return sample_inputs(model)
@@ -120,7 +120,7 @@ def test_a_model_that_takes_one_text_at_a_time_gets_one() -> None:
     assert {name: list(axes) for name, axes in found.sizes.items()} == {name: [1] for name in MASKED}
 
 
-def test_what_eager_refuses_is_told_with_what_was_guessed(caplog: pytest.LogCaptureFixture) -> None:
+def test_guesses_that_eager_refuses_are_listed_with_its_errors(caplog: pytest.LogCaptureFixture) -> None:
     model = small("BertModel")
     model.embeddings.word_embeddings = nn.Linear(7, 7)
     with caplog.at_level(logging.DEBUG), pytest.raises(RecipeError) as refused:
@@ -141,7 +141,7 @@ def test_a_model_that_takes_nothing_says_so() -> None:
 
 
 def spectra() -> Any:
-    """A model of a type that nobody knows, which says itself what it takes."""
+    """A model of an unknown type, with `dummy_inputs`."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     class Spectra(PreTrainedModel):  # type: ignore[misc]
@@ -162,7 +162,7 @@ def spectra() -> Any:
     return Spectra(PretrainedConfig())
 
 
-def test_a_model_that_says_itself_what_it_takes() -> None:
+def test_dummy_inputs_of_the_model_are_used() -> None:
     found = sample_inputs(spectra())
     assert {name: value.shape for name, value in found.kwargs.items()} == {"spectra": (2, 5)}
     assert {axis: dim.__name__ for axis, dim in (found.sizes["spectra"] or {}).items()} == {0: "batch"}
@@ -252,7 +252,7 @@ def test_the_users_inputs_are_taken(text: str, tmp_path: Path) -> None:
         ("1 / 0", "samples.py:inputs: raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_inputs_that_will_not_do_are_bad_usage(text: str, says: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_bad_usage(text: str, says: str, tmp_path: Path) -> None:
     done = export_by_command(tmp_path, "--inputs", given(tmp_path, text))
     assert done.exit_code == 2
     assert says in done.stderr

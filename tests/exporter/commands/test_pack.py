@@ -46,7 +46,7 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
-    """In a folder with an artifact that wants bfloat16, and a recipe."""
+    """Run commands in a folder with an artifact that takes bfloat16, and a recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.py").write_text(RECIPE)
     with skeleton():

@@ -1,4 +1,4 @@
-"""Compiling for the engine `aoti`: what cannot be compiled is refused by name."""
+"""Compilation for the engine `aoti`: unsupported graphs are refused by name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_samples_in_another_order_are_refused(tmp_path: Path) -> None:
 
 
 class Own(nn.Module):
-    """Calls an operator of a Python package."""
+    """A model that calls an operator of a Python package."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.weightswap_aoti_tests.twice(x)

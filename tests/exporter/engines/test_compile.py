@@ -109,13 +109,13 @@ class Writer(nn.Module):
         return x * 2
 
 
-def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
+def test_mutations_that_onnx_would_lose_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="changes the input 'x', which ONNX cannot express"):
         export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
 
 
 class Masked(nn.Module):
-    """Takes the rows of a mask, of which there may be none, to a layer."""
+    """A model that passes the rows of a mask, which may be none, to a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ LAYERS = {"lstm": nn.LSTM(8, 8, batch_first=True), "gru": nn.GRU(8, 8, batch_fir
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*LAYERS, "bmm"])
-def test_what_ends_a_process_when_nothing_is_left_is_refused(name: str, tmp_path: Path) -> None:
+def test_operators_that_end_the_process_on_empty_inputs_are_refused(name: str, tmp_path: Path) -> None:
     model = Masked(LAYERS.get(name) or nn.MultiheadAttention(8, 2)).eval()
     with pytest.raises(CaptureError, match=rf"aten\.{name}\.\w+ is over a size that values decide.*Use the engine"):
         export(model, MASKED, out=tmp_path / "a", engines=["onnx"])
@@ -144,7 +144,7 @@ def test_rows_of_a_mask_are_compiled(tmp_path: Path) -> None:
     export(Masked(nn.Linear(8, 8)).eval(), MASKED, out=tmp_path / "a", engines=["onnx"])
 
 
-def test_an_export_over_a_compiled_artifact_says_what_is_gone(tmp_path: Path) -> None:
+def test_an_export_over_a_compiled_artifact_names_the_missing_engine(tmp_path: Path) -> None:
     out, linear = tmp_path / "a", nn.Linear(2, 2)
     export(linear, (torch.ones(1, 2),), out=out, engines=["onnx"])
     with pytest.warns(UserWarning, match="had been compiled for onnx, and this has not; weightswap compile does it"):
@@ -153,7 +153,7 @@ def test_an_export_over_a_compiled_artifact_says_what_is_gone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3], None, {"onnx"}])
-def test_engines_that_there_are_not(engines: Any, artifact: Artifact) -> None:
+def test_unknown_engines_are_refused(engines: Any, artifact: Artifact) -> None:
     with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'aoti', 'onnx'"):
         compile_engines(artifact, engines)
 
@@ -279,7 +279,7 @@ class TwoWays(nn.Module):
         return x - 1
 
 
-def test_what_is_compiled_is_told_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_the_method_and_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in ("aoti", "onnx"):
         monkeypatch.setitem(compiling._MAKERS, engine, lambda artifact, method, device: (method + device, b""))
     monkeypatch.setattr(compiling, "try_engines", lambda *_: None)
@@ -298,7 +298,7 @@ def test_what_is_compiled_is_told_with_its_number(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_an_export_shows_on_a_terminal_what_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "try_engines", lambda *_: None)
     (tmp_path / "recipe.py").write_text(RECIPE)
     command = [f"{tmp_path}/recipe.py:build", "-o", str(tmp_path / "a"), "--engine", "onnx", "--engine", "torch"]

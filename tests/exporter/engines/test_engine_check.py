@@ -1,4 +1,4 @@
-"""What was compiled is tried before it becomes part of an artifact: faults are planted, or are torch's own."""
+"""Trial of compiled files before they become part of an artifact, with planted faults and faults of torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROWS = {0: Dim("rows", max=64)}
 Function = Callable[..., Any]
 
 
-class Told(nn.Module):
-    """A weight, and a function of it and the inputs."""
+class Applied(nn.Module):
+    """A module that applies a function to its weight and the inputs."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ X, PLACES = torch.randn(3, 4), torch.tensor([0, 1, 1])
 
 
 def compiled(function: Function, folder: Path, *inputs: torch.Tensor, **options: Any) -> Artifact:
-    artifact = export(Told(function), inputs, out=folder / "a", **options)
+    artifact = export(Applied(function), inputs, out=folder / "a", **options)
     return compile_engines(artifact, ["onnx"])
 
 
@@ -83,11 +83,11 @@ def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: p
 def test_an_export_that_asks_for_the_engine_is_refused_whole(tmp_path: Path) -> None:
     function, inputs, message = WRONG["a pooling with a divisor"]
     with pytest.raises(CaptureError, match=message):
-        export(Told(function), inputs, out=tmp_path / "a", engines=["onnx"])
+        export(Applied(function), inputs, out=tmp_path / "a", engines=["onnx"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ends_the_process_is_refused(tmp_path: Path) -> None:
+def test_a_translation_that_ends_the_process_is_refused(tmp_path: Path) -> None:
     bag = nn.EmbeddingBag(8, 4, mode="mean")
     artifact = export(bag, (torch.tensor([[1, 2], [3, 4]]),), out=tmp_path / "a")
     with pytest.raises(CaptureError, match=r"ends the process that runs it|is not the graph"):
@@ -110,7 +110,7 @@ FINE: dict[str, tuple[Function, tuple[torch.Tensor, ...], dict[str, Any]]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FINE)
-def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
+def test_right_translations_are_accepted(name: str, tmp_path: Path) -> None:
     function, inputs, options = FINE[name]
     artifact = compiled(function, tmp_path, *inputs, **options)
     assert load(artifact, engine="onnx").engine == "onnx"
@@ -142,13 +142,13 @@ def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         compiled(lambda w, x: x @ w + w[0], tmp_path, X, dynamic_shapes={"inputs": (ROWS,)})
 
 
-def test_what_is_too_large_to_try_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_too_large_to_try_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_check, "MOST_BYTES", 0)
     with pytest.warns(UserWarning, match=r"engine 'onnx' could not be tried: its weights take more than"):
         compiled(lambda w, x: x @ w, tmp_path, X)
 
 
-def test_operators_of_packages_are_not_there_in_another_process(tmp_path: Path) -> None:
+def test_operators_of_packages_are_missing_in_another_process(tmp_path: Path) -> None:
     library = torch.library.Library("weightswap_trial", "FRAGMENT")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""What each method is compiled for: `MethodSpec(engines=)`, `compile_engines(methods=)`, and who tells of it."""
+"""Engines of each method: `MethodSpec(engines=)`, `compile_engines(methods=)`, and reports of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from weightswap_tools.reports.blocks import Facts
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers that make nothing."""
+def empty_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the compilers with ones that return empty files."""
     for engine in ("aoti", "onnx"):
         file = f"engines/{engine}/{{}}".format
         monkeypatch.setitem(compiling._MAKERS, engine, lambda _, method, __, file=file: (file(f"{method}.bin"), b""))
@@ -38,7 +38,7 @@ def compiled(artifact: Artifact) -> list[str]:
     return [name.removeprefix("engines/") for name in artifact.manifest.files if name.startswith("engines/")]
 
 
-@pytest.mark.usefixtures("made")
+@pytest.mark.usefixtures("empty_compilers")
 def test_a_method_has_the_engines_of_the_export_or_its_own(tmp_path: Path) -> None:
     told: list[str] = []
     methods = specs(prefill=("torch",), decode=("torch", "aoti"))
@@ -55,13 +55,13 @@ def test_a_method_has_the_engines_of_the_export_or_its_own(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], {"onnx"}, 3])
-def test_engines_that_there_are_not(engines: Any, tmp_path: Path) -> None:
+def test_unknown_engines_are_refused(engines: Any, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"method 'decode': engines=.*expected a sequence of 'torch', 'aoti', 'onnx'"):
         export(Decoder(), methods=specs(decode=engines), out=tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("made")
+@pytest.mark.usefixtures("empty_compilers")
 def test_methods_by_name(tmp_path: Path) -> None:
     artifact = export(Decoder(), methods=specs(), out=tmp_path / "a")
     with pytest.raises(
@@ -81,7 +81,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.mark.slow
-def test_the_trial_is_of_what_was_compiled(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_calls_compiled_methods_alone(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(differences(files.artifact, "onnx")) == []
     called: list[str] = []
     monkeypatch.setattr(
@@ -91,7 +91,7 @@ def test_the_trial_is_of_what_was_compiled(files: Files, monkeypatch: pytest.Mon
     assert set(called) == {"decode"}
 
 
-def test_inspect_tells_which_methods(files: Files) -> None:
+def test_inspect_shows_the_methods_of_each_engine(files: Files) -> None:
     said = CliRunner().invoke(inspect_command, [str(files.artifact.path)]).output
     assert "torch, onnx (decode alone)" in said
     document = json.loads(CliRunner().invoke(inspect_command, [str(files.artifact.path), "--json"]).output)
@@ -99,7 +99,7 @@ def test_inspect_tells_which_methods(files: Files) -> None:
     assert document["engine_methods"] == {"torch": ["prefill", "decode", "plain"], "onnx": ["decode"]}
 
 
-def test_a_report_of_swaps_tells_what_ran_beside(files: Files) -> None:
+def test_a_report_of_swaps_shows_the_engine_of_each_method(files: Files) -> None:
     for engine, text in (("onnx", "onnx; torch runs prefill, plain"), ("torch", "torch")):
         blocks = swaps_report(files.load(engine=engine), []).sections[0].blocks
         (facts,) = (each for each in blocks if isinstance(each, Facts))
@@ -134,7 +134,7 @@ def test_parity_compares_all_methods_on_every_engine(files: Files) -> None:
 CALLS = {"prefill": torch.ones(2, 4), "decode": torch.ones(4), "plain": torch.ones(4)}
 
 
-def test_where_they_part_is_looked_for_on_the_engine_that_runs_the_method(
+def test_the_first_divergence_is_sought_on_the_engine_of_the_method(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(self: GraphCall, inputs: list[Any], state: Any = None, chosen: Any = None) -> Any:

@@ -79,7 +79,7 @@ def renames(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path, Path], None]) 
 
 
 @pytest.mark.parametrize("calls", [[(IMAGE,)], None], ids=["goldens", "none"])
-def test_whoever_finds_the_weight_file_finds_its_goldens(
+def test_goldens_are_in_place_before_their_weight_file(
     calls: Any, packing: Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed: list[str] = []
@@ -98,7 +98,7 @@ def test_whoever_finds_the_weight_file_finds_its_goldens(
 
 
 def failing_rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Renaming a file to `name` fails once."""
+    """Make renaming a file to `name` fail once."""
 
     def act(temporary: Path, target: Path) -> None:
         if target.name == name:

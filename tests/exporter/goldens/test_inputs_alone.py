@@ -102,7 +102,7 @@ def test_an_artifact_of_a_real_model_has_goldens(tmp_path: Path) -> None:
     assert found.record.has_outputs
 
 
-def test_inspect_shows_them_for_what_they_are(artifact: Artifact, tmp_path: Path) -> None:
+def test_inspect_shows_inputs_alone(artifact: Artifact, tmp_path: Path) -> None:
     def said(*arguments: str) -> str:
         result = CliRunner().invoke(inspect_command, list(arguments), env={"COLUMNS": "300"})
         assert result.exit_code == 0, result.output
@@ -119,7 +119,7 @@ def test_inspect_shows_them_for_what_they_are(artifact: Artifact, tmp_path: Path
     assert "every set of weights must give finite outputs" in page.read_text()
 
 
-def test_they_are_no_outputs_to_compare_with(artifact: Artifact) -> None:
+def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
     with pytest.raises(ParityError, match="has inputs alone"):
         check_outputs(artifact.path / INPUTS_NAME, different(Everything, 1), artifact)
 
@@ -131,7 +131,7 @@ def test_they_are_no_outputs_to_compare_with(artifact: Artifact) -> None:
         (lambda document: document["cases"][2].update(outputs=["2.input.0"]), "expected 0 outputs, found 1"),
     ],
 )
-def test_what_is_neither_goldens_nor_inputs(change: Callable[[dict], None], says: str, artifact: Artifact) -> None:
+def test_contradictory_files_are_refused(change: Callable[[dict], None], says: str, artifact: Artifact) -> None:
     path = artifact.path / INPUTS_NAME
     with safetensors.safe_open(path, "pt") as opened:
         document = msgspec.json.decode(opened.metadata()[METADATA_KEY])

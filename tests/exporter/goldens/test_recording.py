@@ -1,4 +1,4 @@
-"""Recording goldens: what eager gives is what a server is asked for, and the model is left as it was."""
+"""Recording of goldens: a server must reproduce the eager outputs, and the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ torch.export.register_dataclass(Answer, serialized_type_name="tests.exporter.gol
 
 
 class Answering(nn.Module):
-    """A class of the model's goes in and comes out."""
+    """A model whose input and output are of its own class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def test_a_model_that_is_not_deterministic_is_refused_by_name(
 
 
 class Failing(nn.Module):
-    """Counts, and then looks up what may not be there."""
+    """A model that counts its calls, then looks up rows that may not exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Failing(nn.Module):
         return self.embed(ids)
 
 
-def test_what_the_model_raises_is_told_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_reported_and_leaves_it_unchanged(tmp_path: Path) -> None:
     model = Failing().eval()
     before = everything_in(model)
     with pytest.raises(RecordingError) as refused:
@@ -144,7 +144,7 @@ def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_inputs_of_a_skeleton_that_are_none(options: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_inputs_of_a_skeleton_are_refused(options: Any, says: str, tmp_path: Path) -> None:
     with skeleton():
         model = nn.Linear(3, 2).eval()
     with pytest.raises(RecordingError) as refused:
@@ -164,7 +164,7 @@ def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path
     assert same(before, everything_in(model))
 
 
-def test_a_method_that_the_model_calls_otherwise_is_named(tmp_path: Path) -> None:
+def test_a_method_without_an_attribute_of_its_name_is_refused(tmp_path: Path) -> None:
     setting = SETTINGS["several methods"]
     artifact, model, found = recorded(setting, tmp_path)
     with pytest.raises(RecordingError, match="the model has no attribute 'code' to call for the method 'code'"):
@@ -176,7 +176,7 @@ def test_a_method_that_the_model_calls_otherwise_is_named(tmp_path: Path) -> Non
 
 
 class Choosing(nn.Module):
-    """Gives another tree for other inputs, which the capture cannot know."""
+    """A model that returns a different tree for other inputs, which the capture cannot see."""
 
     def __init__(self) -> None:
         super().__init__()

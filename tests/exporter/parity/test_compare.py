@@ -1,4 +1,4 @@
-"""`compare()`: what is compared, with what, and what cannot be."""
+"""`compare()`: its cases, engines and references, and invalid comparisons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.accelerators import on_every_device
 from tests.support.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.parity import Run, compare, first_divergence
-from weightswap_exporter.parity.compared_calls import Given
+from weightswap_exporter.parity.compared_calls import CallCase
 from weightswap_exporter.parity.executions import EngineSide
 from weightswap_runtime import Artifact, ParityError, Unsupported
 from weightswap_runtime.errors import GoldensError
@@ -65,7 +65,7 @@ def test_the_seed_decides_the_inputs(artifact: Artifact) -> None:
     assert sizes(1) == sizes(1) != sizes(2)
 
 
-def test_calls_of_the_caller_as_goldens_are_given(artifact: Artifact) -> None:
+def test_calls_are_given_in_the_form_of_goldens(artifact: Artifact) -> None:
     report = compare(tied(), artifact, cases=[(IDS,), ((), {"ids": IDS[:1]})], engines=["torch"])
     assert [(case.case, case.origin) for case in report.engines[0].cases] == [("case 0", "given"), ("case 1", "given")]
     assert report.same
@@ -123,7 +123,7 @@ def test_weights_without_a_stamp_are_loaded_by_their_keys(artifact: Artifact, tm
 
 
 class Shifted(nn.Module):
-    """Looks rows up, some places further down."""
+    """A model that looks up rows at an offset."""
 
     def __init__(self, shift: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Shifted(nn.Module):
         return self.table(ids + self.shift)
 
 
-def test_what_an_engine_raises_is_a_difference(tmp_path: Path) -> None:
+def test_an_error_of_an_engine_is_a_difference(tmp_path: Path) -> None:
     made = export(Shifted(100), (IDS % 3,), out=tmp_path / "a")
     report = compare(Shifted(0), made, cases=[(IDS % 3,)])
     assert not report.same
@@ -184,7 +184,7 @@ def test_a_graph_that_is_not_deterministic(tmp_path: Path) -> None:
 
 
 class Writes(nn.Module):
-    """With `clamps`, each call writes to the weight, and the second call what the first one did."""
+    """A model whose calls write to its weight; with `clamps`, the second call writes the same as the first."""
 
     def __init__(self, clamps: bool) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_a_model_whose_calls_write_to_a_weight(tmp_path: Path) -> None:
 
 
 class Picky(nn.Module):
-    """Takes positive numbers alone."""
+    """A model that accepts positive numbers alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Picky(nn.Module):
 
 
 class Refusing(Picky):
-    """The same, and says so: a check in Python, which no graph has."""
+    """The same, with a check in Python, which no graph has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_exporting() and (x < 0).any():
@@ -252,7 +252,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "says"), BAD, ids=[says for _, says in BAD])
-def test_what_cannot_be_compared(changed: dict[str, Any], says: str, artifact: Artifact) -> None:
+def test_invalid_comparisons_are_refused(changed: dict[str, Any], says: str, artifact: Artifact) -> None:
     arguments: dict[str, Any] = {"model": tied(), "artifact": artifact} | changed
     with pytest.raises(ParityError) as caught:
         compare(**arguments)
@@ -272,7 +272,7 @@ def test_nothing_to_compare_with(artifact: Artifact, tmp_path: Path) -> None:
         compare(None, artifact, weights, engines=["torch"])
 
 
-def test_engines_that_are_not_there(artifact: Artifact) -> None:
+def test_missing_engines_are_refused(artifact: Artifact) -> None:
     with pytest.raises(Unsupported, match="not compiled for the engine 'aoti'"):
         compare(tied(), artifact, engines=["aoti"])
     with pytest.raises(Unsupported, match="engine 'tensorrt'"):
@@ -312,10 +312,10 @@ def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
 ) -> None:
     run = EngineSide.run
 
-    def refusing(self: EngineSide, given: Given) -> list[Any]:
-        if any(isinstance(value, torch.Tensor) and not value.numel() for value in given.flat):
+    def refusing(self: EngineSide, case: CallCase) -> list[Any]:
+        if any(isinstance(value, torch.Tensor) and not value.numel() for value in case.flat):
             raise RuntimeError("a size of 0")
-        return run(self, given)
+        return run(self, case)
 
     monkeypatch.setattr(EngineSide, "run", refusing)
     report = compare(tied(), artifact, engines=["onnx"])
@@ -365,7 +365,7 @@ def test_nothing_is_equal_that_was_not_compared(changed: dict[str, Any], says: s
     assert says in str(caught.value)
 
 
-def test_nan_on_both_sides_is_said(tmp_path: Path) -> None:
+def test_nan_on_both_sides_is_reported(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     made = export(model, (torch.ones(2, 3),), out=tmp_path / "a")
     model.weight.data[0, 0] = math.nan

@@ -31,7 +31,7 @@ def packed(artifact: Artifact, folder: Path, fault: Callable[[State], object] = 
 
 
 def only_divergence(report: ParityReport) -> Any:
-    """Of all engines."""
+    """Return the only divergence of all engines."""
     assert not any(engine.same for engine in report.engines), report.text
     places = {(engine.divergence.module, engine.divergence.operator) for engine in report.engines if engine.divergence}
     assert len(places) == 1, report.text
@@ -108,7 +108,7 @@ def test_a_wrong_literal_in_the_graph(tmp_path: Path) -> None:
 
 
 class Rounds(nn.Module):
-    """A layer whose output goes through bfloat16, or not."""
+    """A layer whose output is rounded to bfloat16 if asked."""
 
     def __init__(self, layer: nn.Module, *, rounds: bool) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ G, S = nn.GELU, nn.SiLU
         (chain([G] * 6), chain([G, S] * 3), "1.1", ("the eager model: aten::gelu", "the graph: aten::silu")),
     ],
 )
-def test_what_one_side_alone_computes(
+def test_operators_that_only_one_side_computes(
     eager: nn.Module, exported: nn.Module, module: str, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = only_divergence(report := compare(eager, export(exported, (torch.randn(2, 6),), out=tmp_path / "a")))
@@ -160,7 +160,7 @@ class Harmless(nn.Sequential):
         return self[1](y if torch.compiler.is_exporting() else y.bfloat16().float())
 
 
-def test_what_one_side_alone_computes_is_not_blamed_for_a_wrong_weight(tmp_path: Path) -> None:
+def test_operators_of_one_side_are_not_blamed_for_a_wrong_weight(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Harmless(nn.Linear(6, 6), nn.Linear(6, 6)).eval()
     artifact = export(model, (torch.randn(2, 6),), out=tmp_path / "a")
@@ -213,7 +213,7 @@ def test_a_fault_in_a_view_shows_in_the_outputs(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fast_gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine that takes a cheaper function for GELU."""
+    """Make an engine use a cheaper function for GELU."""
 
     def fast(x: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.nn.functional.gelu(x, approximate="tanh")

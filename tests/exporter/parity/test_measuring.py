@@ -1,4 +1,4 @@
-"""Measures of how far tensors are apart, against torch, numpy and counting."""
+"""Measures of the difference between tensors, against torch, numpy and counting."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def test_distances_are_those_of_numpy(pairs: list[tuple[float, float]]) -> None:
 
 
 @given(st.lists(st.tuples(F32, F32), min_size=1, max_size=8), st.sampled_from([None, (0.0, 0.0), (1e-3, 1e-5)]))
-def test_what_is_the_same_is_what_goldens_accept(
-    pairs: list[tuple[float, float]], tolerance: tuple[float, float] | None
-) -> None:
+def test_equality_is_that_of_goldens(pairs: list[tuple[float, float]], tolerance: tuple[float, float] | None) -> None:
     one, other = (content(list(side)) for side in zip(*pairs, strict=True))
     assert measure(one, other, tolerance).same == (difference(one, other, tolerance) is None)
 
@@ -111,7 +109,7 @@ def test_the_worst_element_is_named() -> None:
         (content(True, "BOOL"), content(False, "BOOL"), "expected True, found False"),
     ],
 )
-def test_what_is_wrong_in_words(one: TensorBytes, other: TensorBytes, says: str) -> None:
+def test_differences_in_words(one: TensorBytes, other: TensorBytes, says: str) -> None:
     found = measure(one, other, None)
     assert not found.same
     assert says in found.text

@@ -125,7 +125,7 @@ def test_a_failure_says_which_output_where_how_far_and_from_which_module_on(plai
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compared_is_an_error_of_its_own(plain: tuple[dict[str, str], str]) -> None:
+def test_an_invalid_comparison_is_an_error_of_its_own(plain: tuple[dict[str, str], str]) -> None:
     outcomes, text = plain
     assert (outcomes["test_another_model"], outcomes["test_dropout"]) == ("FAILED", "FAILED")
     assert "ParityError: parity: refused" in text
@@ -189,7 +189,7 @@ def test_it(model, artifact, assert_parity):
     assert not (folder / "net.goldens.safetensors").exists()
 
 
-def test_engines_that_there_are_not(folder: Path) -> None:
+def test_unknown_engines_are_refused(folder: Path) -> None:
     _, text = run(folder, "--weightswap-engines=torch,tensorrt")
     assert "--weightswap-engines: tensorrt; there are torch, aoti, onnx" in text
     assert "passed" not in text

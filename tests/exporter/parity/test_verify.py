@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe() -> dict[str, Any]:
-    """The model has other weights than the files; it gets theirs."""
+    """Return a model with other weights than the files, which it then gets."""
     return {"model": tied(7), "args": (IDS,)}
 
 
@@ -80,7 +80,7 @@ def test_without_a_recipe_engines_are_compared_with_torch(folder: Path) -> None:
     assert found.before.endswith("v2.safetensors")
 
 
-def test_what_is_not_checked_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_that_were_not_made_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "MOST_BYTES", 100)
     found = verify(folder / "a", folder / "v1.safetensors", engines=["torch"])
     assert found.same
@@ -105,7 +105,7 @@ def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Pat
 
 
 def test_a_swap_that_leaves_old_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a commit had not reached what serves."""
+    """Plant a fault as if a commit had not reached the served session."""
     swap = Model.swap
     first: WeakKeyDictionary[Model, Any] = WeakKeyDictionary()
 
@@ -154,7 +154,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert re.search(r"^verified, in \d+\.\d s$", result.output, re.MULTILINE)
     page = report.read_text()
     assert "Calls, against eager" in page
-    assert "blocks.0" not in page  # nothing parts
+    assert "blocks.0" not in page  # nothing diverges
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
     assert "torch, first divergence: blocks.1 (Block)\n  node mul_2, aten.mul.Tensor" in result.output
     assert "problem: parity, torch: forward, case 0, left: [" in result.output
     assert re.search(r"^not verified, \d+ problems", result.output, re.MULTILINE)
-    assert "Where torch and onnx part" in report.read_text()
+    assert "Where torch and onnx diverge" in report.read_text()
     document = json.loads(command(folder, *arguments[:-1], "torch", "--json").output)
     assert document["same"] is False
     assert document["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
@@ -201,7 +201,7 @@ NO_WEIGHTS = [("absent.safetensors", WeightFileError), ("recipes.py", Checkpoint
 
 
 @pytest.mark.parametrize(("weights", "error"), NO_WEIGHTS)
-def test_weights_that_are_none(weights: str, error: type[Exception], folder: Path) -> None:
+def test_files_without_weights_are_refused(weights: str, error: type[Exception], folder: Path) -> None:
     with pytest.raises(error, match=weights):
         verify(folder / "a", folder / weights, recipe())
 

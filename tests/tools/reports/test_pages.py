@@ -44,7 +44,7 @@ def test_a_verification_that_fails(folder: Path, open_report: Open) -> None:
     page = open_report(verification_report(found))
     assert headings(page) == [
         "What was verified",
-        "Where torch parts",
+        "Where torch diverges",
         "Problems",
         "Calls, against eager",
         "Recorded calls",
