@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typer.main import get_command
 from weightswap_runtime._version import __version__
 
 GROUP = "weightswap.commands"
+_LINE_BREAK = re.compile(r"(?<=\S)\n[ ]*(?=\S)")
 _SIGPIPE_STATUS = 128 + 13  # what a shell reports for a program that SIGPIPE killed
 
 
@@ -30,6 +32,7 @@ class Commands(TyperGroup):
         for point in entry_points(group=GROUP, name=cmd_name):
             command = get_command(point.load())
             command.name = cmd_name
+            _join_help_lines(command)
             return command
         return None
 
@@ -40,6 +43,13 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _exit_on_broken_pipe():
             return super().invoke(ctx)
+
+
+def _join_help_lines(command: Any) -> None:
+    """Join the lines of each paragraph of a help text: typer does so only in the first, and wraps them all again."""
+    command.help = _LINE_BREAK.sub(" ", command.help or "")
+    for subcommand in getattr(command, "commands", {}).values():
+        _join_help_lines(subcommand)
 
 
 @contextmanager

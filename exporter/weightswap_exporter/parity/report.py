@@ -148,7 +148,7 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
             yield f"{name}: equal {self.compared_how}, {plural(len(self.cases), 'call')}"
             yield from self.refusals
             return
-        yield f"{name}: {len(wrong)} of {plural(len(self.cases), 'call')} differ (compared {self.compared_how})"
+        yield f"{name}: {len(wrong)} of {len(self.cases)} calls differ (compared {self.compared_how})"
         problems = [problem for case in wrong for problem in case.problems]
         yield from (f"  {line}" for line in lines_of(problems, _SHOWN))
         if self.divergence:

@@ -112,7 +112,7 @@ def test_a_failure_says_which_output_where_how_far_and_from_which_module_on(plai
     outcomes, text = plain
     assert outcomes["test_wrong_weights"] == "FAILED"
     for line in (
-        "torch: 1 of 1 call differ (compared bit for bit)",
+        "torch: 1 of 1 calls differ (compared bit for bit)",
         "  forward, case 0, output: [0, 1]: expected ",
         "3 of 6 elements differ, by at most 0.5 ",
         "  first divergence: second (Linear)",

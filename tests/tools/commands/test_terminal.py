@@ -11,10 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from tests.support import warm
 from weightswap_exporter import export, pack
 from weightswap_runtime.messages import visible
+from weightswap_tools.program import app
 from weightswap_tools.terminal import human_bytes, printable_json
 
 EVIL = "evil\nverdict     equal\r\x1b[31m\x9b2J\u202e[red]"
@@ -139,3 +141,13 @@ def test_json_has_no_raw_control_characters() -> None:
 )
 def test_sizes(size: int, text: str) -> None:
     assert human_bytes(size) == text
+
+
+def test_paragraphs_of_help_are_wrapped_to_the_terminal() -> None:
+    """typer keeps the line breaks of docstrings after the first paragraph."""
+    shown = CliRunner().invoke(app, ["push", "--help"], env={"COLUMNS": "70", "TERMINAL_WIDTH": "70"})
+    lines = [line.strip() for line in shown.stdout.splitlines()]
+    start = next(index for index, line in enumerate(lines) if line.startswith("The file is uploaded"))
+    paragraph = lines[start : lines.index("", start)]
+    assert len(paragraph) > 1
+    assert all(len(line) > 45 for line in paragraph[:-1])
