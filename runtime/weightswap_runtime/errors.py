@@ -38,7 +38,7 @@ WeightswapError
 |   |-- ContextClosed          the context was closed
 |   |-- ContextMismatch        the context belongs to another model, or to other weights
 |   `-- PinReleased            the session was used after its `with` block
-|-- ContextFileError           the file is not a saved context, or is damaged
+|-- ContextFileError           the file is not a saved context, is damaged, or cannot be read
 |-- DesiredError               a desired state cannot be read or written; it is as it was
 |   |-- DesiredDamaged         the document is torn, of another version, or not a desired state
 |   |-- RevisionConflict       the document was written by another writer since it was read
@@ -268,7 +268,7 @@ class ContextMismatch(CallError):
 
 
 class ContextFileError(WeightswapError):
-    """The file was not written by `Context.save()`, or its content has changed since."""
+    """The file was not written by `Context.save()`, has changed since, or cannot be read."""
 
 
 class DesiredError(WeightswapError):

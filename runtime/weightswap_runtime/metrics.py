@@ -12,7 +12,7 @@ weightswap_call_seconds                 histogram: method; calls with the outcom
 weightswap_swaps_total                  kind: full, partial, delta, rollback, unknown (refused before that was known);
                                         outcome: committed, refused, cancelled, discarded, failed (rollbacks).
                                         Each staging and each rollback counts once, when it ends
-weightswap_failures_total               reason: the error class of each refusal, failure or unreachable directory
+weightswap_failures_total               reason: the error class of each refusal, failure and unreachable source
 weightswap_skipped_total                files of watched directories that were skipped
 weightswap_staged_bytes_total           bytes read by all stagings, committed or not
 weightswap_phase_seconds                summary: phase: staging (reading and hashing), verifying

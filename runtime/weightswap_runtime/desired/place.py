@@ -131,8 +131,8 @@ class DesiredPlace:
         """Make earlier weights the desired ones again, and withdraw those after them.
 
         to: the beginning of a weights id in the history or among the withdrawn ones; None: the weights before. hold:
-        promote nothing until `release`. known_there: do not check that the file exists, as the followers have the
-        weights in memory.
+        promote nothing until `release`. known_there: do not check the files of the weights, as the followers have them
+        in memory.
 
         Raises NothingToRollBack, and WeightFileError or UnexpectedWeights if the file has been removed or replaced.
         """
@@ -200,7 +200,7 @@ class DesiredPlace:
         raise RevisionConflict(f"{self.where}: other writers were faster in {MOST_TRIES} tries; try again later")
 
     def check_promotable(self, source: Source, weights_id: str | None, check: Check | None = None) -> None:
-        """Raise the error that `promote` would raise; with an unknown weights id (None), only Held."""
+        """Raise Held, Superseded or DesiredError as `promote` would; with an unknown id (None) not Superseded."""
         check_promotable(self.read(check), weights_id or "", printable(source))
 
     def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
@@ -259,7 +259,7 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-    """Return the entry for newly desired weights. Raises BaseMismatch, and Unsupported if `by` or `why` is too long."""
+    """Return the entry for new desired weights. Raises BaseMismatch; Unsupported if a text or the chain is too long."""
     check_said(by, why)
     return DesiredWeights(
         source=source,

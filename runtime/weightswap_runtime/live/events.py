@@ -68,12 +68,12 @@ class Event:
     committed, rolled back: `receipt` says what is served now.
     failed: an in-place commit failed half-way with `error`; calls are refused.
 
-    A watched directory has further events:
+    Watchers and followers emit further events:
 
     skipped: a file is skipped until it changes; `error` says why.
-    waiting: a delta waits until its base weights are served; `error` names them. Reported once until the delta is
-      tried; a commit or "skipped" ends it.
-    unreachable: the directory cannot be listed; `error` says why. Reported once until it can be listed again.
+    waiting: a delta waits until its base weights are served, or a file until its place is released from hold; `error`
+      says which. Reported once until the file is tried; a commit or "skipped" ends it.
+    unreachable: the directory or the place cannot be read; `error` says why. Reported once until it can be read again.
 
     Variants (`variant` is GROUP/NAME) have the events "variant added", "variant replaced", "variant removed", "variant
     evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.

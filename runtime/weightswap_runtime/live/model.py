@@ -209,8 +209,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         expect: the weights id of the result; any other is refused.
         allow_other_graph: accept a file that was packed for another graph, if its tensors fit.
         verify: "goldens": if outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
-          the staged weights must reproduce them, and outputs on recorded inputs must be finite. "finite": only the
-          latter. "off": the weights are not tried.
+          the staged weights must reproduce them; outputs on recorded inputs must be finite in any case. "finite": only
+          the latter. "off": the weights are not tried.
         allow_nonfinite: False refuses weights that have NaN or infinities where the served ones have none (if nothing
           is served: NaN anywhere, infinities in weights that require a gradient); patterns of FQNs allow them in these
           weights only. None and True allow them all; `SwapReceipt.nonfinite` and `Staged.nonfinite` list them.
@@ -374,8 +374,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where the served ones
           have none. Other files with such weights are skipped.
         promote: a place (see `follow`) in which each file is promoted before it is served here. Weights that the place
-          says are desired are served here, too, as by `follow`; files that it holds back or has withdrawn are not
-          taken. A restarted watcher goes on after the last file that the place knows.
+          says are desired are served here, too, as by `follow`. While it is on hold, no file is taken; weights that it
+          has withdrawn never are. A restarted watcher goes on after the last file that the place knows.
         policy: the condition for a promotion: "newest" promotes every file that can be taken; "proven" only files
           whose recorded outputs were reproduced. Others are skipped (Unproven).
         The other arguments are those of `swap`; the watcher waits for another staging of the model.
@@ -671,7 +671,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
 
 def choice_of(model: Model, names: VariantNames) -> Choice:
-    """Return what calls with `variants=names` choose now. Passed as `variants=`, it keeps answering with these weights.
+    """Return what calls with `variants=names` choose now, to pass instead of the names: it keeps these very variants.
 
     Raises UnknownVariant.
     """

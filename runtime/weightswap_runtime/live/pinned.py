@@ -34,7 +34,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def __exit__(self, *_: object) -> None:
         self._lease.end()
         version = self._pinned()
-        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # frees its memory
+        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # drops the session
         if version.session is not None:
             self._gate.release(version.session, self._lease)
 

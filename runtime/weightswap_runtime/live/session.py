@@ -57,7 +57,7 @@ class Session:
     def run_added_prologues(self, where: str) -> None:
         """Run the prologues of those engines that have not run theirs on the present weights."""
         if self.bound.keys() <= self._prepared:
-            return  # without waiting for a device
+            return  # without work on a device
         with self.arena.writing(join=True), self.arena.stream():
             for member, bound in list(self.bound.items()):
                 if member not in self._prepared:

@@ -212,7 +212,7 @@ class Store:
         return candidate
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
-        """Return the member that a file was packed for; the requester, if there is none or it is one of several."""
+        """Return the requester if a file is for its graph or for that of no member, else the member that it is for."""
         members = list(self._members.values())
         packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
         return requester if requester in packed_for or not packed_for else packed_for[0]

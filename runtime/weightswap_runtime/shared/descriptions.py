@@ -16,7 +16,7 @@ from .control import Control
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The part of a description that workers need: a generation and its weights. `terms`: the bytes of a trial."""
+    """The part of a description that workers need: a generation and its weights. `terms`: those of `begin_trial`."""
 
     generation: int
     weights_id: str

@@ -31,7 +31,7 @@ class Double:
         new_session, memory, layout, self._gate, self._workers, keep = resources
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
-        self._resident: dict[Session, Version[Session]] = {}  # the complete version in each session that was served
+        self._resident: dict[Session, Version[Session]] = {}  # by session, the version that is complete in it
         with advising(FOR_PREVIOUS):
             self._saved = HostArena(layout) if keep else None
         self._displaced: Version[Session] | None = None  # the version in `_saved`

@@ -31,7 +31,7 @@ class Residency(Protocol):
         ...
 
     def target(self, timeout: float | None, job: Job) -> AbstractContextManager[StagingTarget]:
-        """Return a block that may write a full set into an unserved session. Raises LeaseTimeout and OutOfMemory."""
+        """Let the block write a full set into a session that is not served. Raises LeaseTimeout and OutOfMemory."""
         ...
 
     def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> Candidate:

@@ -75,7 +75,7 @@ class _Resident:
 
 
 class Choice:
-    """The variants that a call has chosen. It keeps them, even if their names change. `ids`: weights ids by group."""
+    """The variants that a call has chosen. It keeps them when names are reused. `ids`: weights ids by group."""
 
     __slots__ = ("__weakref__", "_residents", "chosen", "ids")
 

@@ -65,7 +65,7 @@ class WatchTarget(Target, Protocol):
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
 
-        Return the id of its content, if that was read. Raises what `Model.swap` and `check` raise.
+        Return the id of its content, or `known` if it was not read. Raises what `Model.swap` and `check` raise.
         """
         ...
 
@@ -126,7 +126,7 @@ class Intake:
         self._known_names = known_names  # called once: which files were taken elsewhere, or before a restart
         self._files: dict[str, _File] = {}
         self._removed: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the latest removed last
-        self._initial_names: set[str] | None = None  # the names at the first look; empty once a file is taken
+        self._initial_names: set[str] | None = None  # those at the first look, for start="newest"; then empty
         self._last_taken: _File | None = None
         self._failed_listings = 0  # consecutive ones
 

@@ -108,7 +108,7 @@ class Reconciler:
             self._serve_last_good(state, target)
 
     def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
-        """Return whether these weights are still desired after their staging, as far as the place can be read."""
+        """Return whether these weights are still desired, which may change during a staging; True if unreachable."""
         try:
             return self._place.read(check).weights_id == weights.weights_id
         except StageCancelled:
