@@ -92,7 +92,7 @@ def pack(
       - a folder that `torch.distributed.checkpoint.save` wrote, with any number of ranks
     Keys may be those of `model.state_dict()` or runtime FQNs, also with what wrappers add to them (`module.`,
     `_orig_mod.`, `_checkpoint_wrapped_module.`, `_fsdp_wrapped_module.`). A state dict below `state_dict`, `model`,
-    `model_state_dict` or `module` (two levels at most) is found if it has what the artifact wants.
+    `model_state_dict` or `module` (two levels at most) is taken if it alone has what the artifact wants.
 
     labels: short texts to store in the file.
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
@@ -157,7 +157,7 @@ def _check_other(out: Path, files: Iterable[Path | None]) -> None:
 def recorder(
     model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
 ) -> Callable[[], Recording | None]:
-    """Return a function that records goldens of the model. Raises CheckpointError and RecordingError."""
+    """Return what records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
     wanted = wanted_goldens(goldens, tolerance, artifact.methods)
     if wanted is None:
         return lambda: None

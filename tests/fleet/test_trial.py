@@ -173,7 +173,7 @@ def test_a_rollback_ends_it(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("number", [1, 2], ids=["what is on trial", "something else"])
 def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
-    """The place desires other weights meanwhile: those on trial are served without a read, or discarded."""
+    """An operator writes to the place: weights on trial are served without a read if desired, else discarded."""
     begun(fleet)
     fleet.place.set(fleet.file(number), revision=1)
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))

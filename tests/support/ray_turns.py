@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = (
-    "0"  # read when Ray is imported: leftovers of a cluster would connect to another one
-)
+# read when Ray is imported: leftovers of a cluster would connect to another one
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-Work = Callable[[], bool]
+Work = Callable[[], bool]  # False: not yet
 
 
 class Broken(Exception):

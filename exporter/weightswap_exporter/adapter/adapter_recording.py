@@ -100,7 +100,7 @@ class _AdapterRecording:
     def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
         """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
 
-        It does so where hooks rename keys on saving only; unchanged weights are then found by their identity.
+        Hooks that rename keys on saving only have this effect; unchanged weights are then found by their identity.
         """
         try:
             recorded = self._record(checkpoint, load or load_state_dict, {})

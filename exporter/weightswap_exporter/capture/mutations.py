@@ -151,7 +151,7 @@ def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
 
 
 def _written(node: Node) -> Iterator[Node]:
-    """Yield tensors that an operator writes to. Updates of statistics are undeclared; of other packages', all count."""
+    """Yield tensors that an operator writes to. One that updates statistics may declare none: if foreign, all count."""
     pairs = list(arguments(node))
     foreign = node.target.namespace != "aten"  # type: ignore[union-attr]
     keeps_statistics = any(argument.name in STATISTICS and value is True for argument, value in pairs)

@@ -28,7 +28,7 @@ _OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv | ast.Mod | a
 
 @functools.cache
 def is_size(text: str) -> bool:
-    """Return whether a text is arithmetic over torch's symbols and functions that is quick to evaluate."""
+    """Return whether a text is only arithmetic over torch's symbols and functions: harmless and quick to evaluate."""
     if len(text) > MOST_CHARACTERS:
         return False
     try:

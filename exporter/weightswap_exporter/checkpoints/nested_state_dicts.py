@@ -290,7 +290,7 @@ def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
 
 
 def _separate(key: Any, value: torch.Tensor) -> dict[Any, torch.Tensor]:
-    """Return the parts of a tensor. Raises CheckpointError, as an untrusted file can claim any."""
+    """Return the parts of a tensor. Raises CheckpointError if they are none: an untrusted file can claim anything."""
     try:
         parts = parts_of(key, value)
         if all(isinstance(part, torch.Tensor) for part in parts.values()):

@@ -89,7 +89,7 @@ class Files:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Open a file descriptor for reading. Raises CheckpointError, also if the file has changed meanwhile."""
+        """Open for reading. Raises CheckpointError, also if the file has changed since it was first opened."""
         try:
             fd = open_at_once(path)
         except (OSError, ValueError) as error:

@@ -77,5 +77,5 @@ def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch
 def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], who: str) -> Iterator[str]:
     for name in {**expected, **actual}:
         if expected.get(name) != actual.get(name):
-            graphs, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
-            yield f"{name}: the graph has {graphs}, {who} {other}"
+            one, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
+            yield f"{name}: the graph has {one}, {who} {other}"

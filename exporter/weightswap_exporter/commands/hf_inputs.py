@@ -199,7 +199,7 @@ def _variations(subject: Subject, names: Sequence[str]) -> Iterator[dict[str, In
 def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
     """Call the model and return the exception that it raises, if any. Buffers are restored, and nothing is logged.
 
-    A skeleton is called as torch.export calls it: some operators, such as those of experts, reject fake tensors else.
+    A skeleton is called as torch.export does: else some operators, such as those of experts, refuse fake tensors.
     """
     with ExitStack() as stack:
         for block in (_restored_buffers(model), _no_fake_tensor_log(), without_cache(model), torch.no_grad()):

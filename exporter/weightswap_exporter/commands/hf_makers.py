@@ -163,7 +163,7 @@ def _boxes(subject: Subject) -> Iterator[Input]:
 
 
 def _vectors(*names: str, default: int = 1) -> Maker:
-    """Return a maker of one vector per token. names: entries of the configuration, the first of which is its width."""
+    """Return a maker of one vector per token. names: entries of the configuration; the first found is its width."""
 
     def make(subject: Subject) -> Iterator[Input]:
         yield Input(subject.zeros(subject.length, subject.find("text", *names, default=default)), _batch())
@@ -295,7 +295,7 @@ def _frames_mask(subject: Subject) -> Iterator[Input]:
 
 
 def _sound(subject: Subject) -> Iterator[Input]:
-    """Yield waveforms, without and with a channel, of any length that gives two frames; then hidden states."""
+    """Yield features of the configured size, waveforms without and with a channel, then hidden states."""
     bins, frames = (getattr(subject.config, name, None) for name in ("num_mel_bins", "max_length"))
     if bins and frames:
         yield Input(subject.zeros(frames, bins), _batch())
@@ -318,7 +318,7 @@ def _samples(config: Any, frames: int) -> int:
 
 
 def _series(*widths: str | int, dtype: torch.dtype | None = None) -> Maker:
-    """Return a maker of series as long as the model looks back, with the first of the known widths for each step."""
+    """Return a maker of series as long as the model looks back. A step has the first known width, or is a number."""
 
     def make(subject: Subject) -> Iterator[Input]:
         steps = subject.find("text", "context_length", default=subject.length)

@@ -121,7 +121,7 @@ def _library(where: str, files: list[Path]) -> bytes:
 
 @contextmanager
 def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
-    """Run AOTInductor in isolation: in a fresh cache, without logs and warnings, and for this processor only."""
+    """Run AOTInductor in isolation: in a fresh cache, without logs and warnings, and for `processor` alone."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
     levels = [logger.level for logger in loggers]
     try:

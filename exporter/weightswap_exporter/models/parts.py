@@ -38,7 +38,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def put_together(name: str, like: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the kind of `like`, composed of the parts that have its names in `parts`."""
+    """Return a tensor of the kind of `like`, composed of `parts`, which are named as by `parts_of(name, like)`."""
     if not is_composed(like):
         return parts[name]
     inner = {part: put_together(f"{name}.{part}", value, parts) for part, value in _inner(like)}

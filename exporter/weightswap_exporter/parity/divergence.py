@@ -98,7 +98,7 @@ def eager_and_graph(
 def between_engines(
     artifact: Artifact, expected: Run, found: Run, case: CallCase, limits: Tolerances
 ) -> Divergence | None:
-    """Find where two engines, one of which may be GRAPH, diverge in the graph's nodes. Other engines compile twice."""
+    """Find the node of the graph where two engines diverge. Each may be GRAPH; others compile the graph twice."""
     graph = OpenedGraph(artifact, case.call.method)
     comparison = _Comparison(expected.name, found.name, case, graph, limits)
     if expected.engine == found.engine == GRAPH:

@@ -48,7 +48,7 @@ def check_request(
     devices: Sequence[str],
     tolerance: Tolerance | None,
 ) -> None:
-    """Raise ParityError if a method would not be compared, and Unsupported for an unknown device."""
+    """Raise ParityError for a request that compares nothing or cannot be called, Unsupported for an unknown device."""
     if tolerance is not None and (problem := tolerance_problem(tolerance)):
         raise ParityError([problem], "Leave it out for the tolerances of each engine.")
     problems = [] if devices else ["devices is empty"]

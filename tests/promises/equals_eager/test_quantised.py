@@ -1,4 +1,4 @@
-"""Weights quantised by torchao are served by their inner tensors, equal to eager with torchao's own classes."""
+"""Weights quantised by torchao are served by their parts, equal to eager with torchao's own classes."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def use(artifact: Path, setting: Setting) -> None:
 
 
 def texts(document: Any) -> list[tuple[list[Any], bool]]:
-    """Yield the position of every text in a document, and True for keys."""
+    """Return the way to every text in a document, and whether it is a key."""
     positions: list[tuple[list[Any], bool]] = []
 
     def walk(value: Any, way: list[Any]) -> None:
@@ -221,7 +221,7 @@ def document_of(raw: bytes) -> Any:
 
 
 def variants(setting: Setting, name: str, count: int | None, chance: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Yield copies of the file with every mention of one text replaced, and that text; for `count` texts or all."""
+    """Yield what was replaced, and the file with one text, or every mention of one, replaced; `count` times or all."""
     raw = (setting.artifact / name).read_bytes()
     document = json.loads(raw) if name == MANIFEST_NAME else document_of(raw)
     places = texts(document)

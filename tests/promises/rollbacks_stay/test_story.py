@@ -114,7 +114,7 @@ def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Pa
     for commits in (day.served, *(process.commits for process in day.everybody)):
         assert set(commits) <= set(day.good.values())  # no refused weights
         assert all(before != after for before, after in pairwise(commits))
-        assert commits.count(bad) <= 1  # and no weights that were rolled back
+        assert commits.count(bad) <= 1  # and not again after the rollback
         assert bad not in commits or commits[commits.index(bad) + 1] == back
     assert first[-1] == replacement[0] == back
     assert bad not in replacement

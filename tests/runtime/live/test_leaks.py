@@ -70,7 +70,7 @@ def settles(arenas: weakref.WeakSet[HostArena], most: int) -> bool:
 
 
 class Held(NamedTuple):
-    """Return the resources of this process: resident bytes, mappings, threads, descriptors, Python objects."""
+    """Resources of this process: resident bytes, mappings, threads, descriptors, Python objects."""
 
     resident: int
     mappings: int

@@ -20,7 +20,7 @@ from weightswap_exporter import pack, publish
 from weightswap_runtime import load, write_delta
 from weightswap_runtime.sources.atomic import remove_abandoned
 
-LONGEST = 0.03
+LONGEST = 0.03  # seconds before a kill
 
 
 def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:

@@ -259,9 +259,8 @@ def test_a_writer_that_comes_while_it_is_asked_for_ends_no_process(
             writers.append(
                 subprocess.Popen([sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             )
-            assert eventually(
-                lambda: original(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK
-            )  # the kernel asks for the lease back
+            # the kernel asks for the lease back
+            assert eventually(lambda: original(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK)
         return result
 
     monkeypatch.setattr(fcntl, "fcntl", granted)

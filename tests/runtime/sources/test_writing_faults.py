@@ -91,9 +91,7 @@ def test_a_fault_leaves_the_old_file_or_the_new_one(
     (tmp_path / "new").rename(tmp_path.with_name(f"{tmp_path.name}-new"))
     before = contents(tmp_path)
     for number in each_call(fault, lambda: write(files, tmp_path.with_name(f"{tmp_path.name}-new"), 2), 6):
-        renamed = (
-            fault.name == "fsync" and number == 1
-        )  # the fsync of the folder failed: the new file already has its name
+        renamed = fault.name == "fsync" and number == 1  # that of the folder, where the new file is already
         expected: AbstractContextManager[object] = (
             pytest.warns(RuntimeWarning, match="it may not be there")
             if renamed
