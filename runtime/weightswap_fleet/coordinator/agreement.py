@@ -150,7 +150,7 @@ class Agreement:
         self._nodes.ask(self._nodes.names(), "discard", order.id, timeout=LEAST_LEASE)
 
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
-        """Raise FleetRefused if a node has discarded the order, after its lease ran out."""
+        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order."""
         began = self._clock()
         answers = self._nodes.ask(names, "renew", order.id, timeout=order.lease / 2)
         is_late = self._clock() >= began + order.lease
