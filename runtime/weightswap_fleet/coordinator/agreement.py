@@ -33,7 +33,7 @@ LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # the least seconds for a node's status
 _POLL = 0.02
 _RENEW = LEAST_LEASE / 4
-_Decide = Callable[[int, bool], DesiredState]  # takes the revision before it, and if all nodes have them in memory
+_Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
 
 class Nodes(Protocol):
