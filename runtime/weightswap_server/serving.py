@@ -97,7 +97,7 @@ class Server:
         admin: AdminSettings | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """models: by the names that requests use; the server closes them when it ends. admin: the admin API's settings.
+        """models: by the names that requests use; the server closes them when it ends. admin: the admin plane's.
         listener: a listening socket shared with other processes; the gRPC port is then shared, too.
 
         Raises Unsupported.

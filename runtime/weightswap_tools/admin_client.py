@@ -1,4 +1,4 @@
-"""Client of a server's admin API, over HTTP or a Unix socket."""
+"""Client of a server's admin plane, over HTTP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class AdminClient:
-    """Client of the admin API of one server."""
+    """Client of the admin plane of one server."""
 
     def __init__(self, url: str, token: str) -> None:
         """url: http://HOST:PORT, https://..., or unix:///PATH. Raises Unsupported."""
@@ -134,7 +134,7 @@ def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
 
 
 def read_token(path: Path | None) -> str:
-    """Return the token of a file, the last word of its first line, or of the environment. Raises Unsupported."""
+    """Return the token of a file (the last word of the first line but comments) or environment. Raises Unsupported."""
     if path is None:
         token = os.environ.get(ENVIRONMENT, "").strip()
         if not token:

@@ -33,7 +33,7 @@ LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # the least seconds for a node's status
 _POLL = 0.02
 _RENEW = LEAST_LEASE / 4
-_Decide = Callable[[int, bool], DesiredState]  # takes the revision before it, and if all nodes have them in memory
+_Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
 
 class Nodes(Protocol):
@@ -150,7 +150,7 @@ class Agreement:
         self._nodes.ask(self._nodes.names(), "discard", order.id, timeout=LEAST_LEASE)
 
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
-        """Raise FleetRefused if a node has discarded the order, after its lease ran out."""
+        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order."""
         began = self._clock()
         answers = self._nodes.ask(names, "renew", order.id, timeout=order.lease / 2)
         is_late = self._clock() >= began + order.lease

@@ -156,7 +156,7 @@ class Controller:
             self._changing.release()
 
     def _promote_by_rule(self, trial: FleetTrial, rule: str) -> None:
-        """Publish the weights as a trainer does. Under a hold the trial goes on; if a node refuses, it is aborted."""
+        """Publish the weights as a trainer does. Under a hold the trial goes on; any other error aborts it."""
         source, weights = trial.order.source, trial.order.weights
         try:
             self._agreement().publish(source, _known(weights), weights.by, f"trial: {rule}", DEADLINES)

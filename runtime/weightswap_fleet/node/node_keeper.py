@@ -43,8 +43,8 @@ class NodeKeeper:
         """Serves the desired weights at once, if possible; `start` makes it follow the place.
 
         node: its unique name. transfer: of weights between nodes; None: each node reads for itself. again: this keeper
-        replaces one that has died, so `spec` may be of an old deployment. Then, and if it finds replicas with its
-        memory, it serves on what they have, and changes nothing until a replica has sent its deployment.
+        replaces one that has died, so `spec` may be of an old deployment. In that case, or if it finds replicas with
+        its memory, which it serves on, it changes nothing until a replica has sent its deployment.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         self.node = node
@@ -90,7 +90,7 @@ class NodeKeeper:
     def take_seat(self, pid: int, spec: Spec) -> Seat:
         """Give a replica of this node a slot, and take over its deployment if it is the latest.
 
-        Raises Unsupported, and NoWeights if there are no desired weights to serve.
+        Raises Unsupported, and NoWeights if the node serves nothing, or not the desired weights.
         """
         self.changes.take(spec)
         if self._weights.revision == 0:

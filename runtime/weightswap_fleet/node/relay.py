@@ -67,7 +67,7 @@ class Relay:
         self._opening = Lock()
 
     def route(self, source: str, reader: str) -> str | Url:
-        """Return the relayed form of a URL that another node reads for all, and other sources unchanged."""
+        """Return the relayed form of a URL that one node reads for all, and other sources unchanged."""
         if not reader or not is_url(source) or "?" in source or "#" in source:
             return source
         location = as_location(source)
@@ -76,7 +76,7 @@ class Relay:
         return RelayedUrl(location.raw, self, reader)
 
     def describe(self, url: str) -> ObjectDescription | None:
-        """Open a URL for other nodes; None if it has no content. Chunks of an earlier content are dropped."""
+        """Open a URL for all nodes; None if nothing is there. Chunks of an earlier content are dropped."""
         reading = self._readings.get(url)
         if reading is None or not _is_unchanged(reading.source):
             reading = self._open_instead_of(reading, url)
@@ -128,11 +128,11 @@ class Relay:
         return self._transfer.ask(reader, method, *arguments)
 
     def take(self, reader: str, url: str, tag: str, number: int) -> memoryview:
-        """Return a chunk that another node reads."""
+        """Return a chunk that the reader reads."""
         return self._transfer.get(self.ask(reader, "give", url, tag, number))
 
     def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
-        """Open a URL through its reader, or directly if the reader does not answer. None if it has no content."""
+        """Open a URL through its reader, or directly if the reader does not answer. None if nothing is there."""
         try:
             described = interruptible(lambda: self.ask(reader, "describe", url), check)
         except Exception as error:
@@ -149,7 +149,7 @@ class Relay:
 
 @dataclass(frozen=True, repr=False)
 class RelayedUrl(GivenUrl):
-    """A URL that another node reads for this one."""
+    """A URL that one node reads for all."""
 
     relay: Relay
     reader: str
@@ -159,7 +159,7 @@ class RelayedUrl(GivenUrl):
 
 
 class RelayedObject:
-    """A ByteSource of chunks that another node reads. After the first failure, it is read directly."""
+    """A ByteSource of chunks that the reader reads. After the first failure, it is read directly."""
 
     def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
         self.where, self.unit, self.size = str(Url(url)), relay.chunk, described.size

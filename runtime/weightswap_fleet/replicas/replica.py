@@ -109,7 +109,7 @@ class Replica:
         return {"revision": self._freshness.revision}
 
     async def check_health(self) -> None:
-        """Raise StaleReplica if the keeper has other memory. A keeper that has ended is started again."""
+        """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
         try:
             status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM_UP)
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):

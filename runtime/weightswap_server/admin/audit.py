@@ -94,7 +94,7 @@ async def audited(
     arguments: Any,
     work: Callable[[], T] | Awaitable[T],
 ) -> T:
-    """Do the work, in a thread if it is a function, and log it. It goes on if the client disconnects."""
+    """Do the work, and log it. A function runs in a thread, and goes on if the client disconnects."""
     with _logged(audit, operations, user_of(request), peer(request.scope), call, _without_secrets(arguments)):
         return await (in_thread(work) if callable(work) else work)
 

@@ -83,7 +83,7 @@ class Followed:
         return self._await_receipt() if self._model.weights_id == desired else None
 
     def _await_receipt(self) -> SwapReceipt | None:
-        """Return the receipt of the served weights. It follows the commit, but not if the keeper was killed there."""
+        """Return the receipt of the served weights, which follows the commit; None if a keeper was killed between."""
         deadline = time.monotonic() + _RECEIPT_TIMEOUT
         while time.monotonic() < deadline:
             history = self._model.history

@@ -132,7 +132,7 @@ class ModelOperations:
         self._discard()
 
     def canary(self, request: CanaryRequest, by: str) -> None:
-        """Start a canary with the staged weights, or with those of `source`. Replaces an earlier one.
+        """Start a canary with the staged weights, or with those of `source`; again: with another plan, measured anew.
 
         Raises StageClosed, what `stage` raises, and Unsupported if staged weights cannot be called.
         """
@@ -149,7 +149,7 @@ class ModelOperations:
             raise
 
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
-        """Serve earlier weights. A followed place desires them, and holds. Staged weights are discarded.
+        """Serve earlier weights. A followed place desires them, and holds if asked to. Staged weights are discarded.
 
         Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and `Model.swap` raise. The
         receipt is None if the followed place desires the weights, but this process does not serve them yet.
@@ -258,7 +258,7 @@ class ModelOperations:
 
     @property
     def staged_by(self) -> str:
-        """The user who has staged the current weights, or ""."""
+        """The user who staged the staged weights, or ""."""
         return self._entry.by if self._entry is not None else ""
 
     def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:

@@ -66,7 +66,7 @@ class Canary(Judgement):
         *,
         by_canary: bool,
     ) -> None:
-        """Count an answer of the canary or of the served weights, and queue it to be examined. Takes microseconds."""
+        """Count an answer of the canary or of the served weights, and queue it to be examined in another thread."""
         (self.canary if by_canary else self.served).answered(seconds)
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING:

@@ -45,7 +45,7 @@ _LAST_REQUEST = 1.0  # seconds in which a client that is idle when the server st
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits. A connection that exceeds one is aborted."""
+    """uvicorn's protocol with limits. A connection whose client is too slow is aborted."""
 
     def __init__(self, settings: Settings, **options: Any) -> None:
         super().__init__(**options)
@@ -206,7 +206,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `Server`, which exits with 0 after SIGTERM."""
+        """Leave signals to `Server`, which exits with 0 after SIGTERM and SIGINT."""
         yield
 
 

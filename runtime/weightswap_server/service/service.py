@@ -101,7 +101,7 @@ class Service:
     ) -> tuple[Served, Call]:
         """Check a request, and return its model and call. wish: "1" asks for the canary, "0" for the served weights.
 
-        Raises UnknownModel, NotReady, InputMismatch and BadRequest.
+        Raises UnknownModel, NotReady, InputMismatch, BadRequest, and Unsupported for a model that generates.
         """
         served = self.find_ready(name, version)
         method = served.methods.get(name)

@@ -59,8 +59,8 @@ class Workers:
         require_signature: Sequence[str] = (),
         worker_timeout: float = _WORKER_TIMEOUT,
     ) -> None:
-        """admin: settings of the keeper's admin API. require_signature: public keys. worker_timeout: seconds before a
-        process that hangs is killed and replaced; 0: never.
+        """admin: of the keeper's admin plane. require_signature: public keys. worker_timeout: seconds before a process
+        that hangs is killed and replaced; 0: never.
 
         Raises Unsupported.
         """
@@ -93,8 +93,8 @@ class Workers:
             self.http_port = listener.getsockname()[1]
             if self.settings.grpc_port is not None:
                 self.grpc_port = _reserve(stack, self.settings.host, self.settings.grpc_port)
-            artifacts = {name: Artifact.open(source.artifact) for name, source in self._sources.items()}
-            segments = {name: Segment.create(file.manifest.weights, self._number) for name, file in artifacts.items()}
+            manifests = {name: Artifact.open(source.artifact).manifest for name, source in self._sources.items()}
+            segments = {name: Segment.create(manifest.weights, self._number) for name, manifest in manifests.items()}
             mapped = {name: segment.read_only() for name, segment in segments.items()}
             for segment in (*segments.values(), *mapped.values()):
                 stack.callback(segment.close)

@@ -17,7 +17,7 @@ from .push import ModelOption, TokenOption, UrlArgument, WhyOption, only_model, 
 canary_command = typer.Typer(add_completion=False)
 ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
 ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
-PromoteIfOption = Annotated[str, typer.Option(help="When to promote: `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
+PromoteIfOption = Annotated[str, typer.Option(help="A rule, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
 AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
 _POLL_SECONDS = 0.3

@@ -53,7 +53,7 @@ def deploy(
     route: Annotated[str, typer.Option(help="The route prefix at Ray Serve's proxies.")] = "/",
     require_signature: Annotated[
         list[str] | None,
-        typer.Option(help="A public key (PEM); weights whose signature it does not verify are refused; repeatable."),
+        typer.Option(help="A public key (PEM); weights that none of the keys has signed are refused; repeatable."),
     ] = None,
     allow_nonfinite: Annotated[
         list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")

@@ -40,7 +40,7 @@ TokenOption = Annotated[
     ),
 ]
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="The server's admin endpoint: http://HOST:PORT or unix:///PATH.")
+    str, typer.Argument(metavar="URL", help="The server's admin plane: http://HOST:PORT or unix:///PATH.")
 ]
 ModelOption = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
 WhyOption = Annotated[str, typer.Option(help="The reason, for the history and the audit log.")]
@@ -50,7 +50,7 @@ _POLL_SECONDS = 0.3
 @push_command.command()
 def push(
     url: UrlArgument,
-    weights: Annotated[str, typer.Argument(help="A weight file or a delta; with --point, any server-side source.")],
+    weights: Annotated[str, typer.Argument(help="A weight file or a delta; with --point, what the server can read.")],
     model: ModelOption = None,
     token_file: TokenOption = None,
     point: Annotated[bool, typer.Option("--point", help="Send only the path or URL, if the server allows it.")] = False,
@@ -70,8 +70,8 @@ def push(
 ) -> None:
     """Send weights to a server, which stages, verifies and commits them, and print the receipt.
 
-    The file is uploaded together with the goldens and the signature beside it. If the server refuses the weights,
-    nothing changes and the exit status is 1.
+    The file is uploaded with the goldens and the signature beside it, if there are any. If the server refuses the
+    weights, nothing changes and the exit status is 1.
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))

@@ -55,11 +55,11 @@ def serve(
     grpc_port: Annotated[int | None, typer.Option(help="The gRPC port; without it, gRPC is off.")] = None,
     max_batch: Annotated[int, typer.Option(help="Maximum rows of several requests to batch into one call.")] = 1,
     max_delay_ms: Annotated[float, typer.Option(help="Wait this long to fill a batch; 0 takes what is queued.")] = 0.0,
-    batch_dim: Annotated[str, typer.Option(help="The batch dimension.")] = "batch",
+    batch_dim: Annotated[str, typer.Option(help="The name of the batch dimension.")] = "batch",
     max_queue: Annotated[int, typer.Option(help="Maximum waiting requests of a model; others get 503.")] = 256,
     max_body_mb: Annotated[int, typer.Option(help="Maximum size of a request body, in MiB.")] = 64,
     max_bodies_mb: Annotated[int, typer.Option(help="Maximum size of all request bodies in flight, in MiB.")] = 1024,
-    body_timeout: Annotated[float, typer.Option(help="Seconds within which a request body must arrive.")] = 30.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds within which a request's bytes must arrive.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds within which a request must be answered.")] = 60.0,
     max_connections: Annotated[int, typer.Option(help="Maximum concurrent connections.")] = 1024,
     max_streams: Annotated[int, typer.Option(help="Maximum concurrent generations, each with its own context.")] = 16,
@@ -69,10 +69,10 @@ def serve(
         bool, typer.Option("--traces", help="Export OpenTelemetry spans as the environment variables OTEL_* configure.")
     ] = False,
     admin_port: Annotated[
-        int | None, typer.Option(help="The port of the admin API, which requires a token; 0 picks a free one.")
+        int | None, typer.Option(help="The port of the admin plane, which requires a token; 0 picks a free one.")
     ] = None,
     admin_socket: Annotated[
-        str | None, typer.Option(help="Create this Unix socket for the admin API, instead of a port.")
+        str | None, typer.Option(help="Create this Unix socket for the admin plane, instead of a port.")
     ] = None,
     admin_host: Annotated[str, typer.Option(help="The address of the admin port.")] = "127.0.0.1",
     admin_token_file: Annotated[
@@ -86,11 +86,11 @@ def serve(
     max_uploads_gb: Annotated[float, typer.Option(help="Maximum size of all uploads together, in GiB.")] = 64.0,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which staged weights are discarded.")] = 3600.0,
     audit_log: Annotated[
-        str | None, typer.Option(help="Append a line of JSON for each admin request to this file.")
+        str | None, typer.Option(help="Append changes by operators, and calls without a token, to this file as JSON.")
     ] = None,
     require_signature: Annotated[
         list[str] | None,
-        typer.Option(help="A public key (PEM); weights whose signature it does not verify are refused; repeatable."),
+        typer.Option(help="A public key (PEM); weights that none of the keys has signed are refused; repeatable."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="The number of worker processes, which share one copy of the weights.")

@@ -26,7 +26,7 @@ diff_command = typer.Typer(add_completion=False)
 @diff_command.command()
 def diff(
     before: Annotated[str, typer.Argument(help="A weight file, a checkpoint or an artifact, or its URL.")],
-    after: Annotated[str, typer.Argument(help="The later one, of the same kind.")],
+    after: Annotated[str, typer.Argument(help="The later weights, or the later artifact.")],
     artifact: Annotated[
         Path | None,
         typer.Option("--artifact", "-a", help="Compare both as weights of this artifact, as swap would read them."),
@@ -44,7 +44,7 @@ def diff(
     ] = False,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(help="Exit with 1 if a tensor meets this: 'new_nan or rel_change > 0.5'; may be repeated."),
+        typer.Option(help="Exit with 1 if a tensor meets this, as 'new_nan or rel_change > 0.5'; may be repeated."),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the 30 most alarming.")] = False,
     html: HtmlOption = None,

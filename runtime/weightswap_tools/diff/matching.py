@@ -12,7 +12,7 @@ from weightswap_tools.module_tree import natural
 from .sides import Side
 from .streaming import Tensor, digests_of
 
-FEWEST_COMMON = 0.1  # of the smaller set's names; below, the sets are taken to be of different models
+FEWEST_COMMON = 0.1  # of the smaller set's names; with fewer, a notice says so and advises --artifact
 
 
 class TensorPair(NamedTuple):
