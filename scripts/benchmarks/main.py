@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints a table, writes `bench.json` after each row. Only a wrong output fails, never a time.
+"""Runs the benchmarks, prints a table, writes `bench.json` after each row. Only a wrong output makes it fail.
 
 To add a group: a module in `groups/` with `rows(settings)`, which yields `report.Row`s, and its name in GROUPS.
 """

@@ -18,9 +18,9 @@ class Network(kserve.Model):
     async def predict(self, payload: InferRequest, headers: object = None, response_headers: object = None) -> object:
         rows = torch.from_numpy(payload.inputs[0].as_numpy().copy())
         with torch.no_grad():
-            output = self.network(rows).numpy()
-        output = InferOutput("output", list(output.shape), "FP32")
-        output.set_data_from_numpy(output)
+            logits = self.network(rows).numpy()
+        output = InferOutput("output", list(logits.shape), "FP32")
+        output.set_data_from_numpy(logits)
         return InferResponse("1", self.name, [output], use_binary_outputs=True)
 
 

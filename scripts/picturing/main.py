@@ -125,8 +125,8 @@ def picture_demo(folder: str) -> None:
     command = [sys.executable, SCRIPTS / "digits" / "main.py", "--serve", "--out", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        address = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
-        match = re.search(r"(http://\S+)  token: (\S+)", address)
+        printed = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
+        match = re.search(r"(http://\S+)  token: (\S+)", printed)
         assert match is not None
         picture_operator(match[1], match[2], IMAGES / "operator.png")
         demo.send_signal(signal.SIGINT)

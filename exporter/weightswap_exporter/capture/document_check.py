@@ -19,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch._export.serde import schema
 
-from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator, check_texts, find_operator
+from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator, check_strings, find_operator
 from weightswap_runtime.engines.graphs.schema import UnknownPart
 
 from .size_check import is_size
@@ -194,7 +194,7 @@ def _text_problems(text: str, field: str) -> Iterator[str]:
 
 def _call_problems(node: dict[str, Any]) -> Iterator[str]:
     try:
-        check_texts(find_operator(node["target"]), (kind for item in node["inputs"] for kind in item["arg"]))
+        check_strings(find_operator(node["target"]), (kind for item in node["inputs"] for kind in item["arg"]))
     except ForeignFunction as error:
         yield f"calls {error}"
     except (MissingOperator, UnknownPart):

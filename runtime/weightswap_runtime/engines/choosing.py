@@ -125,11 +125,11 @@ def as_taken(name: str, artifact: Artifact) -> Artifact:
         return artifact
     compiled = compiled_methods(name, artifact)
     beside = [method for method in artifact.methods if compiled and method not in compiled]
-    unordered = [weight.name for weight in artifact.manifest.weights if weight.stride is not None]
-    if beside and unordered:
+    strided = [weight.name for weight in artifact.manifest.weights if weight.stride is not None]
+    if beside and strided:
         raise Unsupported(
             f"{artifact.path}: {', '.join(beside)} was not compiled for the engine {name!r}, and 'torch' cannot run it "
-            f"beside that: {unordered[0]} was captured in another order than row-major, which {name!r} needs. Compile "
+            f"beside that: {strided[0]} was captured in another order than row-major, which {name!r} needs. Compile "
             f"all methods for {name!r}, or none"
         )
     return artifact.row_major()

@@ -1,4 +1,4 @@
-"""Refusal of calls within torch.func's transformations and on dual tensors: a graph would lose the derivatives."""
+"""Refusal of calls within torch.func's transformations and on dual tensors, which a graph would ignore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from weightswap_runtime.errors import InputMismatch
 
 F = TypeVar("F", bound=Callable[..., Any])
-_transformation_stack = torch._C._functorch.peek_interpreter_stack
+_innermost_transformation = torch._C._functorch.peek_interpreter_stack
 _NO_TRANSFORMATION = (
     "cannot be called within torch.func's transformations: within vmap give it the whole batch at once; for grad, vjp, "
     "jvp and their like its outputs have no derivatives"
@@ -32,7 +32,7 @@ def uncompiled(function: F) -> F:
 
 def check_plain(method: str, inputs: Sequence[Any]) -> None:
     """Raise InputMismatch within torch.func's transformations and for dual tensors. Takes 0.1 us."""
-    if _transformation_stack() is not None:
+    if _innermost_transformation() is not None:
         raise InputMismatch(method, [_NO_TRANSFORMATION])
     if forward_ad._current_level >= 0 and any(map(_is_dual, inputs)):
         raise InputMismatch(method, [_NO_DUAL])

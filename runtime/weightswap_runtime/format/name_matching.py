@@ -178,7 +178,7 @@ def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[
 
 
 def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
-    """Yield maps of names without the parts that wrappers and containers add to the original names."""
+    """Yield maps from stripped names, without the parts that wrappers and containers add, to the original ones."""
     nested = [name.split(".") for name in names]
     while nested:
         for wrappers in (WRAPPERS[:-1], WRAPPERS):

@@ -56,7 +56,7 @@ class _Codes(NamedTuple):
     """Limits of the bit patterns of a dtype, as integers, at which values are not finite.
 
     As signed integers, patterns from `signed` up are not finite, and as unsigned integers those from `unsigned` up.
-    `lowest` is the only non-finite pattern of some dtypes. None means that the dtype has no such limit.
+    `lowest` is the only non-finite pattern of some dtypes, and their least signed integer. None: no such limit.
     """
 
     bytes: int

@@ -148,7 +148,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        if holds_goldens(header.metadata):
+        if holds_goldens(header.metadata):  # inputs alone, without a weights id
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]

@@ -54,12 +54,12 @@ class WeightSet(AbstractContextManager["WeightSet"]):
 
     @property
     def stamp(self) -> Stamp | None:
-        """Stamp that weightswap wrote into the file; None for shards of an index."""
+        """Stamp that weightswap wrote into the file; None for several files."""
         return self.files[0].stamp if len(self.files) == 1 else None
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Metadata of the file; empty for shards of an index."""
+        """Metadata of the file; empty for several files."""
         return self.files[0].header.metadata if len(self.files) == 1 else {}
 
     @property

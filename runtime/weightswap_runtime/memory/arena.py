@@ -54,7 +54,7 @@ class Room(Protocol):
     most: int  # bytes that one `room` should ask for
 
     def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
-        """Return a context with writable host memory for each slot, whose content belongs to the slot at the end."""
+        """Return a context with writable host memory for each slot; at its end the content is in the slot."""
         ...
 
 

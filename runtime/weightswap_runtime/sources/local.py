@@ -25,7 +25,7 @@ _UNPROVEN = (
 
 
 class _Fingerprint(NamedTuple):
-    """Status of a file that changes with every write. Times in nanoseconds."""
+    """Status of a file by which writes are detected. Times in nanoseconds."""
 
     size: int
     modified: int

@@ -45,7 +45,7 @@ def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequenc
 
 
 def check_finite(identity: Identity, where: str, staging: Staging) -> Mapping[str, Nonfinite]:
-    """Return the kinds of non-finite values that the served weights have not.
+    """Return the weights with a kind of non-finite value that they do not have in the served weights.
 
     Raises NonFiniteWeights if they are not allowed.
     """

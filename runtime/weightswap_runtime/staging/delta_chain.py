@@ -29,7 +29,7 @@ def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: St
 
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
-    """Return the staging of an intermediate file, which must give the weights that the request says."""
+    """Return the staging of an earlier file, which must give the stated weights; non-finite values are allowed."""
     request = staging.request._replace(path=base.path, expect=base.weights_id, allow_nonfinite=None)
     return staging._replace(request=request)
 

@@ -47,7 +47,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     rows = tensor.contiguous()
     if type(rows) is not torch.Tensor or (rows.numel() and not rows.data_ptr()):
         flat = rows.detach().as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
-        return flat.view(torch.uint8).numpy().data  # `_memory` needs a plain tensor with memory
+        return flat.view(torch.uint8).numpy().data  # raises for a tensor without memory, unlike `_memory`
     return _memory(rows)
 
 

@@ -1,4 +1,4 @@
-"""Work in threads, result by asyncio tasks."""
+"""Work in threads, awaited by asyncio tasks."""
 
 from __future__ import annotations
 

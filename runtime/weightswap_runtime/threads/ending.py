@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - registers its own exit function first: they run in reverse order
+import concurrent.futures.thread  # noqa: F401 - its exit function waits for its threads: ours, registered later, runs first
 import threading
 import time
 import weakref

@@ -299,7 +299,7 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
 
 def _encoder(device: str, rounds: int) -> Iterator[Row]:
-    """Return a small model, whose calls are bound by the host unless they are captured."""
+    """Measure calls of a small model, which are bound by the host unless they are captured."""
     x = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
     with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
         eager = Encoder().eval()

@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Measure the network of the group `serve` with two sets of weights in turn. A peer's figures are of all replicas.
+    """Measure the network of the group `serve`, two sets of weights in turn. Each change of a peer is of all replicas.
 
     A fleet's replicas change with their node's keeper, by one word in shared memory. All clocks are the same.
     """

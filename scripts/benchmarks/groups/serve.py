@@ -192,7 +192,7 @@ def _triton(protocol: str, port: int, x: torch.Tensor) -> Callable[[], Any]:
 
 @contextmanager
 def _ours(folder: Path, weights: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """Run `weightswap serve`, and return its ports for HTTP and gRPC."""
+    """Run `weightswap serve` during the block. Yield its ports for HTTP and gRPC."""
     port = _free_port()
     arguments = [str(folder / "net.artifact"), "-w", str(weights), "--port", str(port), "--threads", "1", *options]
     with _process([sys.executable, "-c", _SERVE, *arguments], port):

@@ -46,19 +46,18 @@ _INTERNAL = frozenset(
 _TAKES_STRINGS = {*OF_TORCH, "quantized_decomposed", "torchao"}
 _STRINGS = {"as_string", "as_strings", "as_string_to_argument"}
 _FILES = {"aten::from_file"}
-# operators that replace a tensor's memory or deal with autograd and streams; `resize_` of state is in graphs of models
+# operators that replace a tensor's memory or deal with autograd and streams; `resize_` is allowed, for state
 _MEMORY = re.compile(
     r"aten::(set_data|set_?|sparse_resize\w*|resize_as_sparse_?|_resize_output_?|requires_grad_|retain_grad"
     r"|record_stream|_test_\w+)"
 )
 _HANDLES = re.compile(r"\b(Storage|Stream)\b")
-_CHECKS = re.compile(
-    r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+"
-)  # the only ones that neither return nor write
+# the only operators allowed that neither return nor write
+_CHECKS = re.compile(r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+")
 # a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
-SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # arguments: whether, a graph, its arguments
+SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # arguments: a boolean, a graph, the graph's inputs
 AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"  # the first argument names a type of device
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
@@ -67,9 +66,9 @@ _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 class Operator(NamedTuple):
     """An operator or function that a graph calls. pure: a call whose result is unused can be removed.
 
-    keywords: the names of its keyword arguments. past_autograd: as in `Compiled`. repeatable: equal arguments always
-    give equal tensors, without side effects. mutable: it may write to its arguments. fresh: no result shares memory
-    with an argument. vmap: it is a part of `torch.vmap`.
+    keywords: the names of arguments that may be passed by keyword. past_autograd: as in `Compiled`. repeatable: equal
+    arguments always give equal tensors, without side effects. mutable: it may write to its arguments. fresh: no result
+    shares memory with an argument. vmap: it is a part of `torch.vmap`.
     """
 
     call: Callable[..., Any]
@@ -109,8 +108,8 @@ def find_operator(target: str) -> Operator:
     return _overload(parts[2:], target)
 
 
-def check_texts(operator: Operator, kinds: Iterable[str]) -> None:
-    """Raise ForeignFunction if a call has string arguments that could be more than modes. kinds: its arguments'."""
+def check_strings(operator: Operator, kinds: Iterable[str]) -> None:
+    """Raise ForeignFunction if a call has strings that could be more than modes. kinds: those of its arguments."""
     namespace = operator.name.partition("::")[0]
     of_torch = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
     if not of_torch and _STRINGS.intersection(kinds):

@@ -13,7 +13,7 @@ import torch
 
 from .hoisting import Line, body, split
 from .literals import CONSTANTS, constant, literal
-from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, check_texts, find_operator
+from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, check_strings, find_operator
 from .schema import (
     Argument,
     Graph,
@@ -153,7 +153,7 @@ class _Function:
         operator = find_operator(node.target)
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
-        check_texts(operator, (kind for item in node.inputs for kind in item.arg))
+        check_strings(operator, (kind for item in node.inputs for kind in item.arg))
         self._constants.past_autograd &= operator.past_autograd
         self._constants.vmap |= operator.vmap
         self._used = set()
@@ -188,7 +188,7 @@ class _Function:
         return f"{tensor} if {' and '.join(same)} else {call}"
 
     def _is_identity(self, node: Node) -> bool:
-        """Return whether a dropout is not in training, and so returns its input. Its result is then named as that."""
+        """Return whether a dropout is not in training, and so returns its input; if so, give its result that name."""
         if len(node.inputs) != 3 or len(node.outputs) != 1:
             return False
         (kind, value), _, (_, training) = (read_argument(item.arg) for item in node.inputs)

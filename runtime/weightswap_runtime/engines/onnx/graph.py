@@ -104,7 +104,7 @@ class OnnxGraph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _SILENT  # its errors say the same
         options.intra_op_num_threads = self._threads or 0
-        options.add_session_config_entry(_FILES, self._where)  # the path of a file, so it can read no other files
+        options.add_session_config_entry(_FILES, self._where)  # a file, not a folder: there is nothing below it to read
         provider, here = self._provider.name, onnxruntime.__version__
         try:
             session = onnxruntime.InferenceSession(

@@ -122,7 +122,7 @@ class CudaRecorder:
         with _capturing:
             stream = self._lease.stream
             self._warm_up(function, outer)
-            with self._accelerator.on(stream), without_garbage_collection():  # one may unload kernels
+            with self._accelerator.on(stream), without_garbage_collection():  # which may unload kernels
                 try:
                     return self._capture(function)
                 finally:

@@ -268,7 +268,7 @@ class BoundTorch:
         if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
             return False
         if any(call.has_prologue and not call.hoisted for call in self._calls.values()):
-            return False  # the other one has not run its prologue
+            return False  # the other one has no results: it may compute them in its calls
         for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
             if not self._in_arena(old):
                 overwrite(old, new)

@@ -135,7 +135,7 @@ class GraphCall:
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy the values of `new` into the memory of `old`, also if elements overlap. Raises ValueError."""
+    """Copy `new` into the memory of `old`, also if elements overlap. Raises ValueError for another shape or layout."""
     if layout_of(old) != layout_of(new):
         raise ValueError("a value computed from weights alone has another shape or layout than before")
     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory

@@ -59,7 +59,7 @@ class Device(Protocol):
         ...
 
     def is_foreign(self, stream: Stream) -> bool:
-        """Return whether a stream may be destroyed at any time and its key reused. Raises Unsupported."""
+        """Return whether a stream may be destroyed at any time and its key reused. Raises Unsupported for no stream."""
         ...
 
     def is_capturing(self, stream: Stream) -> bool:

@@ -55,7 +55,7 @@ class DeviceMemory:
         return arena or HostArena(layout), staged_in
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
-        """Copy the patch to the device if the mode allows it and there is room. Raises OutOfMemory."""
+        """Copy the patch to the device if the mode allows it and there is room, else return it. Raises OutOfMemory."""
         on_device, staged_in = self._on_device(
             patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
         )
