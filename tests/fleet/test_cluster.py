@@ -174,8 +174,8 @@ def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str
     with calling(deployed) as clients, WebServer() as web, ThreadPoolExecutor(1) as pool, ExitStack() as held:
         url = web.put("2.safetensors", files.weights[2].read_bytes())
         known_weights(url)
-        asked, go = 2 * len(web.asked), threading.Event()  # by this process, and by the controller
-        web.fault = lambda handler, _: phase == "prepare" and len(web.asked) > asked and not go.wait(60)
+        asked, go = 2 * len(web.requests), threading.Event()  # by this process, and by the controller
+        web.fault = lambda handler, _: phase == "prepare" and len(web.requests) > asked and not go.wait(60)
         lock = held.enter_context(locked(files.folder))
         change = pool.submit(fleet.swap, url)
         until(lambda: all(each.preparing for each in fleet.nodes.values()))
