@@ -36,7 +36,7 @@ class CallCase(NamedTuple):
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether an engine may refuse the call, because it is generated and has an input without elements."""
+        """True if an engine may refuse the call, because it is generated and has an input without elements."""
         return self.origin == "generated" and any(
             isinstance(value, torch.Tensor) and not value.numel() for value in self.flat
         )

@@ -53,7 +53,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def same(self) -> bool:
-        """Whether the types are equal and all elements within the tolerance."""
+        """True if the types are equal and all elements are within the tolerance."""
         return self.expected == self.found and not self.mismatches
 
     @property

@@ -179,7 +179,7 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def same(self) -> bool:
-        """Whether every output of every engine is as expected."""
+        """True if every output of every engine is as expected."""
         return all(engine.same for engine in self.engines)
 
     @property
