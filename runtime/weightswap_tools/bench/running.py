@@ -56,7 +56,7 @@ def bench(
     opened = Artifact.open(artifact)
     name = method or ("forward" if "forward" in opened.methods else opened.methods[0])
     if name not in opened.methods:
-        raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
+        raise Unsupported(f"{name!r} is not a method of {opened.path}, which has: {', '.join(opened.methods)}")
     signature = opened.manifest.methods[name].signature
     chosen = _choose_engines(opened, engines, name)
     with open_weights(weights):
@@ -65,7 +65,7 @@ def bench(
     requested = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
     allowed = [item for item in requested if in_range(item, signature.dims) and all_hold(signature.conditions, item)]
     if requested and not allowed:
-        raise Unsupported(f"the method takes none of {', '.join(map(str, requested))}; it has {_ranges(signature)}")
+        raise Unsupported(f"the method accepts none of {', '.join(map(str, requested))}; it has {_ranges(signature)}")
     refused = {sizes_text(item): f"the method has {_ranges(signature)}" for item in requested if item not in allowed}
     unavailable = {engine: _why_unavailable(opened, engine, name) for engine in ENGINES if engine not in chosen}
     request = BenchRequest(
@@ -134,7 +134,7 @@ def _size_sets(
     unknown = [name for name in sizes if name not in signature.dims]
     if unknown:
         known = ", ".join(signature.dims) or "none"
-        raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
+        raise Unsupported(f"{unknown[0]!r} is not a dynamic dimension of the method, which has: {known}")
     common = next(iter(common_sizes(signature)), {})
     if batch_dimension is None or batch_dimension in sizes:
         return [{**common, **sizes}]
