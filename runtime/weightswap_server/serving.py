@@ -75,9 +75,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:
-                raise Unsupported(
-                    f"{count} variants of {group}, but at most {most} can be resident: give --max-variants {count}"
-                )
+                raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
 
     def take(self, model: Model) -> None:
         """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""

@@ -65,7 +65,7 @@ def bench(
     requested = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
     allowed = [item for item in requested if in_range(item, signature.dims) and all_hold(signature.conditions, item)]
     if requested and not allowed:
-        raise Unsupported(f"the method accepts none of {', '.join(map(str, requested))}; it has {_ranges(signature)}")
+        raise Unsupported(f"the method takes none of {', '.join(map(str, requested))}; it has {_ranges(signature)}")
     refused = {sizes_text(item): f"the method has {_ranges(signature)}" for item in requested if item not in allowed}
     unavailable = {engine: _why_unavailable(opened, engine, name) for engine in ENGINES if engine not in chosen}
     request = BenchRequest(

@@ -251,7 +251,7 @@ def test_goldens_are_no_weights(packed: tuple[Path, Path], tmp_path: Path) -> No
     environment = Environment(torch="2", device="cpu", capability="", threads=1)
     path = tmp_path / "v.goldens.safetensors"
     path.write_bytes(encode_goldens([], {}, graph_id="", weights_id="", environment=environment, tolerance=None))
-    with pytest.raises(Unsupported, match="goldens, no weights; compare the files that they lie beside"):
+    with pytest.raises(Unsupported, match="holds goldens, not weights; compare the weight files beside them"):
         compare_weights(packed[0], path)
 
 
