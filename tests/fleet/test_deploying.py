@@ -32,7 +32,7 @@ pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
         ({"interval": 0}, "interval=0: expected seconds"),
         ({"interval": math.nan}, "interval=nan: expected seconds"),
         ({"batch": 0}, "max_batch=0: expected"),
-        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected names"),
+        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected a list"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 and autoscaling_config"),
         ({"allow_nonfinite": "nothing*"}, "matches no weight"),
         ({"require_signature": "no.pem"}, "not a public key"),
