@@ -160,7 +160,7 @@ def test_inputs_as_numbers(server: Server) -> None:
         ({"raw_input_contents": [X.tobytes(), b""]}, "1 inputs, but 2 raw_input_contents"),
         ({"tensor": {"shape": [-2, -3]}, "raw_input_contents": [X.tobytes()]}, "got 24"),
         ({"tensor": {"shape": [-1], "contents": {"fp32_contents": [1]}}}, "negative"),
-        ({"tensor": {"contents": {"fp64_contents": [1] * 6}}}, "FP32 is in fp32_contents, got fp64_contents"),
+        ({"tensor": {"contents": {"fp64_contents": [1] * 6}}}, "FP32 belongs in fp32_contents, got fp64_contents"),
         ({"tensor": {"datatype": "BF16", "contents": {"fp32_contents": [1] * 6}}}, "BF16 cannot be sent in contents"),
         ({"tensor": {"contents": {"fp32_contents": [1] * 6}}, "raw_input_contents": [X.tobytes()]}, "both contents"),
         ({"tensor": {"shape": [1] * 65}, "raw_input_contents": [X.tobytes()]}, "has 65 dimensions"),

@@ -152,7 +152,7 @@ BROKEN: list[tuple[Any, str]] = [
     (tensor(data=[1, 2, 3, 4, 5, 1e300]), "FP32 cannot hold"),
     (tensor(data=[[1, 2, 3], [4, 5]]), "has 6 elements, but the data 5"),
     (tensor(data=[[1, 2, 3], 4, 5, 6]), "Expected `float`"),
-    (tensor(parameters={"binary_data_size": 24}), "and 0 bytes are left"),
+    (tensor(parameters={"binary_data_size": 24}), "but 0 bytes are left"),
     (tensor(parameters={"binary_data_size": 0}), "both data and binary_data_size"),
     (tensor(shape=[1 << 62] * 65), "has 65 dimensions"),
     (tensor(shape=[1 << 62] * 64), "elements, but the data 6"),
@@ -179,7 +179,7 @@ def binary(
 
 BROKEN_BINARY: list[tuple[Any, str]] = [
     (binary(size=23), "FP32[2, 3] is 24 bytes, got 23"),
-    (binary(size=25), "and 24 bytes are left"),
+    (binary(size=25), "but 24 bytes are left"),
     (binary(size=-1), "binary_data_size=-1"),
     (binary(size="24"), "binary_data_size='24'"),
     (binary(size=True), "binary_data_size=True"),

@@ -147,8 +147,8 @@ def test_the_protocols_own_clients_choose(server: Server, model: Model, client: 
         ("low=a=b", 400, "expected GROUP=NAME"),
         ("low=a,low=b", 400, "low is chosen more than once"),
         (f"low={'a' * 201}", 400, "expected GROUP=NAME"),
-        (3, 400, "expected a text, got 3"),
-        (True, 400, "expected a text, got True"),
+        (3, 400, "expected a string, got 3"),
+        (True, 400, "expected a string, got True"),
     ],
 )
 def test_what_cannot_be_chosen(server: Server, variant: Any, status: int, says: str) -> None:
