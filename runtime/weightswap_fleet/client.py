@@ -101,7 +101,7 @@ class Fleet:
         Raises StagingBusy if other weights are on trial, Unsupported for a wrong plan, and what `swap` raises.
         """
         if plan is not None and fields:
-            raise Unsupported(f"a plan beside {', '.join(fields)}: expected one of them")
+            raise Unsupported(f"a plan and {', '.join(fields)}: give one or the other")
         plan = FleetPlan(**fields) if plan is None else plan
         source, timeout = fixed_text(as_location(weights)), deadlines.prepare
         return cast("TrialReport", self._ask("begin_trial", source, plan, by, why, deadlines, timeout=timeout))
@@ -194,8 +194,8 @@ class Fleet:
             raise error.cause from None
         except (RayActorError, GetTimeoutError) as error:
             raise FleetUndecided(
-                f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
-                f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
+                f"{self.name}: the controller ended or did not answer during {method} ({type(error).__name__}). "
+                "The desired state holds what was decided, and all nodes follow it: look there"
             ) from error
 
 
@@ -204,7 +204,7 @@ def _application(fleet: str) -> str:
     for name, application in serve.status().applications.items():
         if fleet in application.deployments:
             return str(name)
-    raise UnknownFleet(f"{fleet}: no application of Ray Serve has a deployment of that name")
+    raise UnknownFleet(f"{fleet}: no Ray Serve application has a deployment with that name")
 
 
 class FleetClient:

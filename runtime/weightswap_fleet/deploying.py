@@ -86,13 +86,13 @@ def deployment(
     weights of another graph, and what `DesiredPlace.set` raises.
     """
     if weights is None and follow is None:
-        raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
+        raise Unsupported("a fleet needs weights, or the place of a desired state to follow")
     if num_replicas is not None and autoscaling_config is not None:
-        raise Unsupported(f"num_replicas={num_replicas!r} beside autoscaling_config: expected one of them")
+        raise Unsupported(f"num_replicas={num_replicas!r} and autoscaling_config: give only one of them")
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise Unsupported(f"name={name!r}: expected at most 64 letters, digits, underscores, dots and hyphens")
     if isinstance(op_libraries, str):
-        raise Unsupported(f"op_libraries={op_libraries!r}: expected names of packages, or paths of shared libraries")
+        raise Unsupported(f"op_libraries={op_libraries!r}: expected a list of package names or shared library paths")
     check_mode(verify)
     check_interval(interval)
     path = fixed_text(as_location(artifact))
@@ -143,11 +143,11 @@ def _since(name: str) -> float:
 def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
     """Write the first weights to the place. Raises GraphMismatch if others are desired that no replica could serve."""
     if place.is_local and not Path(place.where).is_dir():
-        raise Unsupported(f"{place.where}: is no folder; make it, where all machines see it, or follow another place")
+        raise Unsupported(f"{place.where}: not a directory; make it where all machines see it, or follow another place")
     state = place.read()
     if state.weights is not None:
         _check_graph(
-            f"{place.where}: {printable(state.weights.source)}, which is desired", state.weights.graph_id, graph_id
+            f"{place.where}: the desired weights {printable(state.weights.source)}", state.weights.graph_id, graph_id
         )
     elif weights is not None:
         source = fixed_text(as_location(weights))
@@ -155,14 +155,14 @@ def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
         _check_graph(printable(source), known.graph_id, graph_id)
         place.set(source, revision=state.revision, why="the fleet's first weights", known=known)
     else:
-        raise NoWeights(f"{place.where}: nothing is desired there yet, with which replicas could begin; give weights")
+        raise NoWeights(f"{place.where}: nothing is desired there yet for replicas to start with; give weights")
 
 
 def _check_graph(what: str, graph_id: str, expected: str) -> None:
     if graph_id and graph_id != expected:
         raise GraphMismatch(
-            f"{what}: was packed for the graph {graph_id[:SHOWN]}, and the artifact has {expected[:SHOWN]}. Nothing "
-            "was deployed: pack it for this artifact, or follow another place"
+            f"{what}: packed for graph {graph_id[:SHOWN]}, but the artifact has graph {expected[:SHOWN]}. Nothing was "
+            "deployed: pack the weights for this artifact, or follow another place"
         )
 
 

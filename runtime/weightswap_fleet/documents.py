@@ -90,7 +90,7 @@ class FleetPlan(NamedTuple):
         if self.of not in ("requests", "nodes"):
             raise Unsupported(f"of={self.of!r}: expected 'requests' or 'nodes'")
         if self.steps and self.share:
-            raise Unsupported("share and steps: give one of them")
+            raise Unsupported("share and steps: give only one of them")
         if not all(0 <= step <= 1 for step in self.steps):
             raise Unsupported(f"steps={self.steps}: expected shares from 0 to 1")
         if not 0 < self.step_seconds < math.inf:

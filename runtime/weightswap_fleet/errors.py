@@ -34,7 +34,7 @@ class FleetRefused(FleetError):
             for node, error in self.reasons.items()
         )
         lines = [f"  - {problem}" for problem in self.problems]
-        super().__init__(f"{where}: no node has changed, as {plural(len(lines), 'node')} cannot take it", *lines)
+        super().__init__(f"{where}: no node has changed, because {plural(len(lines), 'node')} cannot take it", *lines)
 
 
 def _in_one_line(text: str) -> str:

@@ -90,4 +90,4 @@ def failure_of(error: BaseException) -> Failure:
         if isinstance(error, kinds):
             return Failure(status, code, str(error))
     log.error("a request failed", exc_info=error)
-    return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; the server's log says more")
+    return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; see the server's log")

@@ -59,7 +59,7 @@ class ServedMethod:
         """Check the tensors of a call, given by name, and return its flat inputs. Raises InputMismatch."""
         if given.keys() != self.dtypes.keys():
             problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
-            problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
+            problems += [f"{name}: no such input" for name in given if name not in self.dtypes]
             raise InputMismatch(self.name, problems)
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
@@ -69,9 +69,9 @@ class ServedMethod:
         """Raise BadRequest for names of no output, and for duplicates, with which responses could have any size."""
         known = [tensor.name for tensor in self.outputs]
         if unknown := [name for name in names if name not in known]:
-            raise BadRequest(f"no output is called {brief(unknown[0])}; there are: {', '.join(known)}")
+            raise BadRequest(f"no output is named {brief(unknown[0])}; there are: {', '.join(known)}")
         if len(set(names)) < len(names):
-            raise BadRequest("an output is asked for twice")
+            raise BadRequest("an output is requested more than once")
 
     def call(self, caller: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
         """Call the method on one version of the weights, and return its named outputs. The inputs are copied first.
@@ -108,8 +108,8 @@ class ServedMethod:
             or any(dim in dims for dims in conditions)
         ):
             raise Unsupported(
-                f"{self.name}: calls cannot be put together along {dim!r}: all inputs and outputs must begin with it, "
-                "and have it nowhere else"
+                f"{self.name}: calls cannot be batched along {dim!r}: it must be the first dimension of all inputs and "
+                "outputs, and occur nowhere else"
             )
         return self.signature.dims[dim].max
 
@@ -126,7 +126,7 @@ def _metadata(method: str, method_leaves: Sequence[Leaf]) -> list[TensorMetadata
         elif isinstance(leaf, Tensor):
             if leaf.dtype not in DATATYPE_OF:
                 raise Unsupported(
-                    f"{method}: {leaf.name} is {leaf.dtype}, which the inference protocol has no name for"
+                    f"{method}: {leaf.name} is {leaf.dtype}, for which the inference protocol has no datatype"
                 )
             shape = [size if isinstance(size, int) else -1 for size in leaf.shape]
             tensors.append(TensorMetadata(leaf.name, DATATYPE_OF[leaf.dtype], shape))

@@ -69,15 +69,13 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         """Raise Unsupported for both `watch` and `follow`, or for too many variants."""
         if self.watch is not None and self.follow is not None:
             raise Unsupported(
-                "a model that follows a place takes nothing else: watch the directory in the process "
+                "a model that follows a place cannot also watch a directory: watch the directory in the process "
                 "that promotes, with model.watch(promote=...)"
             )
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:
-                raise Unsupported(
-                    f"{count} variants of {group}, and {most} may be resident: say --max-variants {count}"
-                )
+                raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
 
     def take(self, model: Model) -> None:
         """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""
@@ -206,7 +204,7 @@ def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:
         if not (equals and path and re.fullmatch(NAME, group) and re.fullmatch(NAME, name)):
             raise Unsupported(f"--variant: expected group=PATH or group/name=PATH, got {visible(option)}")
         if (group, name) in variants:
-            raise Unsupported(f"--variant: two of {group} are called {name}; say group/name=PATH")
+            raise Unsupported(f"--variant: two of {group} are named {name}; give group/name=PATH")
         variants[group, name] = Variant(group, name, path)
     return tuple(variants.values())
 

@@ -39,12 +39,12 @@ def requires(key: str, *others: str) -> Admit:
         where = location.with_name(location.name + SUFFIX)
         signature = read_small(where, _MAX_SIGNATURE)
         if signature is None:
-            raise SignatureRefused(f"{location}: not signed: {where} is not there; `weightswap sign` writes it")
+            raise SignatureRefused(f"{location}: not signed: {where} does not exist; `weightswap sign` writes it")
         with _folder(weights_id) as (folder, file):
             file.write_bytes(signature)
             if not any(_verified(verifier, folder, file) for verifier in verifiers):
                 raise SignatureRefused(
-                    f"{location}: {where} is no signature of the weights {weights_id[:12]} by the key "
+                    f"{location}: {where} is not a signature of the weights {weights_id[:12]} by the key "
                     f"{' or '.join(keys)}"
                 )
 
@@ -55,10 +55,10 @@ def _verifier(key: str) -> Any:
     verifying = _library("verifying")
     try:
         if Path(key).read_bytes().count(b"-----BEGIN PUBLIC KEY") > 1:  # the library would use the first alone
-            raise ValueError("it has several; say --require-signature for each, in a file of its own")
+            raise ValueError("it has several; put each into its own file, with its own --require-signature")
         return verifying.Config().use_elliptic_key_verifier(public_key=Path(key))
     except Exception as error:
-        raise Unsupported(f"--require-signature {key}: no public key of an elliptic curve ({error})") from error
+        raise Unsupported(f"--require-signature {key}: not a public key of an elliptic curve ({error})") from error
 
 
 def _verified(verifier: Any, folder: Path, signature: Path) -> bool:
@@ -78,7 +78,7 @@ def sign(weights_id: str, key: str, password: str | None = None) -> bytes:
     try:
         signer = signing.Config().use_elliptic_key_signer(private_key=Path(key), password=password)
     except Exception as error:
-        raise Unsupported(f"{key}: no private key of an elliptic curve, or another password ({error})") from error
+        raise Unsupported(f"{key}: not a private key of an elliptic curve, or a wrong password ({error})") from error
     with _folder(weights_id) as (folder, file):
         signer.sign(folder, file)
         return file.read_bytes()

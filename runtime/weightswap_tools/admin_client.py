@@ -92,7 +92,7 @@ class AdminClient:
                 response = connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:
-                raise AdminUnreachable(f"{self.where}: the connection broke off ({error!r})") from error
+                raise AdminUnreachable(f"{self.where}: the connection was lost ({error!r})") from error
         if response.status >= 300:
             raise _refusal(self.where, response.status, content)
         return msgspec.json.decode(content) if content else None
@@ -114,7 +114,7 @@ def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise Unsupported(f"{printable(url)}: is no URL ({error})") from error
+        raise Unsupported(f"{printable(url)}: is not a URL ({error})") from error
     if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query or "@" in url:
         raise Unsupported(f"{printable(url)}: expected http://HOST:PORT, https://HOST:PORT or unix:///PATH")
     if parts.scheme == "https":
@@ -130,7 +130,7 @@ def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
             text = f"{text}. Is {where} the port for operators?"
         return AdminRefused(*text.split("\n"), status=status, kind=kind)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
-        return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status=status)
+        return AdminRefused(f"{where}: status {status}, without a reason; is it an admin plane?", status=status)
 
 
 def read_token(path: Path | None) -> str:
@@ -138,7 +138,7 @@ def read_token(path: Path | None) -> str:
     if path is None:
         token = os.environ.get(ENVIRONMENT, "").strip()
         if not token:
-            raise Unsupported(f"which token? Say --token-file FILE, or set {ENVIRONMENT}")
+            raise Unsupported(f"no token: give --token-file FILE, or set {ENVIRONMENT}")
         return token
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -146,5 +146,5 @@ def read_token(path: Path | None) -> str:
         raise Unsupported(f"{path}: the token cannot be read ({error})") from error
     token = next((words[-1] for words in lines if words and not words[0].startswith("#")), "")
     if not token or not token.isascii():
-        raise Unsupported(f"{path}: has no token")
+        raise Unsupported(f"{path}: contains no token")
     return token

@@ -23,7 +23,7 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
     names = {leaf.name for leaf in expected if not isinstance(leaf, Literal)}
     problems = [f"{name}: missing from the inputs (--input FILE)" for name in sorted(names - tensors.keys())]
     known = ", ".join(sorted(names))
-    problems += [f"{name}: not an input (they are {known})" for name in sorted(tensors.keys() - names)]
+    problems += [f"{name}: not an input (the inputs are {known})" for name in sorted(tensors.keys() - names)]
     integers = {leaf.name for leaf in expected if isinstance(leaf, Integer)} & tensors.keys()
     problems += [
         f"{name}: expected one integer, got {describe(tensors[name])}"

@@ -49,7 +49,7 @@ def _check_report_path(path: Path | None) -> Path | None:
     except OSError as error:
         raise typer.BadParameter(f"{where} cannot be written: {error.strerror}") from error
     if is_file(path) and not _is_html(path):
-        raise typer.BadParameter(f"{where} exists, is not a report, and would be overwritten; name another file")
+        raise typer.BadParameter(f"{where} exists and is not a report, so it is not overwritten; choose another file")
     return path
 
 
@@ -86,7 +86,7 @@ def parse_labels(texts: list[str] | None) -> dict[str, str]:
 def _label(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise typer.BadParameter(f"{text!r} is not name=text")
+        raise typer.BadParameter(f"expected name=text, got {text!r}")
     return name, value
 
 

@@ -51,7 +51,7 @@ class Handed:
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
         if node in self._fleet.gone or self._fleet.fate(method, node):
-            raise TimeoutError(f"{node}: has not answered {method}")
+            raise TimeoutError(f"{node}: did not answer {method}")
         return self._fleet.keepers[node].relayed(method, *arguments)
 
     def put(self, content: bytearray) -> bytes:
@@ -156,7 +156,7 @@ class Fleet:
     def _deliver(self, node: str, method: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         fate = self.fate(method, node)
         if fate == "lost" or node in self.gone:
-            return TimeoutError(f"{node}: has not answered")
+            return TimeoutError(f"{node}: did not answer")
         try:
             answer = self.keepers[node].ask(method, *arguments)
         except Exception as error:
@@ -164,7 +164,7 @@ class Fleet:
         if method == "look_soon":
             self.keepers[node].changes.look()
         is_late = timeout < SLOW if fate == "slow" else bool(fate)
-        return TimeoutError(f"{node}: has not answered") if is_late else answer
+        return TimeoutError(f"{node}: did not answer") if is_late else answer
 
 
 @contextmanager

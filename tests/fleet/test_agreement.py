@@ -94,7 +94,7 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
         return ""
 
     fleet.fate, path = stall, fleet.file(1)
-    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has given the order up"):
+    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has discarded the order"):
         Agreement(fleet.place, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
     assert fleet.place.read().revision == 1
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
@@ -152,7 +152,7 @@ def test_what_nobody_can_look_up_is_undecided(fleet: Fleet, monkeypatch: pytest.
         raise DesiredError("the bucket said nothing")
 
     monkeypatch.setattr(fleet.place, "set", vanishes)
-    with pytest.raises(FleetUndecided, match="look there until it answers"):
+    with pytest.raises(FleetUndecided, match="keep reading it until it answers"):
         fleet.swap(1)
     assert all(keeper.status().preparing for keeper in fleet.keepers.values())
     away.rename(fleet.where)

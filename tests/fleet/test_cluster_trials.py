@@ -74,7 +74,7 @@ def test_a_share_answers_and_is_promoted(deployed: Deployed) -> None:
     for client in clients:
         assert {number for when, number, _ in client.answers if when > committed} == {2}
         assert client.failures == []
-    with pytest.raises(StageClosed, match=r"nothing is on trial; the last one was promoted \(by bo\)"):
+    with pytest.raises(StageClosed, match=r"nothing is on trial; the last trial was promoted \(by bo\)"):
         fleet.promote()
 
 

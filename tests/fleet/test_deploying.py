@@ -32,11 +32,11 @@ pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
         ({"interval": 0}, "interval=0: expected seconds"),
         ({"interval": math.nan}, "interval=nan: expected seconds"),
         ({"batch": 0}, "max_batch=0: expected"),
-        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected names"),
-        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 beside autoscaling_config"),
+        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected a list"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 and autoscaling_config"),
         ({"allow_nonfinite": "nothing*"}, "matches no weight"),
-        ({"require_signature": "no.pem"}, "no public key"),
-        ({"require_signature": ["no.pem", "nor.pem"]}, r"no\.pem: no public key"),
+        ({"require_signature": "no.pem"}, "not a public key"),
+        ({"require_signature": ["no.pem", "nor.pem"]}, r"no\.pem: not a public key"),
     ],
 )
 def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -73,7 +73,7 @@ def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: 
     from weightswap_fleet import deployment
 
     weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="was packed for the graph 000000000000, and the artifact has"):
+    with pytest.raises(GraphMismatch, match="packed for graph 000000000000, but the artifact has graph"):
         deployment(tiny.path, weights)
     assert DesiredPlace(tmp_path).read().weights is None
 
@@ -84,7 +84,7 @@ def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path)
     DesiredPlace(tmp_path).set(
         tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
     )
-    with pytest.raises(GraphMismatch, match="which is desired"):
+    with pytest.raises(GraphMismatch, match="the desired weights"):
         deployment(tiny.path, follow=tmp_path)
     assert DesiredPlace(tmp_path).read().revision == 1
 
@@ -99,7 +99,7 @@ def test_a_place_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) ->
 def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
     from weightswap_fleet import deployment
 
-    with pytest.raises(Unsupported, match="nowhere: is no folder; make it"):
+    with pytest.raises(Unsupported, match="nowhere: not a directory; make it"):
         deployment(tiny.path, follow=tmp_path / "nowhere")
 
 
@@ -135,7 +135,7 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
     with controller._exclusively(time.monotonic(), Deadlines()) as left:
         assert left.prepare <= Deadlines().prepare
         for change in (controller.swap, controller.publish):
-            with pytest.raises(StagingBusy, match=r"fleet: another change has taken all of 0\.01 s"):
+            with pytest.raises(StagingBusy, match=r"fleet: another change took all of the 0\.01 s"):
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
             controller.promote("ana", "", deadlines)
@@ -164,7 +164,7 @@ def test_a_plan_or_its_fields() -> None:
     from weightswap_fleet import Fleet as Deployed
     from weightswap_fleet import FleetPlan
 
-    with pytest.raises(Unsupported, match="a plan beside share"):
+    with pytest.raises(Unsupported, match="a plan and share"):
         Deployed("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
 
 

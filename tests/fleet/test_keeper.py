@@ -52,7 +52,7 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
     later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
-    with pytest.raises(Unsupported, match=r"key\.pem: no public key"):
+    with pytest.raises(Unsupported, match=r"key\.pem: not a public key"):
         keeper.take_seat(os.getpid(), later)
     assert keeper.spec == fleet.spec
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))

@@ -22,14 +22,14 @@ from .nodes import SOON, Fleet
 def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
     assert not keeper.changes.prepare(fleet.order(1)).resident
-    with pytest.raises(StagingBusy, match=r"n0: has an order by ana open, for \w+; try again"):
+    with pytest.raises(StagingBusy, match=r"n0: has an open order by ana for \w+; try again"):
         keeper.changes.prepare(fleet.order(2))
     assert keeper.status().preparing == fleet.weights_id(1)
     keeper.changes.discard("another")
     assert keeper.status().preparing
     keeper.changes.discard("order 1")
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
-    with pytest.raises(StageClosed, match="not prepared any more"):
+    with pytest.raises(StageClosed, match="no longer prepared"):
         keeper.changes.commit("order 1", 2)
     keeper.changes.prepare(fleet.order(1)._replace(id="again"))
     done = keeper.changes.commit("again", 2)
@@ -159,7 +159,7 @@ def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, p
     changes.discard(wanted.id)
     if proven:
         changes.prepare(fleet.order(1))
-    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was discarded"):
         changes.prepare(wanted)
     assert changes.preparing == (fleet.weights_id(1) if proven else "")  # which it does not end
     changes.discard("order 1")
@@ -169,7 +169,7 @@ def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, p
 def test_a_trial_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet) -> None:
     changes, wanted = fleet.keepers["n0"].changes, fleet.order(2)
     changes.end_trial(wanted.id)
-    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was discarded"):
         changes.prepare_trial(trial(wanted))
     assert changes.trial() is None
     assert fleet.swap(1).late == {}
@@ -286,7 +286,7 @@ def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest
     assert (keeper.status().reachable, keeper.status().error) == (True, "")
     fleet.now += 1.0
     status = keeper.status()
-    assert (status.reachable, status.error) == (False, f"{fleet.where}: was not read for more than 30 s")
+    assert (status.reachable, status.error) == (False, f"{fleet.where}: has not been read for more than 30 s")
     assert status.weights_id == fleet.weights_id(0)
     assert 'weightswap_fleet_unread_seconds{model="tiny"} 31.0' in keeper.metrics()
     answers.set()

@@ -122,8 +122,8 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
 
         page.set_viewport_size({"width": 360, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        watched.problem = UnknownFleet("tagger: no node of a fleet of that name is there; deploy it first")
-        page.get_by_text("no node of a fleet of that name is there").wait_for()
+        watched.problem = UnknownFleet("tagger: no fleet of that name has a node here; deploy it first")
+        page.get_by_text("no fleet of that name has a node here").wait_for()
         watched.problem = None
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         context.close()

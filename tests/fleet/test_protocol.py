@@ -266,7 +266,7 @@ def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def meet(*arguments, **options):  # type: ignore[no-untyped-def]
         monkeypatch.setattr(fleet.place, "set", decide)
-        with pytest.raises(FleetRefused, match="has an order by ana open") as refused:
+        with pytest.raises(FleetRefused, match="has an open order by ana") as refused:
             second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
         said.append(refused.value)
         return decide(*arguments, **options)

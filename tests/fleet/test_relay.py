@@ -58,7 +58,7 @@ class Wire:
             self.reached.set()
             released.wait(60)
         if node in self.dead:
-            raise TimeoutError(f"{node}: has not answered")
+            raise TimeoutError(f"{node}: did not answer")
         return getattr(self.relays[node], method)(*arguments)
 
     def put(self, content: bytearray) -> bytes:

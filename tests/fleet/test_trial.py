@@ -373,10 +373,10 @@ def test_how_many_nodes_a_share_is(share: float, first: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"share": 1.5}, "share=1.5: expected 0 to 1"),
+        ({"share": 1.5}, "share=1.5: expected a number from 0 to 1"),
         ({"share": float("nan")}, "share=nan"),
         ({"of": "replicas"}, "expected 'requests' or 'nodes'"),
-        ({"share": 0.1, "steps": (0.2,)}, "give one of them"),
+        ({"share": 0.1, "steps": (0.2,)}, "give only one of them"),
         ({"steps": (0.2, 2.0)}, "expected shares from 0 to 1"),
         ({"steps": (0.2, float("nan"))}, "expected shares from 0 to 1"),
         ({"steps": (0.2,), "step_seconds": 0.0}, "expected a number of seconds"),

@@ -433,7 +433,7 @@ def test_tritons_client_loads_and_unloads(server: Server, weight_file: WriteWeig
         assert ask(server, INFER, as_json(x=X)).status == 200
         client.load_model("tiny", headers=BEARER, config=json.dumps({"weights": str(weight_file(2))}))
         assert serves(model, 2)
-        with pytest.raises(triton.InferenceServerException, match="no model is called"):
+        with pytest.raises(triton.InferenceServerException, match="no model is named"):
             client.load_model("other", headers=BEARER)
         with pytest.raises(triton.InferenceServerException, match="admin-allow"):
             client.load_model("tiny", headers=BEARER, config=json.dumps({"weights": "/etc/passwd"}))

@@ -349,7 +349,7 @@ def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
 ) -> None:
     log, write = AuditLog(str(tmp_path / "log")), os.write
     monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
-    with pytest.raises(NotReady, match="nothing is done"):
+    with pytest.raises(NotReady, match="nothing was done"):
         log.begin(call="swap")
 
 

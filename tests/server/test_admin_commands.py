@@ -85,11 +85,11 @@ def test_what_is_refused_is_said(server: Server, model: Model, weight_file: Writ
     bad.write_bytes(content)
     for arguments, status, says in (
         ([bad], 1, "DigestMismatch|digest"),
-        ([tmp_path / "none.safetensors"], 2, "there is no such file"),
-        ([tmp_path], 2, "one weight file is uploaded"),
-        (["https://models/v2.safetensors"], 2, r"https://models/v2\.safetensors: one weight file .* --point"),
+        ([tmp_path / "none.safetensors"], 2, "no such file"),
+        ([tmp_path], 2, "only a weight file can be uploaded"),
+        (["https://models/v2.safetensors"], 2, r"https://models/v2\.safetensors: only a weight file .* --point"),
         ([weight_file(2), "--point"], 1, "admin-allow"),
-        ([weight_file(2), "--model", "other"], 1, "no model is called other"),
+        ([weight_file(2), "--model", "other"], 1, "no model is named other"),
     ):
         refused = push(server, *arguments)
         assert refused.exit_code == status
@@ -155,7 +155,7 @@ def test_a_server_that_reads_nothing_is_given_up(tmp_path: Path, monkeypatch: py
         unix.bind(str(tmp_path / "s"))
         unix.listen()
         for where in (f"http://127.0.0.1:{tcp.getsockname()[1]}", f"unix://{tmp_path}/s"):
-            with pytest.raises(AdminUnreachable, match="broke off"):
+            with pytest.raises(AdminUnreachable, match="was lost"):
                 AdminClient(where, TOKEN).upload(path, "large", "", lambda *_: None)
         tcp.accept()[0].close()
         with ThreadPoolExecutor(1) as pool:
@@ -174,7 +174,7 @@ def test_a_server_that_reads_nothing_is_given_up(tmp_path: Path, monkeypatch: py
         ("unix:///nowhere/s", 1, "no server answers"),
         ("ftp://x", 2, "expected http"),
         ("http://user:secret@x", 2, "expected http"),
-        ("http://[", 2, "no URL"),
+        ("http://[", 2, "not a URL"),
     ],
 )
 def test_urls_that_lead_nowhere(url: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             pass
     assert not path.exists()
     path.write_text("a file")
-    with pytest.raises(Exception, match="no socket"), administered({}, socket=str(path)):
+    with pytest.raises(Exception, match="not a socket"), administered({}, socket=str(path)):
         pass
 
 
@@ -267,7 +267,7 @@ class served:  # noqa: N801 - a block
     [
         (["--admin-token-file", "x"], 2, "operators"),
         (["--admin-port", "0"], 2, "WEIGHTSWAP_ADMIN_TOKEN"),
-        (["--admin-port", "0", "--admin-socket", "s", "--admin-token-file", "{token}"], 2, "give one of them"),
+        (["--admin-port", "0", "--admin-socket", "s", "--admin-token-file", "{token}"], 2, "give exactly one of them"),
         (["--admin-port", "0", "--admin-token-file", "{token}", "--admin-allow", "nowhere"], 2, "no such directory"),
         (["--admin-port", "0", "--admin-token-file", "{token}", "--upload-dir", "nowhere"], 2, "upload-dir"),
         (["--admin-port", "0", "--admin-token-file", "{token}", "--audit-log", "no/where"], 2, "audit-log"),

@@ -213,7 +213,7 @@ def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytes
     with serving({"tiny": model}, max_batch=8, batch_dim="rows") as server:
         assert "tiny: not batched" in caplog.text
         assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(2))).status == 200
-        with pytest.raises(Unsupported, match="must begin with it"):
+        with pytest.raises(Unsupported, match="must be the first dimension"):
             ServedMethod(model, "forward").batch_limit("rows")
 
 

@@ -303,7 +303,7 @@ def test_canaries_that_cannot_be_meant(server: Server, fields: Any, code: int) -
 
 def test_what_is_served_is_no_canary_of_itself(server: Server, weight_file: WriteWeights) -> None:
     refused = change(server, "canary", source=str(weight_file(1)), share=0.1, shadow=True)
-    assert (refused.status, "already; a canary is of others" in refused.json["error"]) == (400, True)
+    assert (refused.status, "a canary needs others" in refused.json["error"]) == (400, True)
     assert status(server)["staged"] is None
     assert change(server, "stage", source=str(weight_file(1))).status == 200
     assert change(server, "canary", share=0.1).status == 400

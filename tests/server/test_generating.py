@@ -188,7 +188,7 @@ def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Context, "run", broken)
     found = ask(server, STREAM, asked())
-    says = "the model failed with RuntimeError; the server's log says more"
+    says = "the model failed with RuntimeError; see the server's log"
     if good:
         assert [list(event) for event in events(found.body)[-2:]] == [list(events(found.body)[0]), ["error"]]
         assert (len(events(found.body)), events(found.body)[-1]["error"]) == (good + 1, says)

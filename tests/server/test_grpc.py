@@ -118,13 +118,13 @@ def test_ready_after_the_first_weights(tiny: TinyArtifact, weight_file: WriteWei
 @pytest.mark.parametrize(
     ("name", "inputs", "says"),
     [
-        ("none", [given()], "NOT_FOUND.*no model is called none; there are: tiny"),
+        ("none", [given()], "NOT_FOUND.*no model is named none; there are: tiny"),
         ("tiny", [], "INVALID_ARGUMENT.*x: missing"),
-        ("tiny", [given(), given()], "INVALID_ARGUMENT.*x: given twice"),
-        ("tiny", [given(name="y")], "INVALID_ARGUMENT.*there is no such input"),
+        ("tiny", [given(), given()], "INVALID_ARGUMENT.*x: given more than once"),
+        ("tiny", [given(name="y")], "INVALID_ARGUMENT.*no such input"),
         ("tiny", [given(X.astype(np.float64), datatype="FP64")], "INVALID_ARGUMENT.*expected dtype F32, got F64"),
         ("tiny", [given(X.reshape(3, 2))], "INVALID_ARGUMENT.*dimension 1 expected 3, got 2"),
-        ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], "INVALID_ARGUMENT.*takes strings"),
+        ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], "INVALID_ARGUMENT.*accepts strings"),
         ("tiny", [given(np.zeros((2000, 3), np.float32))], "RESOURCE_EXHAUSTED"),
     ],
 )
@@ -155,18 +155,18 @@ def test_inputs_as_numbers(server: Server) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "has 6 elements, and the data 0"),
+        ({}, "has 6 elements, but the data 0"),
         ({"raw_input_contents": [b"1234"]}, r"FP32\[2, 3\] is 24 bytes, got 4"),
-        ({"raw_input_contents": [X.tobytes(), b""]}, "1 inputs, and 2 raw_input_contents"),
+        ({"raw_input_contents": [X.tobytes(), b""]}, "1 inputs, but 2 raw_input_contents"),
         ({"tensor": {"shape": [-2, -3]}, "raw_input_contents": [X.tobytes()]}, "got 24"),
         ({"tensor": {"shape": [-1], "contents": {"fp32_contents": [1]}}}, "negative"),
-        ({"tensor": {"contents": {"fp64_contents": [1] * 6}}}, "FP32 is in fp32_contents, got fp64_contents"),
-        ({"tensor": {"datatype": "BF16", "contents": {"fp32_contents": [1] * 6}}}, "BF16 has no contents"),
-        ({"tensor": {"contents": {"fp32_contents": [1] * 6}}, "raw_input_contents": [X.tobytes()]}, "beside"),
+        ({"tensor": {"contents": {"fp64_contents": [1] * 6}}}, "FP32 belongs in fp32_contents, got fp64_contents"),
+        ({"tensor": {"datatype": "BF16", "contents": {"fp32_contents": [1] * 6}}}, "BF16 cannot be sent in contents"),
+        ({"tensor": {"contents": {"fp32_contents": [1] * 6}}, "raw_input_contents": [X.tobytes()]}, "both contents"),
         ({"tensor": {"shape": [1] * 65}, "raw_input_contents": [X.tobytes()]}, "has 65 dimensions"),
         ({"tensor": {"shape": [1] * 65, "contents": {"fp32_contents": [1]}}}, "has 65 dimensions"),
-        ({"raw_input_contents": [X.tobytes()], "outputs": [{"name": "output"}] * 2}, "asked for twice"),
-        ({"raw_input_contents": [X.tobytes()], "outputs": [{"name": "z"}]}, "no output is called z"),
+        ({"raw_input_contents": [X.tobytes()], "outputs": [{"name": "output"}] * 2}, "requested more than once"),
+        ({"raw_input_contents": [X.tobytes()], "outputs": [{"name": "z"}]}, "no output is named z"),
         ({"raw_input_contents": [X.tobytes()], "model_version": "9"}, "generation 0 is served"),
     ],
     ids=str,
@@ -188,7 +188,7 @@ def test_a_queue_that_is_full_and_an_answer_that_takes_too_long(server: Server, 
         client.async_infer("tiny", [given()], lambda result, error: told.append(error))
         while not server.service.served[0].thread.queued:
             pass
-        with pytest.raises(triton.InferenceServerException, match=r"UNAVAILABLE.*wait for this model"):
+        with pytest.raises(triton.InferenceServerException, match=r"UNAVAILABLE.*waiting for this model"):
             client.infer("tiny", [given()])
         while not told:
             pass
@@ -282,6 +282,6 @@ def test_who_sends_no_message_is_told(server: Server) -> None:
 
 
 def test_an_error_fits_into_a_status_whatever_was_asked_for(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(triton.InferenceServerException, match="no model is called") as refused:
+    with pytest.raises(triton.InferenceServerException, match="no model is named") as refused:
         client.infer("ä" * 4_000, [given()], client_timeout=20)
     assert "NOT_FOUND" in str(refused.value.status())

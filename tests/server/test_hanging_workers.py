@@ -109,5 +109,5 @@ def test_what_takes_long_is_not_replaced(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("timeout", [-1.0, 2.9, float("nan"), "3"])
 def test_a_limit_that_cannot_be_meant_is_refused(timeout: float) -> None:
-    with pytest.raises(Unsupported, match="expected 0, or 3 seconds and more"):
+    with pytest.raises(Unsupported, match="expected 0, or 3 seconds or more"):
         Workers({"m": ModelSource(artifact="a", weights="w")}, Settings(), 1, worker_timeout=timeout)

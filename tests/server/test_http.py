@@ -134,30 +134,30 @@ BROKEN: list[tuple[Any, str]] = [
     ({}, "missing required field `inputs`"),
     ({"inputs": {}}, "Expected `array`"),
     ({"inputs": []}, "x: missing"),
-    ({"inputs": tensor()["inputs"] * 2}, "x: given twice"),
-    (tensor(name="y"), "x: missing; y: there is no such input"),
+    ({"inputs": tensor()["inputs"] * 2}, "x: given more than once"),
+    (tensor(name="y"), "x: missing; y: no such input"),
     (tensor(datatype="FP64"), "expected dtype F32, got F64"),
-    (tensor(datatype="BYTES"), "no model here takes strings"),
+    (tensor(datatype="BYTES"), "no model here accepts strings"),
     (tensor(datatype="FP8"), "unknown"),
-    (tensor(shape=[3, 3]), "shape [3, 3] has 9 elements, and the data 6"),
+    (tensor(shape=[3, 3]), "shape [3, 3] has 9 elements, but the data 6"),
     (tensor(shape=[3, 2]), "dimension 1 expected 3, got 2"),
     (tensor(shape=[6]), "expected 2 dimensions"),
     (tensor(shape=[-1, 3]), "Expected `int` >= 0"),
     (tensor(shape=[2.5, 3]), "Expected `int`"),
-    (tensor(shape=[1 << 40, 1 << 40]), "elements, and the data 6"),
+    (tensor(shape=[1 << 40, 1 << 40]), "elements, but the data 6"),
     (tensor(shape=[9, 3], data=[0] * 27), "batch in 0..8, got 9"),
     (tensor(data=None), "neither data nor binary_data_size"),
     (tensor(data="012345"), "Expected `array`"),
     (tensor(data=[1, 2, 3, 4, 5, "6"]), "Expected `float`"),
     (tensor(data=[1, 2, 3, 4, 5, 1e300]), "FP32 cannot hold"),
-    (tensor(data=[[1, 2, 3], [4, 5]]), "has 6 elements, and the data 5"),
+    (tensor(data=[[1, 2, 3], [4, 5]]), "has 6 elements, but the data 5"),
     (tensor(data=[[1, 2, 3], 4, 5, 6]), "Expected `float`"),
-    (tensor(parameters={"binary_data_size": 24}), "and 0 bytes are left"),
+    (tensor(parameters={"binary_data_size": 24}), "but 0 bytes are left"),
     (tensor(parameters={"binary_data_size": 0}), "both data and binary_data_size"),
     (tensor(shape=[1 << 62] * 65), "has 65 dimensions"),
-    (tensor(shape=[1 << 62] * 64), "elements, and the data 6"),
-    ({**tensor(), "outputs": [{"name": "output"}] * 2}, "an output is asked for twice"),
-    ({**tensor(), "outputs": [{"name": "z"}]}, "no output is called z; there are: output"),
+    (tensor(shape=[1 << 62] * 64), "elements, but the data 6"),
+    ({**tensor(), "outputs": [{"name": "output"}] * 2}, "an output is requested more than once"),
+    ({**tensor(), "outputs": [{"name": "z"}]}, "no output is named z; there are: output"),
 ]
 
 
@@ -179,7 +179,7 @@ def binary(
 
 BROKEN_BINARY: list[tuple[Any, str]] = [
     (binary(size=23), "FP32[2, 3] is 24 bytes, got 23"),
-    (binary(size=25), "and 24 bytes are left"),
+    (binary(size=25), "but 24 bytes are left"),
     (binary(size=-1), "binary_data_size=-1"),
     (binary(size="24"), "binary_data_size='24'"),
     (binary(size=True), "binary_data_size=True"),
@@ -470,7 +470,7 @@ def test_while_a_large_body_is_read_others_are_answered(server: Server, monkeypa
 
 def test_numbers_are_counted_before_they_are_read(server: Server) -> None:
     document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3], "data": [0] * 2_000}]}
-    assert "has 6 elements, and the data some 1999" in ask(server, INFER, document).error
+    assert "has 6 elements, but the data about 1999" in ask(server, INFER, document).error
 
 
 def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

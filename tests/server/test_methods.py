@@ -120,7 +120,7 @@ def test_a_method_that_the_protocol_has_no_types_for(tmp_path: Path, caplog: pyt
         assert ask(running, "/v2/models/waves.turn").status == 404
         assert ask(running, "/v2/models/waves").status == 200
     alone = export(eager, methods={"turn": methods["turn"]}, out=tmp_path / "turn.artifact")
-    with pytest.raises(Unsupported, match="no name for"):
+    with pytest.raises(Unsupported, match="no datatype"):
         Server({"waves": load(alone)}, Settings(http_port=0))
 
 
@@ -152,5 +152,5 @@ def test_a_warm_up_that_fails_is_logged(
 
     monkeypatch.setattr(ServedMethod, "sample", broken)
     with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
-        assert "the warm-up failed, and the model is served all the same: no sample" in caplog.text
+        assert "the warm-up failed; the model is served anyway: no sample" in caplog.text
         assert ask(running, "/v2/health/ready").status == 200

@@ -92,7 +92,7 @@ def test_requests_and_swaps_have_spans(several: Several) -> None:
 
 def test_operators_are_told_where_variants_go(several: Several) -> None:
     variant = {"group": "low", "name": "a", "source": several.files[1]}
-    with pytest.raises(AdminRefused, match=r"Start the server without --workers, or several of them"):
+    with pytest.raises(AdminRefused, match=r"Start the server without --workers, or start several servers"):
         several.operator.post("/admin/models/tiny/add_variant", variant)
 
 

@@ -261,7 +261,7 @@ def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights
         second = until_answered_by_others(server, first)
         place.rollback(revision=state.revision, by="ana")
         assert until_answered_by_others(server, second) == first
-    with pytest.raises(Unsupported, match="takes nothing else"):
+    with pytest.raises(Unsupported, match="cannot also watch a directory"):
         ModelSource(artifact=str(tiny.path), follow="service", watch="outbox").open()
 
 
@@ -278,12 +278,12 @@ def until_answered_by_others(server: Server, weights_id: str) -> str:
     [
         (["none.artifact", "-w", "v"], 1, "none.artifact"),
         (["{tiny}", "--max-batch", "0"], 2, "max_batch=0: expected a whole number, 1 or more"),
-        (["{tiny}", "a={tiny}", "-w", "v.safetensors"], 2, "expected NAME=... with one of tiny, a"),
-        (["{tiny}", "{tiny}"], 2, "two artifacts have one name"),
+        (["{tiny}", "a={tiny}", "-w", "v.safetensors"], 2, "expected NAME=..., with NAME one of tiny, a"),
+        (["{tiny}", "{tiny}"], 2, "two artifacts have the same name"),
         (["{tiny}", "-w", "a", "-w", "b"], 2, "given 2 times"),
         (["{tiny}", "-w", "none.safetensors"], 1, "none.safetensors"),
-        (["{tiny}"], 2, "where are the weights?"),
-        (["{tiny}", "a={tiny}", "--watch", "a=run"], 2, "tiny: where are the weights?"),
+        (["{tiny}"], 2, "no weights; give"),
+        (["{tiny}", "a={tiny}", "--watch", "a=run"], 2, "tiny: no weights; give"),
     ],
 )
 def test_what_the_command_refuses(tiny: TinyArtifact, arguments: list[str], status: int, says: str) -> None:

@@ -145,10 +145,10 @@ def test_the_protocols_own_clients_choose(server: Server, model: Model, client: 
         ("low=", 400, "expected GROUP=NAME"),
         ("low=a,", 400, "expected GROUP=NAME"),
         ("low=a=b", 400, "expected GROUP=NAME"),
-        ("low=a,low=b", 400, "low is chosen twice"),
+        ("low=a,low=b", 400, "low is chosen more than once"),
         (f"low={'a' * 201}", 400, "expected GROUP=NAME"),
-        (3, 400, "expected a text, got 3"),
-        (True, 400, "expected a text, got True"),
+        (3, 400, "expected a string, got 3"),
+        (True, 400, "expected a string, got True"),
     ],
 )
 def test_what_cannot_be_chosen(server: Server, variant: Any, status: int, says: str) -> None:
@@ -374,7 +374,7 @@ def streamed(server: Server, parameters: Any) -> tuple[list[int], set[str]]:
 def test_the_command_has_variants_from_the_start(folder: Path) -> None:
     options = ["--variant", f"low={folder / 'a.safetensors'}", "--variant", f"low/acme={folder / 'b.safetensors'}"]
     found = serve(folder, *options, "--max-variants", "1")
-    assert (found.returncode, "2 variants of low, and 1 may be resident: say --max-variants 2" in found.stderr) == (
+    assert (found.returncode, "2 variants of low, but room for 1: give --max-variants 2" in found.stderr) == (
         2,
         True,
     )
@@ -405,7 +405,7 @@ def test_options_that_name_no_variant(wrong: str) -> None:
 
 
 def test_two_of_one_name() -> None:
-    with pytest.raises(Unsupported, match="two of low are called a; say group/name=PATH"):
+    with pytest.raises(Unsupported, match="two of low are named a; give group/name=PATH"):
         variants_of(["low=x/a.safetensors", "low=y/a"])
 
 

@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engine": ({"options": {"engine": "onnx"}}, "--workers with --engine onnx"),
     "device": ({"options": {"device": "cuda"}}, "--workers with --device cuda"),
     "residency": ({"options": {"residency": "single"}}, "--workers with --residency single"),
-    "watch and follow": ({"watch": "a", "follow": "b"}, "takes nothing else"),
+    "watch and follow": ({"watch": "a", "follow": "b"}, "cannot also watch a directory"),
 }
 
 

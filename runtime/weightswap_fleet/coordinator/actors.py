@@ -121,7 +121,7 @@ def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) ->
     sent = [call for call in calls if isinstance(call, ray.ObjectRef)]
     if sent:
         ray.wait(sent, num_returns=len(sent), timeout=timeout)
-    late = TimeoutError(f"has not answered {method} within {timeout:g} s")
+    late = TimeoutError(f"did not answer {method} within {timeout:g} s")
     return [_answer(call, late) if isinstance(call, ray.ObjectRef) else call for call in calls]
 
 
@@ -160,10 +160,10 @@ def statuses(fleet: str) -> list[NodeStatus]:
     specs = [answer.spec for answer in answers.values() if isinstance(answer, NodeStatus)]
     if not specs:
         if answers:
-            raise UnknownFleet(f"{fleet}: of its nodes, which are {len(answers)}, none answers; try again in a moment")
+            raise UnknownFleet(f"{fleet}: none of its {len(answers)} nodes answers; try again in a moment")
         others = ", ".join(sorted({name.split(":")[1] for name in _keepers("")})) or "none"
         raise UnknownFleet(
-            f"{fleet}: no node of a fleet of that name is there. Deployed on this cluster: {others}; deploy it first, "
+            f"{fleet}: no fleet of that name has a node here. Deployed on this cluster: {others}; deploy it first, "
             "or give another name"
         )
     latest = max(specs, key=attrgetter("since"))

@@ -156,7 +156,7 @@ class Agreement:
         is_late = self._clock() >= began + order.lease
         present = set(self._nodes.names())
         closed = {
-            name: answer if isinstance(answer, BaseException) else StageClosed(f"{name}: has given the order up")
+            name: answer if isinstance(answer, BaseException) else StageClosed(f"{name}: has discarded the order")
             for name, answer in answers.items()
             if name in present and (is_late or answer is not True)
         }
@@ -180,8 +180,8 @@ class Agreement:
             state = self._place.read()
         except DesiredError:
             raise FleetUndecided(
-                f"{self._place.where}: did not say whether it has taken the weights {order.weights.weights_id[:SHOWN]} "
-                f"({text_of(error)}). All nodes look there until it answers, and then do what it says."
+                f"{self._place.where}: did not confirm that it took the weights {order.weights.weights_id[:SHOWN]} "
+                f"({text_of(error)}). All nodes keep reading it until it answers, and then follow it."
             ) from error
         if state.revision > order.revision and state.weights_id == order.weights.weights_id:
             return state
@@ -255,7 +255,7 @@ def _check_unchanged(revision: int, where: str, state: DesiredState) -> None:
     """Raise RevisionConflict if the place was written since the nodes were asked."""
     if state.revision != revision:
         raise RevisionConflict(
-            f"{where}: is at revision {state.revision}, and the nodes were asked at {revision}. Publish it again."
+            f"{where}: is at revision {state.revision}, but the nodes were asked at {revision}. Publish it again."
         )
 
 

@@ -103,7 +103,7 @@ class Controller:
         up.
         """
         if not self._changing.acquire(timeout=max(0.0, began + deadlines.prepare - time.monotonic())):
-            raise StagingBusy(f"{self._fleet}: another change has taken all of {deadlines.prepare:g} s; try again")
+            raise StagingBusy(f"{self._fleet}: another change took all of the {deadlines.prepare:g} s; try again")
         try:
             yield deadlines._replace(prepare=max(0.0, began + deadlines.prepare - time.monotonic()))
         finally:
@@ -133,7 +133,7 @@ class Controller:
                 if (trial := self._trial) is not None:
                     self._judge(trial, trial.look())
             except Exception:
-                _log.exception("%s: the trial could not be looked at", self._fleet)
+                _log.exception("%s: could not check the trial", self._fleet)
 
     def _find_trial(self) -> None:
         with self._changing, suppress(UnknownFleet):
@@ -186,7 +186,7 @@ class Controller:
 def _ended(last: TrialReport | None) -> str:
     if last is None:
         return ""
-    return f"; the last one was {last.outcome}{f' ({last.reason})' if last.reason else ''}"
+    return f"; the last trial was {last.outcome}{f' ({last.reason})' if last.reason else ''}"
 
 
 def _known(weights: DesiredWeights) -> Known:

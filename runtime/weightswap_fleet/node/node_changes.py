@@ -125,7 +125,7 @@ class NodeChanges:
     def _check_not_discarded(self, order: Order | TrialOrder) -> None:
         """Raise StageCancelled if the order was discarded, before it came or while it waited for its turn."""
         if self._is_discarded(order):
-            raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was given up")
+            raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was discarded")
 
     def _is_overtaken(self, order: Order) -> bool:
         """Return True if the place was changed otherwise, such as by a hold or a rollback."""
@@ -162,8 +162,7 @@ class NodeChanges:
         if (open_order := self._order) is not None:
             weights = open_order.order.weights
             raise StagingBusy(
-                f"{self._node}: has an order{_by(weights)} open, for {weights.weights_id[:SHOWN]}; try again when it "
-                "is over"
+                f"{self._node}: has an open order{_by(weights)} for {weights.weights_id[:SHOWN]}; try again after it"
             )
 
     def _check_no_trial(self) -> None:
@@ -192,7 +191,7 @@ class NodeChanges:
             open_order = self._order
             if open_order is None or open_order.order.id != order_id:
                 self.look_soon()
-                raise StageClosed(f"{self._node}: the order {order_id} is not prepared any more")
+                raise StageClosed(f"{self._node}: the order {order_id} is no longer prepared")
             return self._commit(open_order, revision)
 
     def _commit(self, open_order: _OpenOrder, revision: int) -> Committed:
@@ -238,7 +237,7 @@ class NodeChanges:
             self._check_no_trial()
             if self._model.weights_id in (None, order.weights.weights_id):
                 raise Unsupported(
-                    "a trial compares weights with others that are served, and this node serves these already, or none"
+                    "a trial compares weights with the served ones, but this node serves none, or already serves these"
                 )
             staged = self._weights.stage(order.source, order.weights, order.reader)
             self._trial = trial = NodeTrial(order, staged, self._control, self._clock)
@@ -305,7 +304,7 @@ class NodeChanges:
             if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
                 return
             if self._trial is not None and self._trial.lease.is_over:
-                _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)
+                _log.warning("%s: the lease of the trial %s has expired", self._node, self._trial.order.id)
                 self._end_trial()
             if (spec := self._weights.spec) is not self._last_spec:
                 self._last_spec = spec
@@ -327,7 +326,7 @@ class NodeChanges:
                     return True
             self._drop()
         elif open_order.lease.is_over:
-            _log.warning("%s: nothing more was heard of the order %s", self._node, open_order.order.id)
+            _log.warning("%s: the lease of the order %s has expired", self._node, open_order.order.id)
             self._drop()
         return self._order is None
 

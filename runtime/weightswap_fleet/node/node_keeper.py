@@ -61,9 +61,9 @@ class NodeKeeper:
         changes.is_deployed = adopted is None and not again
         self._seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._metrics = NodeMetrics(spec.model, self.model)
-        self._metrics.add_gauge("weightswap_fleet_revision", "That is served.", lambda: self._weights.revision)
+        self._metrics.add_gauge("weightswap_fleet_revision", "The served revision.", lambda: self._weights.revision)
         self._metrics.add_gauge(
-            "weightswap_fleet_unread_seconds", "Since the place was read.", lambda: max(0.0, self._place.unread)
+            "weightswap_fleet_unread_seconds", "Seconds since the place was read.", lambda: max(0.0, self._place.unread)
         )
         methods: tuple[Callable[..., Any], ...] = (
             *(self.take_seat, self.told, self.metrics, self.relayed, self.status),
@@ -168,4 +168,4 @@ class NodeKeeper:
             try:
                 self.changes.look()
             except Exception:
-                _log.exception("%s: a look at %s failed", self.node, self.spec.place)
+                _log.exception("%s: could not follow %s", self.node, self.spec.place)

@@ -32,4 +32,4 @@ class NodePlace(DesiredPlace):
     def silence(self, interval: float) -> str:
         """Return a sentence if the last read is too long ago, else "". interval: seconds between two reads."""
         most = max(SILENT, 3 * interval)
-        return f"{self.where}: was not read for more than {most:g} s" if self.unread > most else ""
+        return f"{self.where}: has not been read for more than {most:g} s" if self.unread > most else ""

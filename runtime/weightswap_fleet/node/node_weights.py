@@ -86,7 +86,7 @@ class NodeWeights:
     def roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
         """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
         if self.model.previous_weights_id != weights.weights_id:
-            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are not in memory any more")
+            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are no longer in memory")
         self._mark_next(revision)
         return self.model.rollback(by=weights.by)
 

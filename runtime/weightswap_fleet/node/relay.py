@@ -138,7 +138,7 @@ class Relay:
         except Exception as error:
             if check is not None:
                 check()
-            _log.warning("%s: %s does not read it (%s)", Url(url), reader, text_of(error))
+            _log.warning("%s: %s did not read it (%s); read here", Url(url), reader, text_of(error))
             return find_source(url, check)
         if described is None:
             return None
@@ -180,7 +180,7 @@ class RelayedObject:
                 chunk = interruptible(partial(self._chunks.get, number), self._check)
                 piece = chunk[start : start + len(flat) - done]
                 if not len(piece):
-                    raise WeightFileError(f"{self.where}: a chunk is shorter than it was said to be")
+                    raise WeightFileError(f"{self.where}: a chunk is shorter than announced")
                 flat[done : done + len(piece)] = piece
                 done += len(piece)
             offset += len(flat)
@@ -204,7 +204,7 @@ class RelayedObject:
         with self._lock:
             if self._direct is not None:
                 return
-            _log.warning("%s: %s reads it no more (%s); read here", self.where, self._reader, text_of(error))
+            _log.warning("%s: %s no longer reads it (%s); read here", self.where, self._reader, text_of(error))
             source = find_source(self._url, self._check)
             if source is None or (source.size, _tag_of(source)) != (self.size, self._tag):
                 raise changed(self.where)

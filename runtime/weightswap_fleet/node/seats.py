@@ -32,9 +32,9 @@ class Seats:
         with self._lock:
             free = next((slot for slot in range(self._control.workers) if slot not in self._taken), None)
             if free is None:
-                raise Unsupported(f"{self._control.workers} replicas on one node, which is the most that share weights")
+                raise Unsupported(f"at most {self._control.workers} replicas on one node can share weights")
             if not self._watch(free, pid):
-                raise Unsupported(f"process {pid} is not there; a replica and its node's keeper must see each other")
+                raise Unsupported(f"no process {pid} here; a replica and its node's keeper must see each other")
             return free
 
     def _watch(self, slot: int, pid: int) -> bool:

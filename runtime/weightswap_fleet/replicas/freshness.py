@@ -40,7 +40,7 @@ class Freshness:
         while self.revision < revision:
             if time.monotonic() >= deadline:
                 raise StaleReplica(
-                    f"this replica serves revision {self.revision}, and {revision} was asked for; try again"
+                    f"this replica serves revision {self.revision}, but {revision} was requested; try again"
                 )
             await asyncio.sleep(_POLL)
 
@@ -65,7 +65,7 @@ class FreshApp:
         """Wait for the requested revision. Returns a failure if it is not served here."""
         revision = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
         if not (revision.isdigit() and len(revision) < 20):
-            return Failure(400, "", f"{MIN_REVISION}: expected a revision, as {REVISION} of an answer says it")
+            return Failure(400, "", f"{MIN_REVISION}: expected a revision, as in the header {REVISION} of an answer")
         try:
             await self._freshness.wait(int(revision))
         except StaleReplica as error:

@@ -115,6 +115,6 @@ class Replica:
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):
             return  # it can serve without a keeper
         if os.getpid() not in status.replicas and status.weights_id is not None:
-            raise StaleReplica(f"{self._spec.fleet}: the keeper of this node has other memory than this replica")
+            raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's keeper")
         if self._model.failed:
             raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")

@@ -59,23 +59,23 @@ class Allowed:
 
     def _uploaded(self, name: str) -> str:
         if self._upload_dir is None:
-            raise Forbidden("this server takes no uploads (--upload-dir)")
+            raise Forbidden("this server does not accept uploads (--upload-dir)")
         path = self._upload_dir / name
         hidden = name.startswith(".")  # unfinished uploads are hidden
         if not name or hidden or path.parent != self._upload_dir or "\0" in name or path.is_symlink():
-            raise Forbidden(f"{name!r} is no name of an upload")
+            raise Forbidden(f"{name!r} is not the name of an upload")
         return str(path)
 
     def _path(self, source: str) -> Path:
         if "\0" in source:
-            raise Forbidden("a path with a null byte")
+            raise Forbidden("the path contains a null byte")
         path = Path(os.path.realpath(source))
         self._check_inside(path, source)
         return path
 
     def _check_inside(self, path: Path, source: str) -> None:
         if not any(path.is_relative_to(root) for root in self._roots):
-            raise Forbidden(f"{printable(source)}: is not in what this server's --admin-allow names")
+            raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
 
     def _url(self, source: str) -> str:
         if source.lower().startswith("file:"):
@@ -83,11 +83,11 @@ class Allowed:
         url = _plain_url(source)
         if url is None or source != source.strip():
             raise Forbidden(
-                f"{printable(source)}: a URL of an operator has no user, password, fragment, encoded letters, or dots "
-                "as parts of its path, and no query but versionId"
+                f"{printable(source)}: a URL from an operator must have no user, password, fragment, encoded letters, "
+                "dots as parts of its path, and no query except versionId"
             )
         if not any(prefix.covers(url) for prefix in self._prefixes):
-            raise Forbidden(f"{printable(source)}: is not in what this server's --admin-allow names")
+            raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
         return source
 
 
@@ -114,7 +114,7 @@ def _prefix(entry: str) -> _Prefix:
     url = _plain_url(entry)
     if url is None or url.query or url.scheme.lower() == "file":
         raise Unsupported(
-            f"--admin-allow {printable(entry)}: expected a directory, or a URL of a host and a path alone"
+            f"--admin-allow {printable(entry)}: expected a directory, or a URL with only a host and a path"
         )
     return _Prefix(url.scheme.lower(), url.netloc.lower(), url.path.rstrip("/") + "/")
 
@@ -122,7 +122,7 @@ def _prefix(entry: str) -> _Prefix:
 def _root(entry: str) -> Path:
     path = Path(os.path.realpath(entry))
     if not path.is_dir():
-        raise Unsupported(f"--admin-allow {entry}: there is no such directory")
+        raise Unsupported(f"--admin-allow {entry}: no such directory")
     return path
 
 

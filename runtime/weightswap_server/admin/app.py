@@ -116,7 +116,7 @@ class AdminEndpoints:
     def refuse(self, scope: Scope) -> Response:
         """Return the response to a request without a token, and note it in the audit log."""
         self._audit.deny(peer(scope), f"{scope['method']} {scope['path']}"[:200])
-        error = refusal(admin_failure_of(Unauthorised("a bearer token is needed here (Authorization: Bearer TOKEN)")))
+        error = refusal(admin_failure_of(Unauthorised("a bearer token is required (Authorization: Bearer TOKEN)")))
         error.headers["www-authenticate"] = 'Bearer realm="weightswap"'
         error.headers["connection"] = "close"  # its body was not read
         return error
@@ -125,7 +125,7 @@ class AdminEndpoints:
         return refusal(admin_failure_of(error))
 
     async def _no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
-        text = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"
+        text = f"{request.method} {request.url.path}: {error.detail}; see /openapi.json for what there is"
         answer = refusal(AdminFailure(error.status_code, text, ""))
         answer.headers.update(error.headers or {})
         return answer
@@ -182,7 +182,7 @@ class AdminEndpoints:
         name, uploads = request.path_params["file"], self._upload_directory
         length, digest = request.headers.get("content-length"), request.headers.get("x-weightswap-blake3", "")
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise BadRequest("an upload is not compressed")
+            raise BadRequest("uploads must not be compressed")
         upload = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
         arguments = {"file": name, "size": length, "blake3": digest}
         return document(await audited(self._audit, request, "upload", None, arguments, upload), 201)
@@ -195,7 +195,7 @@ class AdminEndpoints:
     @property
     def _upload_directory(self) -> UploadDirectory:
         if self._uploads is None:
-            raise Forbidden("this server takes no uploads (--upload-dir)")
+            raise Forbidden("this server does not accept uploads (--upload-dir)")
         return self._uploads
 
     async def _triton_index(self, request: Request) -> Response:
@@ -218,7 +218,7 @@ class AdminEndpoints:
     def _operations(self, request: Request) -> ModelOperations:
         name = request.path_params["name"]
         if name not in self._models:
-            raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._models)}")
+            raise UnknownModel(f"no model is named {name}; there are: {', '.join(self._models)}")
         return self._models[name]
 
 
@@ -228,8 +228,8 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
             if piece:
                 yield piece
     except ClientDisconnect as error:
-        log.info("an upload broke off")
-        raise BadRequest("the upload broke off") from error
+        log.info("an upload was interrupted")
+        raise BadRequest("the upload was interrupted") from error
 
 
 def document(content: Any, status: int = 200) -> Response:

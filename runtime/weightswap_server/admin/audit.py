@@ -49,7 +49,7 @@ class AuditLog:
         try:
             self._write(call_id=number, outcome="begun", **fields)
         except OSError as error:
-            raise NotReady(f"the audit log cannot be written, so nothing is done ({error.strerror})") from error
+            raise NotReady(f"the audit log cannot be written, so nothing was done ({error.strerror})") from error
         return number
 
     def end(self, number: str, **fields: Any) -> None:

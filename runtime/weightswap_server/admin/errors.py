@@ -89,5 +89,5 @@ def admin_failure_of(error: BaseException) -> AdminFailure:
         if isinstance(error, kinds):
             return AdminFailure(status, str(error), type(error).__name__)
     failure = failure_of(error)
-    text = failure.text if failure.status != 500 else "the server failed; its log says more"
+    text = failure.text if failure.status != 500 else "the server failed; see its log"
     return AdminFailure(failure.status, text, type(error).__name__)

@@ -50,7 +50,7 @@ class Followed:
     def require_place(self, what: str) -> DesiredPlace:
         """Return the place. Raises Conflict if there is none."""
         if (place := self.place) is None:
-            raise Conflict(f"{self._name}: {what} is written to a desired state, and the model follows none")
+            raise Conflict(f"{self._name}: {what} is written to a desired state, but the model follows none")
         return place
 
     @staticmethod
@@ -61,7 +61,7 @@ class Followed:
     def check_free(self) -> None:
         """Raise Conflict if the model follows or watches something."""
         if self._model.watching:
-            raise Conflict(f"{self._name}: follows or watches something already; unfollow it first")
+            raise Conflict(f"{self._name}: already follows or watches something; unfollow it first")
 
     def _find(self, kind: type[T]) -> T | None:
         return next((source for source in self._model.watching if isinstance(source, kind)), None)
@@ -79,7 +79,7 @@ class Followed:
         follower = self.follower
         if desired and self._model.weights_id != desired and follower and (error := refused(follower)) is not None:
             where = follower.place.where
-            raise NotServed(f"{self._name}: {where} desires {desired[:12]} by now, refused here: {error}")
+            raise NotServed(f"{self._name}: {where} now desires {desired[:12]}, which was refused here: {error}")
         return self._await_receipt() if self._model.weights_id == desired else None
 
     def _await_receipt(self) -> SwapReceipt | None:

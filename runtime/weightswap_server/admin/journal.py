@@ -77,14 +77,14 @@ class Journal:
         history, name = self._model.history, self._name
         receipts = {receipt.weights_id: receipt for receipt in history if receipt.weights_id.startswith(beginning)}
         if len(receipts) != 1:
-            what = "nothing that was served" if not receipts else "several"
-            raise NothingToRollBack(f"{name}: {beginning}: {what} begins so; the history has the ids")
+            what = "no" if not receipts else "more than one"
+            raise NothingToRollBack(f"{name}: {beginning}: matches {what} served weights id; the history has the ids")
         weights_id, _ = receipts.popitem()
         if weights_id == self._model.weights_id:
-            raise Conflict(f"{name}: serves {weights_id[:12]} already")
+            raise Conflict(f"{name}: already serves {weights_id[:12]}")
         full = [receipt for receipt in history if receipt.weights_id == weights_id and receipt.kind == "full"]
         if not full:
-            raise NothingToRollBack(f"{name}: {beginning}: came by a delta or a part; swap a full file")
+            raise NothingToRollBack(f"{name}: {beginning}: came from a delta or a part; swap a full file")
         return full[-1]
 
     @contextmanager

@@ -64,14 +64,14 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
 
 def _events() -> dict[str, Any]:
     load = {"name": "load", "in": "query", "required": False, "schema": {"type": "string"}}
-    return operation("What happens, as it does.", {}, media="text/event-stream") | {"parameters": [load]}
+    return operation("Events, as they happen.", {}, media="text/event-stream") | {"parameters": [load]}
 
 
 def _upload() -> dict[str, Any]:
-    created = {"description": "It is there.", "content": content(Uploaded)}
+    created = {"description": "Uploaded.", "content": content(Uploaded)}
     body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
     return {"summary": "Upload a weight file.", "responses": {"201": created}, "requestBody": body}
 
 
 def _removal() -> dict[str, Any]:
-    return {"summary": "Remove an upload.", "responses": {"204": {"description": "It is gone."}}}
+    return {"summary": "Remove an upload.", "responses": {"204": {"description": "Removed."}}}

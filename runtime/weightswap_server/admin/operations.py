@@ -115,7 +115,7 @@ class ModelOperations:
         """
         entry = self._committable()
         if request.expect not in (None, entry.staged.weights_id):
-            raise Conflict(f"{self.name}: {entry.staged.weights_id[:12]} is staged by now; look again")
+            raise Conflict(f"{self.name}: {entry.staged.weights_id[:12]} is staged now; look again")
         return self._commit(entry, request, by)
 
     def swap(self, request: StageRequest, by: str) -> SwapReceipt:
@@ -216,7 +216,7 @@ class ModelOperations:
         """Stop following and watching. The served weights stay. Raises Conflict if the model does neither."""
         watching = self.model.watching
         if not watching:
-            raise Conflict(f"{self.name}: follows and watches nothing")
+            raise Conflict(f"{self.name}: does not follow or watch anything")
         for source in watching:
             source.stop()
         self.on_source(SourceChange())
@@ -247,7 +247,7 @@ class ModelOperations:
         """
         entry, canary = self._entry, self.served.canary
         if entry is None or canary is None or canary.verdict() != (verdict, rule):
-            raise StageClosed(f"{self.name}: the canary of the rule {rule!r} has ended")
+            raise StageClosed(f"{self.name}: the canary with the rule {rule!r} has ended")
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
@@ -264,11 +264,11 @@ class ModelOperations:
     def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
         path, place = self._allowed.weights(request.source), self.followed.place
         if place is not None and request.only:
-            raise Unsupported("only: a part of a set is nothing that a new process could start from; stage a full set")
+            raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
         revision = self.followed.seen(place, request) if place is not None else None
         with self._lock:
             if self._entry is not None:
-                raise StagingBusy(f"{self.name}: an operator has staged weights already; commit or discard them first")
+                raise StagingBusy(f"{self.name}: an operator has already staged weights; commit or discard them first")
             staged = self.model.stage(
                 path,
                 only=request.only or None,
@@ -300,7 +300,7 @@ class ModelOperations:
     def _start_canary(self, entry: Entry, plan: CanaryPlan) -> None:
         with self._lock:
             if self._entry is not entry:
-                raise StageClosed(f"{self.name}: what was staged was given up meanwhile")
+                raise StageClosed(f"{self.name}: the staged weights were discarded in the meantime")
             self.served.end_canary()
             self.served.start_canary(entry.staged, plan)
 
@@ -315,7 +315,7 @@ class ModelOperations:
         # a follower that reads the place meanwhile waits for this commit
         with self.model.turn(check), self.journal.committing(by, why), self._ending:
             if self._entry is not entry:
-                raise StageClosed(f"{self.name}: what was staged was committed or given up meanwhile")
+                raise StageClosed(f"{self.name}: the staged weights were committed or discarded in the meantime")
             if place is not None:
                 revision = entry.revision if request.revision is None else request.revision
                 self._desire(place, entry, revision, why, by)
@@ -340,8 +340,8 @@ class ModelOperations:
     def _check_not_shared(self) -> None:
         if self.served.is_shared:
             raise Unsupported(
-                f"{self.name}: workers serve it, and would know nothing of variants. Start the server without "
-                "--workers, or several of them, and ask each."
+                f"{self.name}: it is served by workers, which would not know of variants. Start the server without "
+                "--workers, or start several servers and ask each."
             )
 
     def _discard(self) -> None:

@@ -99,14 +99,14 @@ class AdminPlane:
                     if verdict := operations.verdict():
                         obey(self._audit, operations, *verdict)
                 except Exception:
-                    log.exception("%s: what is staged could not be looked after", operations.name)
+                    log.exception("%s: could not check the staged weights", operations.name)
 
     def _count(self) -> None:
         while not self._ending.wait(EVERY):
             try:
                 self._load.sample()
             except Exception:
-                log.exception("the load could not be counted")
+                log.exception("could not sample the load")
 
     def _listener(self) -> AbstractContextManager[socket.socket]:
         if self.settings.socket is not None:
@@ -135,11 +135,11 @@ def _remove_stale(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise Unsupported(f"--admin-socket {path}: is there, and is no socket")
+        raise Unsupported(f"--admin-socket {path}: exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         try:
             other.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise Unsupported(f"--admin-socket {path}: another process listens there")
+    raise Unsupported(f"--admin-socket {path}: another process is listening there")

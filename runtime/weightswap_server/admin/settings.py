@@ -39,7 +39,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise Unsupported for values out of range, without tokens, and unless there is one of port and socket."""
         if (self.port is None) == (self.socket is None):
-            raise Unsupported("the admin plane listens on a port or on a socket: give one of them")
+            raise Unsupported("the admin plane listens on a port or on a socket: give exactly one of them")
         for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")

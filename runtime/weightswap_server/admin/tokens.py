@@ -57,7 +57,7 @@ def read_tokens(path: str | None) -> Tokens:
             continue
         match = _LINE.fullmatch(text)
         if match is None or (match[1] or ANYBODY) in tokens:
-            raise Unsupported(f"{path}, line {number}: expected a token, or a name that is not there yet and a token")
+            raise Unsupported(f"{path}, line {number}: expected a token, or a new name and a token")
         tokens[match[1] or ANYBODY] = match[2]
     return Tokens(tokens)
 

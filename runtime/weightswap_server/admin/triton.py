@@ -22,7 +22,7 @@ def staging_of(request: LoadRequest) -> StageRequest | None:
         try:
             weights = weights or msgspec.json.decode(request.parameters.config, type=_Config).weights
         except msgspec.MsgspecError as error:
-            raise BadRequest(f"config: {error}; expected a JSON document, with a text as its weights") from error
+            raise BadRequest(f"config: {error}; expected a JSON document, with a string as its weights") from error
     return StageRequest(source=weights) if weights else None
 
 

@@ -38,9 +38,9 @@ class UploadDirectory:
         self._lock = Lock()
         self._unfinished: dict[str, int] = {}  # announced or received bytes of each unfinished upload
         if not self.folder.is_dir() or not os.access(self.folder, os.W_OK | os.X_OK):
-            raise Unsupported(f"--upload-dir {folder}: expected a directory that can be written to")
+            raise Unsupported(f"--upload-dir {folder}: expected a writable directory")
         if removed := remove_abandoned(self.folder, ""):
-            log.info("%s: removed %d uploads that had broken off", folder, len(removed))
+            log.info("%s: removed %d unfinished uploads", folder, len(removed))
 
     def listing(self) -> Uploads:
         return Uploads(files=self._files(), limit=self._most)
@@ -51,7 +51,7 @@ class UploadDirectory:
         try:
             path.unlink()
         except FileNotFoundError as error:
-            raise NotThere(f"no upload is called {name}") from error
+            raise NotThere(f"no upload is named {name}") from error
 
     async def receive(self, name: str, pieces: AsyncIterator[bytes], length: int | None, digest: str) -> Uploaded:
         """Receive an upload. length: its announced bytes; digest: its BLAKE3, or "".
@@ -61,7 +61,7 @@ class UploadDirectory:
         """
         path = self.folder / _checked(name)
         if digest and not DIGEST.fullmatch(digest):
-            raise BadRequest("the digest is no BLAKE3 in 64 hexadecimal digits")
+            raise BadRequest("the digest is not a BLAKE3 digest of 64 hexadecimal digits")
         self._begin(name, path)
         try:
             self._grow(name, length or 0)
@@ -79,9 +79,9 @@ class UploadDirectory:
             file = stack.enter_context(new_file(path))
             size, computed = await self._copy(name, pieces, file)
             if length is not None and size != length:
-                raise BadRequest(f"{name}: broke off after {size} of {length} bytes")
+                raise BadRequest(f"{name}: ended after {size} of {length} bytes")
             if digest and computed != digest:
-                raise UploadMismatch(f"{name}: has the BLAKE3 {computed}, and {digest} was named; send it again")
+                raise UploadMismatch(f"{name}: its BLAKE3 is {computed}, expected {digest}; send it again")
             await in_thread(stack.pop_all().close)  # it waits for fsync
         return Uploaded(source=UPLOAD + name, size=size, blake3=computed)
 
@@ -102,7 +102,7 @@ class UploadDirectory:
                         await asyncio.to_thread(write, buffer)
                         buffer = bytearray()
         except TimeoutError as error:
-            raise BodyTooSlow(f"{name}: nothing came for {self._piece_timeout:g} s, or it was too slow") from error
+            raise BodyTooSlow(f"{name}: nothing arrived for {self._piece_timeout:g} s, or it was too slow") from error
         await asyncio.to_thread(write, buffer)
         return size, hasher.hexdigest()
 
@@ -113,7 +113,7 @@ class UploadDirectory:
     def _begin(self, name: str, path: Path) -> None:
         with self._lock:
             if name in self._unfinished or os.path.lexists(path):
-                raise Conflict(f"an upload is called {name} already; choose another name, or delete it")
+                raise Conflict(f"an upload named {name} already exists; choose another name, or delete it")
             self._unfinished[name] = 0
 
     def _grow(self, name: str, size: int) -> None:
@@ -122,14 +122,14 @@ class UploadDirectory:
                 return
             self._unfinished[name] = size
             if size > self._most:
-                raise BodyTooLarge(f"{name}: has more than {self._most} bytes, which uploads may take")
+                raise BodyTooLarge(f"{name}: has more than {self._most} bytes, the limit for uploads")
             others = sum(self._files().values()) + sum(self._unfinished.values()) - size
         system = os.statvfs(self.folder)
         free = system.f_bavail * system.f_frsize - _SPARE
         if others + size > self._most:
-            raise NoRoom(f"{name}: uploads may take {self._most} bytes, and have {others}; delete some")
+            raise NoRoom(f"{name}: uploads are limited to {self._most} bytes, and {others} are in use; delete some")
         if free < 0:
-            raise NoRoom(f"{name}: the disk of the uploads is full")
+            raise NoRoom(f"{name}: the disk for uploads is full")
 
     def _files(self) -> dict[str, int]:
         with os.scandir(self.folder) as entries:
@@ -140,6 +140,6 @@ class UploadDirectory:
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise BadRequest(
-            f"{name!r}: expected up to 200 letters, digits, dots, dashes and underscores, and .safetensors at the end"
+            f"{name!r}: expected up to 200 letters, digits, dots, dashes and underscores, ending in .safetensors"
         )
     return name

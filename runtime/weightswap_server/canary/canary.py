@@ -81,7 +81,7 @@ class Canary(Judgement):
             for _ in range(requests):
                 self.canary.failed()
                 self._count("errors", self.weights_id)
-            log.warning("the canary %s has failed, and the served weights answer: %s", self.weights_id[:12], error)
+            log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
 
     def close(self) -> None:
         """Stop answering and comparing."""

@@ -31,7 +31,7 @@ class CanaryPlan(NamedTuple):
 def check_plan(plan: CanaryPlan) -> None:
     """Raise Unsupported for values out of range, and for wrong rules."""
     if not 0 <= plan.share <= 1:
-        raise Unsupported(f"share={plan.share}: expected 0 to 1")
+        raise Unsupported(f"share={plan.share}: expected a number from 0 to 1")
     if not 0 <= plan.tolerance < math.inf:
         raise Unsupported(f"tolerance={plan.tolerance}: expected a relative difference, 0 or more")
     for rule in (plan.promote_if, plan.abort_if):

@@ -25,10 +25,10 @@ class Rule:
         try:
             self._condition = parse_condition(condition, fractions=True)
         except ValueError as error:
-            raise Unsupported(f"the rule {text!r}: {error}; expected such as `errors < 0.001 for 5 min`") from error
+            raise Unsupported(f"the rule {text!r}: {error}; expected e.g. `errors < 0.001 for 5 min`") from error
         self._names = condition_dims(self._condition)
         if unknown := sorted(self._names - known):
-            raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are {', '.join(sorted(known))}")
+            raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are: {', '.join(sorted(known))}")
         self._since: float | None = None
 
     def held_for(self, now: float) -> float:

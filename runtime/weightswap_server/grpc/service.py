@@ -109,7 +109,7 @@ class _Methods:
             except grpc.RpcError:  # the call was cancelled
                 raise
             except CancelledError:
-                context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
+                context.abort(grpc.StatusCode.CANCELLED, "the client cancelled the call")
             except Exception as error:
                 failure = self._service.refused(
                     getattr(request, "model_name", ""), error, arrived, _metadata(context, "traceparent")
@@ -207,7 +207,7 @@ def _prompt(request: Any) -> GenerateRequest:
     """Return the prompt in the input `input_ids`, with the parameters. Raises BadRequest."""
     tensors = _tensors(request)
     if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
-        raise BadRequest("expected one input, input_ids, which is INT64")
+        raise BadRequest("expected exactly one input, input_ids, of datatype INT64")
     values = {
         name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
         for name, value in request.parameters.items()
@@ -261,14 +261,14 @@ def _tensors(request: Any) -> dict[str, TensorBytes]:
     """Return the inputs by name. Raises BadRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise BadRequest(f"{len(request.inputs)} inputs, and {len(raw)} raw_input_contents")
+        raise BadRequest(f"{len(request.inputs)} inputs, but {len(raw)} raw_input_contents")
     tensors: dict[str, TensorBytes] = {}
     for index, tensor in enumerate(request.inputs):
         if tensor.name in tensors:
-            raise BadRequest(f"{tensor.name}: given twice")
+            raise BadRequest(f"{tensor.name}: given more than once")
         if raw:
             if tensor.HasField("contents"):
-                raise BadRequest(f"{tensor.name}: has contents beside raw_input_contents")
+                raise BadRequest(f"{tensor.name}: has both contents and raw_input_contents")
             tensors[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, memoryview(raw[index]))
         else:
             tensors[tensor.name] = _from_contents(tensor)
@@ -278,12 +278,12 @@ def _tensors(request: Any) -> dict[str, TensorBytes]:
 def _from_contents(tensor: Any) -> TensorBytes:
     dtype, shape = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape)
     if dtype not in _CONTENTS:
-        raise BadRequest(f"{tensor.name}: {tensor.datatype} has no contents; send raw_input_contents")
+        raise BadRequest(f"{tensor.name}: {tensor.datatype} cannot be sent in contents; use raw_input_contents")
     if min(shape, default=0) < 0:
         raise BadRequest(f"{tensor.name}: shape {list(shape)} has a negative size")
     field = _CONTENTS[dtype]
     if others := [other.name for other, _ in tensor.contents.ListFields() if other.name != field]:
-        raise BadRequest(f"{tensor.name}: {tensor.datatype} is in {field}, got {', '.join(others)}")
+        raise BadRequest(f"{tensor.name}: {tensor.datatype} belongs in {field}, got {', '.join(others)}")
     return from_values(tensor.name, dtype, shape, getattr(tensor.contents, field))
 
 

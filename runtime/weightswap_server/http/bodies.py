@@ -86,7 +86,7 @@ class Bodies:
             async with asyncio.timeout(timeout):
                 return await self._receive(scope, receive)
         except TimeoutError as error:
-            raise BodyTooSlow(f"the body was not there within {timeout:g} s") from error
+            raise BodyTooSlow(f"the body did not arrive within {timeout:g} s") from error
 
     async def _receive(self, scope: Scope, receive: Receive) -> bytes:
         chunks, size, more = [], 0, True
@@ -113,13 +113,13 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
     try:
         decompressed = reader.decompress(body, most)
     except zlib.error as error:
-        raise BadRequest(f"the body is no {encoding}: {error}") from error
+        raise BadRequest(f"the body is not valid {encoding}: {error}") from error
     if reader.unconsumed_tail:
         raise _too_large(most)
     if not reader.eof or reader.unused_data:
-        raise BadRequest(f"the body is no {encoding}: it breaks off, or something follows")
+        raise BadRequest(f"the body is not valid {encoding}: it is truncated, or has trailing data")
     return decompressed
 
 
 def _too_large(most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has more than {most} bytes, which is the most that this server takes")
+    return BodyTooLarge(f"the body has more than {most} bytes, the most that this server accepts")

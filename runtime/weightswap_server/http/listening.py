@@ -237,7 +237,7 @@ def bind(listener: socket.socket, host: str, port: int) -> None:
     try:
         listener.bind((host, port))
     except OSError as error:
-        text = f"cannot listen: {error.strerror}; choose another port, or stop what has it"
+        text = f"cannot listen: {error.strerror}; choose another port, or stop the process that uses it"
         raise OSError(error.errno, text, f"{host}:{port}") from error
 
 

@@ -24,4 +24,4 @@ def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Respo
 
 def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
     """Return the failure of a request with an unknown path or method."""
-    return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; /openapi.json says what there is")
+    return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; see /openapi.json for what there is")

@@ -45,7 +45,7 @@ def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, mem
     digits = header_length.lstrip("0")[:20] or "0"
     if not (header_length.isascii() and header_length.isdigit()) or int(digits) > len(body):
         raise BadRequest(
-            f"Inference-Header-Content-Length: expected a number up to {len(body)}, the bytes of the body, got "
+            f"Inference-Header-Content-Length: expected a number up to {len(body)}, the size of the body, got "
             f"{brief(header_length)}"
         )
     return body[: int(digits)], body[int(digits) :]
@@ -55,14 +55,14 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
     inputs: dict[str, TensorBytes] = {}
     for tensor in tensors:
         if tensor.name in inputs:
-            raise BadRequest(f"{brief(tensor.name)}: given twice")
+            raise BadRequest(f"{brief(tensor.name)}: given more than once")
         if BINARY_SIZE not in tensor.parameters:
             inputs[tensor.name] = _from_json(tensor)
             continue
         size = tensor.parameters[BINARY_SIZE]
         if type(size) is not int or not 0 <= size <= len(tail):
             raise BadRequest(
-                f"{brief(tensor.name)}: {BINARY_SIZE}={size!r}, and {len(tail)} bytes are left in the body"
+                f"{brief(tensor.name)}: {BINARY_SIZE}={size!r}, but {len(tail)} bytes are left in the body"
             )
         if tensor.data:
             raise BadRequest(f"{brief(tensor.name)}: has both data and {BINARY_SIZE}")
@@ -76,15 +76,15 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
 def dtype_of(name: str, datatype: str) -> str:
     """Return the safetensors dtype of a datatype. Raises BadRequest."""
     if datatype not in DATATYPES:
-        text = "no model here takes strings; send their tokens" if datatype == "BYTES" else "unknown"
-        raise BadRequest(f"{brief(name)}: datatype {brief(datatype)}: {text}. Known are {', '.join(DATATYPES)}")
+        text = "no model here accepts strings; send their tokens" if datatype == "BYTES" else "unknown"
+        raise BadRequest(f"{brief(name)}: datatype {brief(datatype)}: {text}. Known datatypes: {', '.join(DATATYPES)}")
     return DATATYPES[datatype]
 
 
 def _elements(name: str, shape: Sequence[int]) -> int:
     """Return the number of elements of a shape. Raises BadRequest for more dimensions than an array can have."""
     if len(shape) > _MOST_DIMENSIONS:  # the product of 100,000 sizes would take minutes
-        raise BadRequest(f"{brief(name)}: has {len(shape)} dimensions, an array no more than {_MOST_DIMENSIONS}")
+        raise BadRequest(f"{brief(name)}: has {len(shape)} dimensions; an array has at most {_MOST_DIMENSIONS}")
     return math.prod(shape)
 
 
@@ -95,7 +95,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview)
     if min(shape, default=0) < 0 or expected != len(data):
         raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {expected} bytes, got {len(data)}")
     if dtype == "BOOL" and bytes(data).translate(None, b"\0\1"):
-        raise BadRequest(f"{brief(name)}: a BOOL is a byte of 0 or 1, and others are among the data")
+        raise BadRequest(f"{brief(name)}: a BOOL is a byte of 0 or 1, but the data has others")
     return TensorBytes(dtype, tuple(shape), data)
 
 
@@ -105,7 +105,7 @@ def _from_json(tensor: InputTensor) -> TensorBytes:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
     elements = _elements(name, shape)
     if (commas := bytes(tensor.data).count(b",")) > elements + _SPARE_COMMAS:  # refuse before parsing
-        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data some {commas}")
+        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, but the data about {commas}")
     kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
     try:
         values = _flat(tensor.data, kind)
@@ -131,7 +131,7 @@ def _flat(data: msgspec.Raw, kind: Any) -> list[Any]:
 def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[Any]) -> TensorBytes:
     """Return an input of bools, integers or floats in row-major order. Raises BadRequest if they do not fit."""
     if (elements := _elements(name, shape)) != len(values):
-        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data {len(values)}")
+        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, but the data {len(values)}")
     if has_fractions(dtype):
         with np.errstate(over="ignore"):
             array = np.asarray(values, np.float64).astype(numpy_dtype(dtype))
@@ -188,7 +188,7 @@ def _numbers(name: str, content: TensorBytes) -> list[Any]:
         array = array.astype(np.float64) if array.dtype.itemsize < 4 else array
         if not np.isfinite(array).all():
             raise BadRequest(
-                f"{brief(name)}: has NaN or infinities, which JSON has no words for; ask for binary "
+                f"{brief(name)}: has NaN or infinities, which JSON cannot represent; ask for binary "
                 '("parameters": {"binary_data": true})'
             )
     numbers: list[Any] = array.tolist()

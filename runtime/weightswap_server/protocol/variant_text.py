@@ -20,13 +20,13 @@ def read_variants(text: object) -> dict[str, str]:
     if text is None or text == "":
         return variants
     if not isinstance(text, str):
-        raise BadRequest(f"{PARAMETER}: expected a text, got {brief(repr(text))}")
+        raise BadRequest(f"{PARAMETER}: expected a string, got {brief(repr(text))}")
     for part in text.split(","):
         group, equals, name = part.partition("=")
         if not (equals and _NAME.fullmatch(group) and _NAME.fullmatch(name)):
-            raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, and a comma between several, got {brief(repr(part))}")
+            raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, separated by commas, got {brief(repr(part))}")
         if group in variants:
-            raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen twice")
+            raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen more than once")
         variants[group] = name
     return variants
 

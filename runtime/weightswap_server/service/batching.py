@@ -112,7 +112,7 @@ class ModelThread:
             if isinstance(work, Call) and len(self._queue) >= self._max_queue:
                 self._queue = deque(queued for queued in self._queue if not queued.answer.cancelled())
                 if len(self._queue) >= self._max_queue:
-                    raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
+                    raise Overloaded(f"{len(self._queue)} requests are already waiting for this model; try again")
             self._queue.append(work)
             if call_soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
                 self._changed.notify()
@@ -241,7 +241,7 @@ class ModelThread:
             return _call(canary.staged, calls, choice, None, canary.weights_id)
         with self._model.pin() as pinned:
             if calls[0].version not in ("", str(pinned.generation)):
-                raise UnknownModel(f"version {calls[0].version}: generation {pinned.generation} is served")
+                raise UnknownModel(f"version {calls[0].version}: only generation {pinned.generation} is served")
             return _call(pinned, calls, choice, pinned.generation, pinned.weights_id)
 
     def _learn(self, method: ServedMethod, nbytes: int, seconds: float) -> None:

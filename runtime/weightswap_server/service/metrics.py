@@ -46,13 +46,13 @@ class ServerMetrics:
             "queue_seconds", "From a request's arrival to a call of the model.", buckets=_SECONDS
         )
         self.batch_calls = histogram("batch_calls", "Requests that one call answered.", buckets=_CALLS)
-        self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
-        self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
+        self.queued = Gauge("weightswap_server_queued", "Waiting requests.", ("model",), registry=registry)
+        self.streams = Gauge("weightswap_server_streams", "Open generations.", registry=registry)
         counter = partial(Counter, namespace="weightswap_server_canary", labelnames=_LABELS, registry=registry)
         self._trials = {
             "errors": counter("errors", "Calls of a canary that failed."),
             "compared": counter("compared", "Answers that a canary gave beside the served weights."),
-            "differing": counter("differing", "Those of them that differed."),
+            "differing": counter("differing", "Answers of a canary that differed."),
         }
         self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()

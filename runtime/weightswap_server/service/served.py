@@ -82,10 +82,10 @@ class Served:
         if self.model.residency != "double":
             raise Unsupported(f"{self.name}: a canary needs both sets in memory: residency double, not single")
         if self.model.weights_id is None:
-            raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
+            raise Unsupported(f"{self.name}: serves nothing yet to compare a canary with; commit the staged weights")
         if staged.weights_id == self.model.weights_id:
             raise Unsupported(
-                f"{self.name}: serves the weights {staged.weights_id[:12]} already; a canary is of others. Discard it"
+                f"{self.name}: already serves the weights {staged.weights_id[:12]}; a canary needs others. Discard them"
             )
         canary = self.set_canary(staged, plan)
         try:
@@ -143,7 +143,7 @@ class Served:
             try:
                 self._try(method)
             except Exception as error:
-                log.warning("%s: the warm-up failed, and the model is served all the same: %s", name, error)
+                log.warning("%s: the warm-up failed; the model is served anyway: %s", name, error)
         self.warm = True
 
     def _try(self, method: ServedMethod) -> None:

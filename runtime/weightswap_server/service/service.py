@@ -76,9 +76,9 @@ class Service:
         """Return the model of a name. Raises UnknownModel, also if `version` is not the served generation."""
         served = self._by_name.get(name)
         if served is None:
-            raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._by_name)}")
+            raise UnknownModel(f"no model is named {name}; there are: {', '.join(self._by_name)}")
         if version and version != str(served.model.generation):
-            raise UnknownModel(f"{name} version {version}: generation {served.model.generation} is served")
+            raise UnknownModel(f"{name} version {version}: only generation {served.model.generation} is served")
         return served
 
     def find_ready(self, name: str, version: str = "") -> Served:
@@ -106,7 +106,7 @@ class Service:
         served = self.find_ready(name, version)
         method = served.methods.get(name)
         if method is None:
-            raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
+            raise Unsupported(f"{name} generates: use POST /v2/models/{name}/generate, or generate_stream")
         canary = served.choose_canary(version, wish)
         return served, Call(method, method.arguments(tensors), version, traceparent, canary, variants)
 
@@ -132,7 +132,7 @@ class Service:
         """Count a new generation. Raises Overloaded if too many are open."""
         with self._counting:
             if self.streams >= self.settings.max_streams:
-                raise Overloaded(f"{self.streams} generations are open already; try again")
+                raise Overloaded(f"{self.streams} generations are already open; try again")
             self.streams += 1
             self.metrics.streams.set(self.streams)
 

@@ -77,9 +77,9 @@ class Child:
             if self._ending.is_set():
                 return
             if not self._ready.done():
-                raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
+                raise ChildFailed(self._failure or f"{self._name} exited with {code} before it was ready")
             why = f": {self._failure}" if self._failure else ""
-            log.warning("%s has ended with %d%s; another one begins", self._name, code, why)
+            log.warning("%s exited with %d%s; starting another", self._name, code, why)
             pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
@@ -127,7 +127,7 @@ class Child:
             if self._reported:
                 self._reported = False
             if silent >= _CHECKS and process.returncode is None and not self._ending.is_set():
-                self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
+                self._failure = f"it hung: it had sent nothing for {self._timeout:g} s, and was killed"
                 process.kill()
                 return
 
@@ -194,7 +194,7 @@ class Child:
             process.send_signal(signal.SIGTERM)
             await asyncio.wait([self._supervisor], timeout=grace + _KILL_AFTER)
             if process.returncode is None:
-                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _KILL_AFTER)
+                log.warning("%s did not end within %g s; killing it", self._name, grace + _KILL_AFTER)
                 process.kill()
         elif not self._supervisor.done():
             self._supervisor.cancel()  # it waits to start the next process

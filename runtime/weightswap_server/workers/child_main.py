@@ -196,7 +196,7 @@ def _await_warm(server: Server) -> None:
     deadline = time.monotonic() + _WARM_UP
     while not all(served.warm or served.model.weights_id is None for served in server.service.served):
         if time.monotonic() >= deadline:
-            log.warning("a model is not warm after %g s, and is served all the same", _WARM_UP)
+            log.warning("a model is not warm after %g s, and is served anyway", _WARM_UP)
             return
         time.sleep(0.01)
 

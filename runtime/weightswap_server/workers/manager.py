@@ -68,7 +68,7 @@ class Workers:
         if workers < 1:
             raise Unsupported(f"workers={workers}: expected 1 or more")
         if not (is_number(worker_timeout) and (worker_timeout == 0 or worker_timeout >= _LEAST_TIMEOUT)):
-            raise Unsupported(f"worker_timeout={worker_timeout!r}: expected 0, or {_LEAST_TIMEOUT:g} seconds and more")
+            raise Unsupported(f"worker_timeout={worker_timeout!r}: expected 0, or {_LEAST_TIMEOUT:g} seconds or more")
         for source in sources.values():
             source.check()
             check_shareable(source)

@@ -56,7 +56,7 @@ def bench(
     opened = Artifact.open(artifact)
     name = method or ("forward" if "forward" in opened.methods else opened.methods[0])
     if name not in opened.methods:
-        raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
+        raise Unsupported(f"{name!r} is not a method of {opened.path}, which has: {', '.join(opened.methods)}")
     signature = opened.manifest.methods[name].signature
     chosen = _choose_engines(opened, engines, name)
     with open_weights(weights):
@@ -134,7 +134,7 @@ def _size_sets(
     unknown = [name for name in sizes if name not in signature.dims]
     if unknown:
         known = ", ".join(signature.dims) or "none"
-        raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
+        raise Unsupported(f"{unknown[0]!r} is not a dynamic dimension of the method, which has: {known}")
     common = next(iter(common_sizes(signature)), {})
     if batch_dimension is None or batch_dimension in sizes:
         return [{**common, **sizes}]

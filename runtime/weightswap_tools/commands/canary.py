@@ -60,12 +60,10 @@ def canary(
     `X-Weightswap-Canary: 1`, even if its share is 0.
     """
     if promote and abort:
-        raise typer.BadParameter("--promote and --abort: give one")
+        raise typer.BadParameter("--promote and --abort: give only one")
     starts = share is not None or shadow or weights is not None
     if (promote_if or abort_if is not None) and not starts:
-        raise typer.BadParameter(
-            "--promote-if and --abort-if are of a canary that starts: give --share or --shadow, too"
-        )
+        raise typer.BadParameter("--promote-if and --abort-if apply to a new canary: give --share or --shadow, too")
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)

@@ -65,7 +65,7 @@ def desired(
 
 def _apply(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
     if len(changes) > 1:
-        raise typer.BadParameter("--set, --rollback-to, --hold and --release are changes of their own: give one")
+        raise typer.BadParameter("--set, --rollback-to, --hold and --release are separate changes: give only one")
     return changes[0](revision) if changes and revision is not None else place.read()
 
 
@@ -74,7 +74,7 @@ def _require_revision(place: DesiredPlace, as_json: bool) -> NoReturn:
     state = place.read()
     if not as_json:
         _print(place, state)
-    raise typer.BadParameter(f"say --revision {state.revision}, if this is what you want to change")
+    raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
 
 
 def _print(place: DesiredPlace, state: DesiredState) -> None:

@@ -85,7 +85,7 @@ def deploy(
         fleet = connect(name)
         _show(fleet, as_json)
         if weights is not None and fleet.desired.weights_id != known_weights(weights).weights_id:
-            say("--weights are not served: others are desired already; `weightswap fleet swap` changes that", err=True)
+            say("--weights are not served: others are already desired; `weightswap fleet swap` changes that", err=True)
 
 
 @fleet_command.command()
@@ -181,7 +181,7 @@ def _scaling(replicas: int, most: int | None) -> dict[str, Any]:
     if most is None:
         return {"num_replicas": replicas}
     if most < replicas:
-        raise typer.BadParameter(f"--max-replicas {most}: expected at least --replicas, which are {replicas}")
+        raise typer.BadParameter(f"--max-replicas {most}: expected at least --replicas, which is {replicas}")
     return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
 
 
@@ -220,8 +220,8 @@ def _row(node: NodeStatus, desired_id: str | None) -> list[str]:
         "serves" if node.weights_id == desired_id else "behind"
     )
     if node.preparing:
-        state += f", prepares {node.preparing[:SHOWN]}"
+        state += f", preparing {node.preparing[:SHOWN]}"
     if node.trying:
-        state += f", tries {node.trying[:SHOWN]}"
+        state += f", trying {node.trying[:SHOWN]}"
     served = (node.weights_id or ("nothing" if node.keeper else "?"))[:SHOWN]
     return [node.node, served, str(node.revision), str(len(node.replicas)), state]

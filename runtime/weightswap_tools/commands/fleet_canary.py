@@ -63,7 +63,7 @@ def canary(
     }
     options: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
     if options and weights is None:
-        raise typer.BadParameter("give the weights that are to be tried")
+        raise typer.BadParameter("give the weights to try")
     if step_seconds is not None and steps is None:
         raise typer.BadParameter("--step-seconds: give --steps, too")
     with errors_as_exit(as_json), connected(name, address) as fleet:
@@ -142,7 +142,7 @@ def print_trial(trial: TrialReport | None) -> None:
         shares = [f"{100 * part:g} % of {node}" for node, part in sorted(trial.shares.items())]
         say(f"answers     {', '.join(shares)}{', and shadow' if plan.shadow else ''}")
         if not plan.shadow and not any(trial.shares.values()):
-            say("            only requests with X-Weightswap-Canary: 1 get it; --share or --steps give it others")
+            say("            only requests with X-Weightswap-Canary: 1 reach it; --share or --steps send it others")
     for title, rule in (("promote if", plan.promote_if), ("abort if", plan.abort_if)):
         if rule:
             held = f" (held for {trial.promote_held:.0f} s)" if title == "promote if" and not trial.outcome else ""

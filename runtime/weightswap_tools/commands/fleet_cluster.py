@@ -54,7 +54,7 @@ def cluster(address: str) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=False, logging_level="error", namespace="weightswap")
     except ConnectionError as error:
-        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or say --address") from error
+        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or give --address") from error
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def _check_address(address: str) -> None:
     """Raise Unsupported if nothing listens at the address; Ray itself would retry for minutes."""
     if address in ("", "local"):
         raise Unsupported(
-            f"--address {address!r}: would be a cluster that ends with this command; say HOST:PORT or auto"
+            f"--address {address!r}: would start a cluster that ends with this command; give HOST:PORT or auto"
         )
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
@@ -74,7 +74,7 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise Unsupported(
-            f"no Ray cluster at {address} ({error}): start one there (ray start --head), or say another --address"
+            f"no Ray cluster at {address} ({error}): start one there (ray start --head), or give another --address"
         ) from error
 
 
@@ -115,7 +115,7 @@ def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
     if as_json:
         return print_json(receipt.as_dict())
     before = receipt.previous_weights_id
-    unchanged = " (was desired already)" if receipt.kind == "none" else ""
+    unchanged = " (already desired)" if receipt.kind == "none" else ""
     say(f"{receipt.kind:<12}{receipt.source}{unchanged}")
     say(f"weights id  {receipt.weights_id}")
     say(f"before      {before or 'nothing'}")

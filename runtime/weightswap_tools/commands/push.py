@@ -98,7 +98,7 @@ def only_model(client: AdminClient) -> str:
     """Return the name of the server's only model. Raises Unsupported if there are several."""
     names = [str(model["name"]) for model in client.get("/admin/status")["models"]]
     if len(names) != 1:
-        raise Unsupported(f"{client.where}: serves {', '.join(names)}; say --model")
+        raise Unsupported(f"{client.where}: serves {', '.join(names)}; give --model")
     return names[0]
 
 
@@ -111,9 +111,9 @@ def upload(client: AdminClient, weights: str) -> dict[str, Any]:
     """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it."""
     where, path = printable(weights), Path(weights)
     if not is_url(weights) and not path.exists():
-        raise Unsupported(f"{where}: there is no such file")
+        raise Unsupported(f"{where}: no such file")
     if not path.is_file() or path.suffix != SUFFIX:
-        raise Unsupported(f"{where}: one weight file is uploaded; --point names what the server can read")
+        raise Unsupported(f"{where}: only a weight file can be uploaded; use --point for what the server can read")
     with open_weights(path) as opened:
         stamp, delta = opened.stamp, delta_stamp(opened)
     digest = _digest(path)

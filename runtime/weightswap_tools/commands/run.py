@@ -66,7 +66,7 @@ def run(
         model = load(artifact, weights, engine=engine, device=device, keys=keys, op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
-            raise typer.BadParameter(f"{name!r} is not a method; there are {visible(', '.join(model.signatures))}")
+            raise typer.BadParameter(f"{name!r} is not a method; there are: {visible(', '.join(model.signatures))}")
         call = model.method(name)
         if variants := add_variants(model, variant):
             call = partial(call, variants=variants)
@@ -81,7 +81,7 @@ def run(
         named = dict(zip(names, output_contents(flatten(signature.output, result), backend), strict=True))
         if output:
             if len(named) != len(names):
-                raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
+                raise Unsupported("two outputs have the same name: a key contains a dot; call the method from Python")
             write_tensors(output, {key: value for key, value in named.items() if isinstance(value, TensorBytes)})
         _print(model, name, named, seconds, as_json)
 

@@ -159,18 +159,18 @@ def serve(
             )
             admin.check()
         elif admin_token_file or admin_allow or upload_dir or audit_log:
-            raise typer.BadParameter("there are no operators without --admin-port or --admin-socket")
+            raise typer.BadParameter("options for operators need --admin-port or --admin-socket")
         matches = [_NAME_AND_VALUE.fullmatch(artifact) for artifact in artifacts]
         paths = {
             match[1] if match else default_name(artifact): match[2] if match else artifact
             for match, artifact in zip(matches, artifacts, strict=True)
         }
         if len(paths) < len(artifacts):
-            raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
+            raise typer.BadParameter("two artifacts have the same name; give NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
         followed, variants = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
         if empty := sorted(paths.keys() - {*first, *watched, *followed}):
-            raise typer.BadParameter(f"{', '.join(empty)}: where are the weights? Say --weights, --watch or --follow")
+            raise typer.BadParameter(f"{', '.join(empty)}: no weights; give --weights, --watch or --follow")
         takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else OpenMP sets them
         options: Mapping[str, Any] = {
             "engine": engine,
@@ -226,7 +226,7 @@ def _run_workers(workers: Workers, names: Iterable[str]) -> None:
 def _by_name(option: str, texts: list[str] | None, paths: Mapping[str, str]) -> dict[str, str]:
     values = _all_by_name(option, texts, paths)
     if (most := max(map(len, values.values()), default=0)) > 1:
-        raise typer.BadParameter(f"{option}: given {most} times, for one artifact")
+        raise typer.BadParameter(f"{option}: given {most} times for the same artifact")
     return {name: value for name, (value,) in values.items()}
 
 
@@ -237,7 +237,7 @@ def _all_by_name(option: str, texts: list[str] | None, paths: Mapping[str, str])
     for text in texts or ():
         match = _NAME_AND_VALUE.fullmatch(text)
         if match is None or match[1] not in paths:
-            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(paths)}, got {text!r}")
+            raise typer.BadParameter(f"{option}: expected NAME=..., with NAME one of {', '.join(paths)}, got {text!r}")
         values.setdefault(match[1], []).append(match[2])
     return values
 
@@ -245,7 +245,7 @@ def _all_by_name(option: str, texts: list[str] | None, paths: Mapping[str, str])
 def _print_addresses(server: Server | Workers, names: Iterable[str], admin: str) -> None:
     say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(names)}")
     if server.grpc_port:
-        say(f"{server.settings.host}:{server.grpc_port} is gRPC's")
+        say(f"{server.settings.host}:{server.grpc_port} is for gRPC")
     if admin:
         say(f"{admin} is for operators")
     sys.stdout.flush()

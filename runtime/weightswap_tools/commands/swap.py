@@ -105,7 +105,7 @@ def swap(
     if not checkpoints and watch is None and follow is None:
         raise typer.BadParameter("give files, or --watch DIR, or --follow PLACE")
     if watch is not None and follow is not None:
-        raise typer.BadParameter("--watch and --follow: give one")
+        raise typer.BadParameter("--watch and --follow: give only one")
     continuous = watch is not None or follow is not None
     receipts: list[SwapReceipt] = []
     document = {} if continuous else {"receipts": receipts}

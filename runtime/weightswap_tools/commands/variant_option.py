@@ -24,9 +24,9 @@ def add_variants(model: Model, options: list[str] | None) -> dict[str, str]:
     for option in options or ():
         group, equals, path = option.partition("=")
         if not equals or not group or not path:
-            raise typer.BadParameter(f"--variant: {visible(option)} is not group=path")
+            raise typer.BadParameter(f"--variant: expected group=path, got {visible(option)}")
         if group in paths:
-            raise typer.BadParameter(f"--variant: {visible(group)} is chosen twice")
+            raise typer.BadParameter(f"--variant: {visible(group)} is chosen more than once")
         paths[group] = path
     for group, path in paths.items():
         model.add_variant(group, path, path)

@@ -62,7 +62,7 @@ class Policy:
         """Parse a condition. Raises Unsupported, with the column, if the text is not a condition."""
         self.text = text
         if len(text) > MOST_CHARACTERS:
-            raise Unsupported(f"a condition of {len(text)} characters; the most are {MOST_CHARACTERS}")
+            raise Unsupported(f"a condition of {len(text)} characters; at most {MOST_CHARACTERS} are allowed")
         tree = _parse(text.strip())
         self._test = _TestCompiler(text.strip()).test(tree)
         self.quantities = (

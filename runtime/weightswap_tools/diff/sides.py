@@ -48,9 +48,9 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
     has different values for tied tensors.
     """
     if weights.weights and delta_stamp(weights.weights):
-        raise Unsupported(f"{weights.where}: a delta file; compare the weight files that it leads from and to")
+        raise Unsupported(f"{weights.where}: is a delta file; compare the weight files that it was made from")
     if weights.weights and record_of(weights.weights):
-        raise Unsupported(f"{weights.where}: goldens, no weights; compare the files that they lie beside")
+        raise Unsupported(f"{weights.where}: holds goldens, not weights; compare the weight files beside them")
     stamp = weights.weights.stamp if weights.weights else None
     digests = stamp.digests if stamp else {}
     if artifact is None:
@@ -77,7 +77,7 @@ def _check_ties(weights: TensorSet, match: Match) -> None:
     several = [names for names in match.found.values() if len({weights.tensors[name].tie_key for name in names}) > 1]
     digests = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
     problems = [
-        f"{' and '.join(names)} are one tensor in the graph, the checkpoint has different values for them"
+        f"{' and '.join(names)} are one tensor in the graph, but the checkpoint has different values for them"
         for names in several
         if len({digests[name] for name in names}) > 1
     ]

@@ -126,7 +126,7 @@ def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], befor
             name = row.renamed_from if row.renamed_from and compared is before else row.name
             expected = compared.digests.get(name)
             if expected and digests[index] not in (None, expected):
-                problems.append(f"{name}: its bytes are not those whose digest the file records")
+                problems.append(f"{name}: its bytes do not match the digest that the file records")
         if problems:
             raise DigestMismatch(compared.info.where, problems, DAMAGED)
 
@@ -183,11 +183,11 @@ def _overall(diffs: Sequence[TensorDiff]) -> Overall:
 def _notices(before: Side, after: Side, pairs: Pairs, *, by_artifact: bool) -> Iterator[str]:
     for info, aliases in zip((before.info, after.info), pairs.aliases, strict=True):
         if names := [f"{name} is {other}" for name, other in aliases.items()]:
-            yield f"In {info.where} {listed(names)}; the other set has one of the names alone."
+            yield f"In {info.where} {listed(names)}; the other set has only one of the names."
     if not by_artifact and before.tensors and after.tensors and strangers(before, after):
         yield (
-            "The two sets have next to no names in common. If one has a checkpoint's names and the other is packed, "
-            "give --artifact (artifact=): both are then compared under the names that its weights have."
+            "The two sets have almost no names in common. If one has a checkpoint's names and the other is packed, "
+            "give --artifact (artifact=): both are then compared under the names of its weights."
         )
     if before.info.graph_id and after.info.graph_id and before.info.graph_id != after.info.graph_id:
         yield f"They are packed for different graphs, {before.info.graph_id[:12]} and {after.info.graph_id[:12]}."

@@ -42,7 +42,7 @@ def inspect(
     only the report is written, unless --tree or --json is given, too.
     """
     if tree and as_json:
-        raise typer.BadParameter("--tree and --json: give one")
+        raise typer.BadParameter("--tree and --json: give only one")
     with errors_as_exit(as_json), open_subject(path, level) as subject:
         if html:
             write_report(html, report_of(subject))

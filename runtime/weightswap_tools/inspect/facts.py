@@ -45,7 +45,7 @@ def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _engine_text(manifest: Manifest, name: str, methods: list[str]) -> str:
-    return name if len(methods) == len(manifest.methods) else f"{name} ({', '.join(methods)} alone)"
+    return name if len(methods) == len(manifest.methods) else f"{name} ({', '.join(methods)} only)"
 
 
 def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:

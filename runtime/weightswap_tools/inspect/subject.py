@@ -121,7 +121,7 @@ def open_subject(path: str, level: str | None = None) -> Iterator[Subject]:
     """
     if is_artifact(path):
         if level is not None:
-            raise Unsupported(f"{path}: an artifact, which has no levels; leave --level out")
+            raise Unsupported(f"{path}: is an artifact, which has no levels; leave --level out")
         yield _open_artifact(path)
         return
     with open_set(path, SetRequest(level)) as opened:

@@ -175,11 +175,11 @@ def test_a_tied_tensor_of_which_the_other_has_one_name(turned: bool, tmp_path: P
     diff = compare_weights(*(reversed(paths) if turned else paths))
     left = "added" if turned else "removed"
     assert {found.name: found.status for found in diff.tensors} == {"embed": "same", "gone": left, "also gone": left}
-    assert diff.notices == (f"In {paths[0]} head is embed; the other set has one of the names alone.",)
+    assert diff.notices == (f"In {paths[0]} head is embed; the other set has only one of the names.",)
     names = {f"n{number}": tied for number in range(9)}
     diff = compare_weights(saved(tmp_path / "many.pt", state | names), paths[1])
     assert diff.notices[0].endswith("many.pt head is embed, n0 is embed, n1 is embed, n2 is embed, n3 is embed and "
-                                    "5 more; the other set has one of the names alone.")  # fmt: skip
+                                    "5 more; the other set has only one of the names.")  # fmt: skip
 
 
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)

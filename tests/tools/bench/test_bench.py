@@ -60,7 +60,7 @@ def test_samples_are_those_of_all_threads_together(tiny: TinyArtifact, weight_fi
 
 FAILURES = {
     "no such input": ({"inputs": "in.npz"}, "InputMismatch: forward: x: missing from the inputs (--input FILE)"),
-    "an input too many": ({"inputs": "more.npz"}, "InputMismatch: forward: y: not an input (they are x)"),
+    "an input too many": ({"inputs": "more.npz"}, "InputMismatch: forward: y: not an input (the inputs are x)"),
     "no such file": ({"weights": "nowhere"}, "WeightFileError: nowhere: cannot be opened"),
 }
 
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sizes out of range": ({"batches": (9, 10)}, "takes none of {'batch': 9}, {'batch': 10}; it has batch from 0 to 8"),
     "an unknown dimension": (
         {"sizes": {"length": 3}},
-        "'length' is no dynamic dimension of the method; there are: batch",
+        "'length' is not a dynamic dimension of the method, which has: batch",
     ),
 }
 

@@ -230,14 +230,14 @@ REFUSED = {
     "a label without a value": (
         ("pack", "checkpoint.pt", "net.artifact", "-o", "x", "--label", "step"),
         2,
-        "is not name=text",
+        "expected name=text, got",
     ),
     "a checkpoint as weights": (("run", "net.artifact", "-w", "checkpoint.pt", "-i", "in.npz"), 1, "weightswap pack"),
     "inputs missing": (("run", "net.artifact", "-w", "v1.safetensors"), 1, "x: missing from the inputs (--input FILE)"),
     "other inputs": (
         ("run", "net.artifact", "-w", "v1.safetensors", "-i", "v1.safetensors"),
         1,
-        "linear.bias: not an input (they are parts.0, x)",
+        "linear.bias: not an input (the inputs are parts.0, x)",
     ),
     "inputs of another kind": (("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.txt"), 2, ".npz files"),
     "inputs that are not there": (("run", "net.artifact", "-w", "v1.safetensors", "-i", "no.npz"), 1, "cannot be read"),

@@ -68,7 +68,7 @@ def test_changes_by_every_option(service: Service) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (("--hold", "--release", "--revision", "1"), 2, "give one"),
+        (("--hold", "--release", "--revision", "1"), 2, "give only one"),
         (("--rollback-to", "last", "--revision", "1"), 1, "NothingToRollBack"),
         (("--set", "none.safetensors", "--revision", "1"), 1, "WeightFileError"),
     ],
@@ -98,4 +98,4 @@ def test_swap_follows_until_it_is_interrupted(tiny: TinyArtifact, service: Servi
         text=True,
         check=False,
     )
-    assert (done.returncode, "give one" in done.stderr) == (2, True)
+    assert (done.returncode, "give only one" in done.stderr) == (2, True)

@@ -106,7 +106,7 @@ def test_a_report_replaces_only_reports(target: str, diff: Diff) -> None:
     before = path.read_bytes()
     said = diff("--html", str(path))
     assert said.status == 2
-    assert "exists, is not a report, and would be overwritten" in said.err
+    assert "exists and is not a report, so it is not overwritten" in said.err
     assert path.read_bytes() == before
     page = diff.folder / "d.html"
     page.touch()

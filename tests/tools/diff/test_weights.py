@@ -180,7 +180,7 @@ def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
     packed[1].write_bytes(raw)
     with pytest.raises(DigestMismatch, match=r"v2\.safetensors: refused, 1 problem") as refused:
         compare_weights(*packed)
-    assert "its bytes are not those whose digest the file records" in str(refused.value)
+    assert "its bytes do not match the digest that the file records" in str(refused.value)
 
 
 def test_damage_in_a_renamed_tensor_is_reported_under_its_old_name(packed: tuple[Path, Path], files: Files) -> None:
@@ -251,7 +251,7 @@ def test_goldens_are_no_weights(packed: tuple[Path, Path], tmp_path: Path) -> No
     environment = Environment(torch="2", device="cpu", capability="", threads=1)
     path = tmp_path / "v.goldens.safetensors"
     path.write_bytes(encode_goldens([], {}, graph_id="", weights_id="", environment=environment, tolerance=None))
-    with pytest.raises(Unsupported, match="goldens, no weights; compare the files that they lie beside"):
+    with pytest.raises(Unsupported, match="holds goldens, not weights; compare the weight files beside them"):
         compare_weights(packed[0], path)
 
 

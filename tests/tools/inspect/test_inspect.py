@@ -251,7 +251,7 @@ def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
 
 
 def test_tree_and_json_exclude_each_other(inspect: Inspect) -> None:
-    assert "--tree and --json: give one" in inspect("layers.artifact", "--tree", "--json", status=2)
+    assert "--tree and --json: give only one" in inspect("layers.artifact", "--tree", "--json", status=2)
     document = json.loads(inspect("layers.artifact", "--json", "--html", "both.html"))
     assert document["kind"] == "artifact"
     assert Path("both.html").exists()

@@ -205,8 +205,8 @@ def test_commands_choose_variants(folder: Path, tmp_path: Path) -> None:
         assert np.array_equal(np.load(tmp_path / "y.npz")["logits"], expected["logits"].numpy())
     assert f"variant lora: {receipt.weights_id}" in invoke(run_command, *call, *chosen).stdout
     for wrong, status, said in (
-        (["--variant", "lora"], 2, "lora is not group=path"),
-        ([*chosen, *chosen], 2, "lora is chosen twice"),
+        (["--variant", "lora"], 2, "expected group=path, got lora"),
+        ([*chosen, *chosen], 2, "lora is chosen more than once"),
         (["--variant", "other=x"], 1, "UnknownVariant"),
         (["--variant", f"lora={tmp_path / 'none'}"], 1, "none"),
     ):
