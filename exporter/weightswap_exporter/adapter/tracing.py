@@ -127,8 +127,8 @@ def flattened(checkpoint: CheckpointTensors) -> dict[str, Any]:
 def _check_kinds(before: Mapping[str, Kind], after: Mapping[str, Kind]) -> None:
     for name in [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         raise CaptureError(
-            f"loading a checkpoint makes {name} {describe_kind(after.get(name))}, "
-            f"and the graph has {describe_kind(before.get(name))}"
+            f"loading a checkpoint makes {name} {describe_kind(after.get(name))}, but the graph has "
+            f"{describe_kind(before.get(name))}"
         )
 
 
@@ -211,7 +211,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _check(values: Any, func: object) -> None:
     parts = [part for value in values if isinstance(value, torch.Tensor) for part in parts_of("", value).values()]
     if not all(isinstance(part, FakeTensor) for part in parts):
-        raise Unrecordable(f"{func} writes to a tensor that is neither a weight nor of the checkpoint")
+        raise Unrecordable(f"{func} writes to a tensor that is neither a weight nor part of the checkpoint")
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

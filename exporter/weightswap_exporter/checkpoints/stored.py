@@ -118,7 +118,7 @@ class Files:
         seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if self._seen.setdefault(path, seen) != seen:
             raise CheckpointError(
-                f"{path}: was written to or replaced while it was read, or got other names. Try it again."
+                f"{path}: was written to, replaced, renamed or linked while it was being read. Try again."
             )
 
 
