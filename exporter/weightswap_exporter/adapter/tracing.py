@@ -155,7 +155,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     if tensors := [name for name in changed if isinstance(before[name], torch.Tensor)]:
         raise CaptureError(
             f"loading a checkpoint replaces {', '.join(tensors)}, which belongs to the graph, not to a checkpoint, so "
-            "that a swap could not: register it as a persistent buffer"
+            "a swap could not replace it: register it as a persistent buffer"
         )
     return changed
 

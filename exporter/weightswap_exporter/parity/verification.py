@@ -127,7 +127,7 @@ def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, no
         (folder / "before").mkdir()
         return servable(before, artifact, folder / "before")
     if artifact.manifest.total_bytes > MOST_BYTES:
-        notes.append(f"no swap was tried: random weights would take more than {MOST_BYTES >> 30} GB; give others")
+        notes.append(f"no swap was tested: random weights would take more than {MOST_BYTES >> 30} GB; give others")
         return None
     path = folder / "before.safetensors"
     write_random_weights(artifact.manifest, path, np.random.default_rng(0))
@@ -171,7 +171,7 @@ class _Checks:
         self, recipe: Mapping[str, Any] | None, cases: Sequence[CallCase], tolerance: Tolerance | None
     ) -> None:
         if recipe is None and set(self.engines) <= {"torch"}:
-            self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
+            self.notes.append("the engines were not compared: there is no recipe, and no engine besides torch")
             return
         self.tell("calls on every engine")
         model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self.artifact)
