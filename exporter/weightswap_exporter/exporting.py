@@ -348,7 +348,7 @@ def _write(
             artifact = Artifact.open(folder)
             if more := engine_files(artifact, engines, tell=tell):
                 write_files(folder, manifest, more)
-                tell("testing what was compiled")
+                tell("trying what was compiled")
                 try_engines(Artifact.open(folder), [engine for names in engines.values() for engine in names])
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

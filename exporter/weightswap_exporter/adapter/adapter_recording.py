@@ -31,7 +31,7 @@ from .tracing import (
 from .transforming import Loaded, Transforming
 
 _PACK = (
-    "A server takes only weight files for this model, not checkpoints: pack those on the build side, with the model "
+    "A server takes only weight files for this model, not checkpoints: pack them on the build side, with the model "
     "(weightswap pack --recipe, pack(model=...))"
 )
 # loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
@@ -79,7 +79,7 @@ def record_adapter(
                 "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
             ) from error
         sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
-        reason = f"cannot record how a checkpoint becomes weights: {error}"
+        reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
     values, known = flattened(checkpoint), tables.loaded
     ignored = (key for key in recorded.adapter.ignored if key not in known)
@@ -140,7 +140,7 @@ def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) ->
     parts = flattened(checkpoint).keys() - checkpoint.keys()
     for source in loaded.values():
         if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
-            raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, which is part of a tensor"))
+            raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
 
 
 def _adapter(

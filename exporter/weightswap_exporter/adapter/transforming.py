@@ -73,7 +73,7 @@ class Transforming:
             with key.graph.inserting_after(key):
                 node = _called(aten.clone.default, key, value=key.meta["val"].clone())
         elif len(cast) < len(loaded) > 1:
-            raise _untraceable(f"gives different values to {' and '.join(weight.names)}, which are one tensor")
+            raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
         else:
             node = self._with_type_of(loaded[-1], weight)  # names are loaded in turn, so that the last one wins
         return self._computed(weight, node)
@@ -82,7 +82,7 @@ class Transforming:
         used = sorted(all_inputs([node]))
         initial = [root for root in used if root in self._initial]
         if initial and not overwritten(node, initial):
-            raise _untraceable(f"leaves old values in part of {weight.name}")
+            raise _untraceable(f"leaves old values in a part of {weight.name}")
         if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)

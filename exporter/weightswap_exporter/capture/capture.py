@@ -29,8 +29,8 @@ from .replaced import check_seen, replaced_tensors
 from .views import arguments
 
 _OF_A_SKELETON = (
-    "In a skeleton, a call computes only what depends on no parameter; create the rest in __init__, or export a real "
-    "model"
+    "In a skeleton, a call computes only what depends on no parameter; make other tensors in __init__, or export a "
+    "real model"
 )
 
 
@@ -101,7 +101,7 @@ def _problem_of(tensors: list[str], numbers: list[str]) -> str:
             "or remove the hook that stores it"
         )
     return (
-        f"a call changes {listed(numbers)}, which changes what a later call computes, but a server does not keep the "
+        f"a call changes {listed(numbers)}, so a later call computes something else, but a server does not keep the "
         "numbers of modules. Make it a tensor, and register it as a buffer"
     )
 

@@ -34,8 +34,8 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
     if name not in dtypes:
         wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "no float tensors"
         raise CheckpointError(
-            f"dtype {DTYPES[name].torch}: the graph expects no tensor of this dtype, so nothing would be cast; it "
-            f"expects {wants}. Leave the dtype out or give one of these, or export the model in this dtype."
+            f"dtype {DTYPES[name].torch}: the graph expects none, so nothing would be cast; it expects {wants}. Leave "
+            "the dtype out or give one of these, or export the model in this dtype."
         )
     return name
 

@@ -121,7 +121,7 @@ def _hint(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Readi
     """Return an error that names the fitting level or prefix, or None if there is none."""
     if prefix := _fitting_prefix(nearest.tensors, readings):
         others = sum(not name.startswith(prefix) for name in nearest.tensors)
-        which = f"the {others} others are then left out" if others else "all its names begin with it"
+        which = f"{plural(others, 'other')} left out" if others else "all names have it"
         full = nearest.prefix + prefix
         text = f"its names are those of the graph after {prefix!r} ({which}): pass prefix={full!r}"
         return WeightsMismatch(_where(checkpoint.where, nearest), [text], f"Pass it {_PREFIX}, or rename the keys.")

@@ -91,7 +91,7 @@ def export_directory(
         origin = "were guessed" if inputs is None else "were given"
         raise CaptureError(
             *str(error).splitlines(),
-            f"The inputs {origin}, and the eager model accepts them: {shapes}. Give others with --inputs.",
+            f"The inputs {origin}, and the eager model accepts them: {shapes}. Use --inputs to give others.",
         ) from error
     if fixed:
         warnings.warn(

@@ -70,7 +70,7 @@ def compile_engines(
     folder = opened.folder
     files = engine_files(opened, dict.fromkeys(_checked_methods(opened, methods), engines), device, tell)
     if trial:
-        tell("testing what was compiled")
+        tell("trying what was compiled")
         _try(opened, files, engines, device)
     try:
         for name, content in files.items():

@@ -67,7 +67,7 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
 
 
 def _warn(engine: str, reason: str) -> None:
-    warnings.warn(f"what was compiled for the engine {engine!r} could not be tested: {reason}", stacklevel=_CALLER)
+    warnings.warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}", stacklevel=_CALLER)
 
 
 def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:

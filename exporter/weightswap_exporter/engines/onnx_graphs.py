@@ -94,8 +94,8 @@ def _check_empty(where: str, program: ExportedProgram) -> None:
                 free_unbacked_symbols(each.meta.get("val")) for each in (node, *node.all_input_nodes)
             ):
                 raise CaptureError(
-                    f"{where}: {node.target} runs over a size that depends on values, such as x[mask]; where it is 0, "
-                    "ONNX Runtime crashes. Use the engine 'torch'"
+                    f"{where}: {node.target} has a size that depends on values, such as x[mask]; where it is 0, ONNX "
+                    "Runtime crashes. Use the engine 'torch'"
                 )
 
 

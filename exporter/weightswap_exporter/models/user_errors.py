@@ -48,5 +48,5 @@ def reason(error: BaseException, lines: int = 60) -> str:
     if isinstance(error, Unrecordable):
         return str(error)
     text = str(error).strip().splitlines()
-    more = f"\n... and {len(text) - lines} more lines" if len(text) > lines > 1 else ""
+    more = f"\n... and {len(text) - lines} lines more" if len(text) > lines > 1 else ""
     return f"{type(error).__name__}: " + "\n".join(text[:lines]) + more

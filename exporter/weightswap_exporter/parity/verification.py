@@ -127,7 +127,7 @@ def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, no
         (folder / "before").mkdir()
         return servable(before, artifact, folder / "before")
     if artifact.manifest.total_bytes > MOST_BYTES:
-        notes.append(f"no swap was tested: random weights would take more than {MOST_BYTES >> 30} GB; give others")
+        notes.append(f"no swap was tried: random weights would take more than {MOST_BYTES >> 30} GB; give others")
         return None
     path = folder / "before.safetensors"
     write_random_weights(artifact.manifest, path, np.random.default_rng(0))

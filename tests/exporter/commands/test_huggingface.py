@@ -312,7 +312,7 @@ def test_the_form_of_the_weights_in_a_directory_is_recorded(
         model.save_pretrained(folder)
     file = old / "model.safetensors"
     safetensors.torch.save_file(rewrite(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match="no weight comes from these keys") if unused else nullcontext():
+    with pytest.warns(UserWarning, match="no weight uses these checkpoint keys") if unused else nullcontext():
         artifact = export_directory(old, out=tmp_path / "a.artifact")
     served = serve(artifact)
     assert set(served.swap(old).ignored) == unused
@@ -325,7 +325,7 @@ def test_the_form_of_the_weights_in_a_directory_is_recorded(
 def test_weights_of_another_model_are_no_example(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
-    with pytest.warns(UserWarning, match="its weights are no example of what will be swapped in"):
+    with pytest.warns(UserWarning, match="its weights cannot serve as the example checkpoint"):
         export_directory(tmp_path / "model", out=tmp_path / "a.artifact")
 
 
