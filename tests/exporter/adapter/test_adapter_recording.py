@@ -143,7 +143,7 @@ EXPLICIT: dict[str, tuple[Any, type[Exception], str]] = {
         CaptureError,
         "more",
     ),
-    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"below 'model'; give checkpoint\['model'\]"),
+    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"under 'model'; give checkpoint\['model'\]"),
     "a path of nothing": ("nowhere.pt", CheckpointError, "nowhere.pt: no such file"),
     "a number": (3, CheckpointError, "expected a dict of tensors or a path, got a int"),
 }

@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
         lambda d: calls(d, "linear").update(name=f"x = {CODE}\n"),
         "Node.name: .* is not allowed there",
     ),
-    "an attribute of Python": (lambda d: calls(d, "linear").update(name="__class__"), "Node.name: '__class__' cannot"),
+    "an attribute of Python": (lambda d: calls(d, "linear").update(name="__class__"), "Node.name: '__class__' is not"),
     "a keyword": (
         lambda d: calls(d, "gelu")["inputs"][-1].update(name=f"approximate={CODE}, x", kind=1),
         "NamedArgument.name: .* is not allowed there",

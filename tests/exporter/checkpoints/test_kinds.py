@@ -82,7 +82,7 @@ def test_a_packed_file_is_packed_again(artifact: Artifact, tmp_path: Path) -> No
 GRAPHS = r"0.weight: the graph has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=Quant.+\), "
 OTHERS = {
     "int8": r"the checkpoint has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=None",
-    "float8": r"the checkpoint Float8Tensor\(block_size=\[1, 32\], mm_config=None",
+    "float8": r"the checkpoint has Float8Tensor\(block_size=\[1, 32\], mm_config=None",
 }
 
 
@@ -102,7 +102,7 @@ def test_torchaos_file_of_another_kind_is_refused_with_both(artifact: Artifact, 
 
 
 def test_floats_are_refused_for_a_quantised_graph(artifact: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(WeightsMismatch, match=GRAPHS + "the checkpoint a plain tensor") as caught:
+    with pytest.raises(WeightsMismatch, match=GRAPHS + "the checkpoint has a plain tensor") as caught:
         pack(floats(0), artifact, out=tmp_path / "v1.safetensors")
     assert len(caught.value.problems) == 2
 

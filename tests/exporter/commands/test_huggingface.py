@@ -109,7 +109,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_every_reason() -> None:
         load(hollow(llama), tensors)
     assert str(refused.value).splitlines()[1:] == [
         "  - model.norm.weight: missing",
-        "  - model.layers.0.mlp.up_proj.weight: has shape [3, 32], the model [37, 32]",
+        "  - model.layers.0.mlp.up_proj.weight: has shape [3, 32], the model has [37, 32]",
     ]
 
 

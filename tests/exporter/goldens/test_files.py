@@ -168,7 +168,7 @@ def refusal(packing: Packing, model: nn.Module, **options: Any) -> str:
 
 
 def test_a_model_that_is_not_the_exported_one_is_refused(packing: Packing) -> None:
-    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model F64[6, 1, 3, 3] on cpu" in refusal(
+    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model has F64[6, 1, 3, 3] on cpu" in refusal(
         packing, different(lambda: Everything().double(), 1), dtype="float32"
     )
     assert "embed.weight: the artifact has F32[6, 6], the model has no such tensor" in refusal(packing, nn.Linear(3, 3))

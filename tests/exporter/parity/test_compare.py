@@ -247,7 +247,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cases": [(IDS + 50,)]}, "case 0: the eager model raised"),
     ({"model": None}, "there are no weights"),
     ({"model": nn.Linear(2, 2)}, "the model has no such tensor"),
-    ({"model": tied().double()}, "the artifact has F32[16, 8] on the CPU, the model F64[16, 8] on cpu"),
+    ({"model": tied().double()}, "the artifact has F32[16, 8] on the CPU, the model has F64[16, 8] on cpu"),
 ]
 
 
