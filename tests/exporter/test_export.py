@@ -257,7 +257,7 @@ class Overlapping(nn.Module):
 
 
 def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="after a swap they do not: (whole and turned|turned and whole)$"):
+    with pytest.warns(UserWarning, match="after a swap they do not share it: (whole and turned|turned and whole)$"):
         export(Overlapping().eval(), (torch.ones(3),), out=tmp_path / "a.artifact")
 
 

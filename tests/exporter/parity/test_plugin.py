@@ -184,14 +184,14 @@ def test_it(model, artifact, assert_parity):
     update = ("--weightswap-update-goldens",) if path.startswith("net") else ()  # the name is looked at in any case
     outcomes, text = run(folder / "written", "--rootdir=.", *update)
     assert outcomes == {"test_it": "FAILED"}
-    assert "expected a name *.goldens.safetensors below" in text
+    assert "expected a name *.goldens.safetensors under" in text
     assert "torch.__trace" not in text
     assert not (folder / "net.goldens.safetensors").exists()
 
 
 def test_unknown_engines_are_refused(folder: Path) -> None:
     _, text = run(folder, "--weightswap-engines=torch,tensorrt")
-    assert "--weightswap-engines: tensorrt; there are torch, aoti, onnx" in text
+    assert "--weightswap-engines: expected torch, aoti, onnx, got tensorrt" in text
     assert "passed" not in text
 
 
