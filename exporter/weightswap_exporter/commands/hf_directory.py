@@ -195,7 +195,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise RecipeError(f"{path}: names no model_type, so it is not the configuration of a transformers model")
     if settings.get("quantization_config"):
-        raise Unsupported(f"{path}: a quantised model cannot be exported; give the original's directory")
+        raise Unsupported(f"{path}: the model is quantised and cannot be exported; give the original's directory")
     return settings
 
 
