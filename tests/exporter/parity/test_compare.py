@@ -241,7 +241,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cases": [(IDS.float(),)]}, "case 0, forward: ids: expected dtype I64, got F32"),
     ({"cases": [(IDS.expand(3, 2, 5),)]}, "case 0, forward: ids: expected 2 dimensions [batch, length], got [3, 2, 5]"),
     ({"cases": []}, "no calls to record"),
-    ({"cases": {"encode": [(IDS,)]}}, "no method 'encode'; there are forward"),
+    ({"cases": {"encode": [(IDS,)]}}, "no method 'encode'; the methods are forward"),
     ({"cases": "recorded"}, "unknown cases='recorded'"),
     ({"cases": "goldens"}, "there are no goldens for these weights"),
     ({"cases": [(IDS + 50,)]}, "case 0: the eager model raised"),
