@@ -186,8 +186,8 @@ def _export(
         previous = _compiled_for(path)
         _write(path, manifest, files, method_engines, tell)
     if lost := sorted(previous - _compiled_for(path)):
-        text = f"{path}: the replaced artifact had been compiled for {', '.join(lost)}, and this has not"
-        warnings.warn(f"{text}; weightswap compile does it", stacklevel=_STACKLEVEL - 2)
+        text = f"{path}: the replaced artifact was compiled for {', '.join(lost)}, and the new one is not"
+        warnings.warn(f"{text}; run weightswap compile", stacklevel=_STACKLEVEL - 2)
     return Artifact.open(path)
 
 
@@ -215,7 +215,7 @@ def _artifact(
     _warn_of_leftovers(captured)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
-        text = "these weights share memory without being one tensor; after a swap they do not: "
+        text = "these weights share memory but are not one tensor; after a swap they do not share it: "
         warnings.warn(text + "; ".join(pairs), stacklevel=_STACKLEVEL - 1)
     recording = _adapter(model, tables, load, checkpoint)
     described = {
@@ -267,7 +267,7 @@ def _warn_of_leftovers(captured: Mapping[str, Captured]) -> None:
     if numbers:
         warnings.warn(
             f"a call changes {listed(numbers)}. The next call computes the same, and a server does not change them: "
-            "see that no later call looks at them",
+            "make sure that no later call reads them",
             stacklevel=_STACKLEVEL,
         )
 
@@ -278,7 +278,7 @@ def _check_out(path: Path) -> Path:
     except (OSError, ValueError) as error:
         raise ExportError(f"{path!s:.200}: cannot be written ({error})") from error
     if foreign:
-        raise ExportError(f"{path}: exists and is not an artifact; give a name that is free, or remove it")
+        raise ExportError(f"{path}: exists and is not an artifact; give an unused name, or remove it")
     return path
 
 

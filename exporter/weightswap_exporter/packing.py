@@ -144,14 +144,14 @@ def pack(
 
 def _check_name(path: Path) -> Path:
     if path.name.endswith(GOLDENS_SUFFIX):
-        raise CheckpointError(f"{path}: *{GOLDENS_SUFFIX} are names of goldens; give the weight file another name")
+        raise CheckpointError(f"{path}: names in *{GOLDENS_SUFFIX} are for goldens; give the weight file another name")
     return path
 
 
 def _check_other(out: Path, files: Iterable[Path | None]) -> None:
     """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
     if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
-        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; name another")
+        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; give another name")
 
 
 def recorder(
@@ -163,8 +163,8 @@ def recorder(
         return lambda: None
     if not isinstance(model, nn.Module):
         raise CheckpointError(
-            "goldens are recorded with the eager model, and a checkpoint is none: give the module that was exported as "
-            "`model`, too, or as the source"
+            "goldens are recorded with the eager model, and a checkpoint is not one: also give the module that was "
+            "exported, as `model` or as the source"
         )
     eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
     if problems := model_problems(eager, artifact):
@@ -312,5 +312,5 @@ def _labels(labels: Mapping[str, object]) -> dict[str, str]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise CheckpointError(f"the label {text!a} is not Unicode text") from error
+            raise CheckpointError(f"the label {text!a} is not valid Unicode") from error
     return texts

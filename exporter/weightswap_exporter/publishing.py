@@ -142,7 +142,7 @@ def publish(
     labels = dict(labels or {})
     if str(labels.get("step", step)) != str(step):
         raise CheckpointError(
-            f"labels: step={labels['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
+            f"labels: step={labels['step']!r} contradicts step={step}; leave the label out, it is set from `step`"
         )
     check_writable(directory)
     check_promotion_policy(policy)
@@ -271,8 +271,8 @@ class _Writer:
         """Wait for the previous write, take the snapshot, and start to write it."""
         if (thread := threading.get_ident()) in self._threads:
             raise CheckpointError(
-                "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
-                "Set a flag there, and publish when the first call has returned."
+                "this thread is already in publish(): a signal handler, or the model itself, called it again. Set a "
+                "flag there, and publish when the first call has returned."
             )
         self._threads.add(thread)  # first: a signal handler may run after any step
         try:

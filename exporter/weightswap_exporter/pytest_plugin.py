@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     engines = _engines_option(config)
     unknown = sorted(set(engines or ()) - set(ENGINES))
     if unknown or engines == []:
-        raise pytest.UsageError(f"{_ENGINES}: {', '.join(unknown) or 'names none'}; there are {', '.join(ENGINES)}")
+        raise pytest.UsageError(f"{_ENGINES}: expected {', '.join(ENGINES)}, got {', '.join(unknown) or 'none'}")
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -131,7 +131,7 @@ class AssertParity:
         except ParityError as error:
             raise error.with_traceback(None) from error.__cause__  # the test is where to look
         if problems or not report.same:
-            recorded = [f"{goldens}: the eager model gives other outputs than were recorded", *problems]
+            recorded = [f"{goldens}: the eager model gives outputs other than those recorded", *problems]
             raise AssertionError("\n".join([*(recorded if problems else []), *([] if report.same else [report.text])]))
         return report
 
@@ -144,7 +144,7 @@ class AssertParity:
         reference = "torch" if model is None else ""
         chosen = [name for name in offered if name in self._engines and name != reference]
         if not chosen:
-            pytest.skip(f"{_ENGINES}={','.join(self._engines)}, and this test has {', '.join(offered)}")
+            pytest.skip(f"{_ENGINES}={','.join(self._engines)}, but this test has {', '.join(offered)}")
         return chosen
 
     def _recorded_cases(
@@ -162,7 +162,7 @@ class AssertParity:
         from .parity.compared_calls import recorded_calls
 
         if model is None:
-            raise ParityError(["goldens= says what the eager model gave, and there is no model"], "Give the model.")
+            raise ParityError(["goldens= records what the eager model gave, but there is no model"], "Give the model.")
         self._check_name(path)
         if self._config.getoption(_UPDATE):
             self._claim(path)
@@ -178,7 +178,7 @@ class AssertParity:
         """Raise ParityError unless the path names a goldens file below pytest's root directory."""
         root, path = self._config.rootpath.resolve(), path.resolve()
         if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):
-            raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _ADVICE)
+            raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} under {root}"], _ADVICE)
 
     def _claim(self, path: Path) -> None:
         """Raise ParityError if another call of this process has recorded the file."""
@@ -186,5 +186,5 @@ class AssertParity:
         recorded = self._config.stash.setdefault(_FILES, {})
         if path in recorded:
             advice = "Give each call a file of its own; a parametrised test can put its parameters into the name."
-            raise ParityError([f"{path}: was recorded by {recorded[path]} already, in this run"], advice)
+            raise ParityError([f"{path}: was already recorded by {recorded[path]} in this run"], advice)
         recorded[path] = self._test.nodeid

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 def _group(text: str) -> str:
     # not argparse's `choices`: Python 3.11 refuses an empty list with them
     if text not in GROUPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(GROUPS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(GROUPS)}")
     return text
 
 

@@ -124,7 +124,7 @@ class Story:
             self._fleet.swap(damaged, by="trainer")
         except FleetRefused as refused:
             self._note(f"refused by {len(refused.reasons)}", self._fleet.desired.revision, f"{last}, damaged", None)
-        receipt = self._fleet.rollback(by="operator", why="to show it")
+        receipt = self._fleet.rollback(by="operator", why="to demonstrate it")
         self._note("rollback", receipt.revision, str(last - 1), receipt)
         return [self._row(*step) for step in self._steps]
 
@@ -139,7 +139,7 @@ class Story:
 
 def _print(rows: list[Row]) -> None:
     table = Table(title="A fleet of three replicas on three nodes")
-    for column in ("", "revision", "epoch", "ready after", "served after", "answers", "digits read rightly"):
+    for column in ("", "revision", "epoch", "ready after", "served after", "answers", "digits read correctly"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
         ready = f"{row.receipt.seconds_staged * 1e3:.0f} ms" if row.receipt else ""
@@ -153,16 +153,14 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
     """Return what went wrong."""
     problems = {
         "wrong answers": sum(client.wrong for client in clients),
-        "answers that went back": sum(client.backwards for client in clients),
+        "answers that went backwards": sum(client.backwards for client in clients),
         "requests that failed": sum(client.failed for client in clients),
-        "versions that answered nobody": sum(not row.answers for row in rows),
+        "versions that answered no requests": sum(not row.answers for row in rows),
         "nodes that were late": sum(len(row.receipt.late) for row in rows if row.receipt),
-        "changes without all nodes": sum(len(row.receipt.nodes) != REPLICAS for row in rows if row.receipt),
+        "changes that missed a node": sum(len(row.receipt.nodes) != REPLICAS for row in rows if row.receipt),
     }
     failures = [f"{number} {what}" for what, number in problems.items() if number]
-    return (
-        failures if any(row.what.startswith("refused") for row in rows) else [*failures, "the damaged file was taken"]
-    )
+    return failures if any(row.what.startswith("refused") for row in rows) else [*failures, "damaged file accepted"]
 
 
 @contextmanager
@@ -194,7 +192,7 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=1.5, help="minimum seconds that each version serves (1.5)")
     options = parser.parse_args()
     if options.epochs < 2:
-        parser.error("--epochs: at least 2, or there is nothing to roll back to")
+        parser.error("--epochs: must be at least 2, or there is nothing to roll back to")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weightswap-fleet-") as name:
         folder = Path(name)

@@ -32,9 +32,9 @@ def _parse() -> Options:
     if options.serve and not importlib.util.find_spec("starlette"):
         parser.error("--serve: needs the extra `serve`; scripts/setup demo,serve (or: pip install 'weightswap[serve]')")
     if options.epochs < 1:
-        parser.error("--epochs: at least 1, or there is nothing to roll back to")
+        parser.error("--epochs: must be at least 1, or there is nothing to roll back to")
     if options.pace <= 0 or options.rate <= 0:
-        parser.error("--pace and --rate: more than 0")
+        parser.error("--pace and --rate: must be greater than 0")
     return Options(**vars(options))
 
 

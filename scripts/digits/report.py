@@ -30,7 +30,7 @@ def failures(outcome: Outcome, options: Options) -> list[str]:
 def _answer_failures(outcome: Outcome) -> Iterator[str]:
     ledger = outcome.ledger
     if ledger.wrong:
-        yield f"{ledger.wrong} answers came from another generation than they claim"
+        yield f"{ledger.wrong} answers came from a generation other than the one they claim"
     if ledger.mixed:
         yield f"{ledger.mixed} answers came from no generation at all"
     checked = len(ledger.samples) + ledger.strays
@@ -38,13 +38,13 @@ def _answer_failures(outcome: Outcome) -> Iterator[str]:
         yield f"{outcome.answers_given} answers were given, {checked} were checked"
     for generation in ledger.generations:
         if not generation.samples:
-            yield f"generation {generation.generation} answered no request"
+            yield f"generation {generation.generation} answered no requests"
 
 
 def _commit_failures(outcome: Outcome, options: Options) -> Iterator[str]:
     committed = [generation.weights_id for generation in outcome.ledger.generations]
     if committed != outcome.expected_weights_ids or len(committed) != options.epochs + 2:
-        yield f"{len(committed)} commits, not with the expected weights ids"
+        yield f"{len(committed)} commits, without the expected weights ids"
     if not _rollback_correct(outcome):
         yield "the rollback did not bring the previous generation back"
 

@@ -176,7 +176,7 @@ class Story:
         deadline = time.monotonic() + PATIENCE_SECONDS + longer
         while not reached():
             if time.monotonic() > deadline:
-                raise DemoError(f"waited {PATIENCE_SECONDS + longer:.0f} s for the {what} in vain")
+                raise DemoError(f"waited {PATIENCE_SECONDS + longer:.0f} s in vain for the {what}")
             if event := self._children.next_event(0.0 if self._shards else POLL_SECONDS):
                 self._handlers[event.kind](event)
             elif self._shards:
@@ -189,7 +189,7 @@ class Story:
         shard.unlink()
 
     def _on_ready(self, event: Event) -> None:
-        self._screen.say("the server is ready; it has the graph and no weights")
+        self._screen.say("the server is ready; it has the graph, but no weights")
         self._page = event.fields["page"]
         if self._page is not None:
             self._screen.say(f"the operator's page: {self._page['address']}  token: {self._page['token']}")

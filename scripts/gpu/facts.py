@@ -18,7 +18,7 @@ def main() -> int:
 
     took = time.perf_counter() - start
     if not torch.cuda.is_available():
-        print("scripts/test_cuda needs a GPU, and torch finds none here", file=sys.stderr)
+        print("scripts/test_cuda needs a GPU, but torch finds none here", file=sys.stderr)
         return 1
     properties = torch.cuda.get_device_properties(0)
     facts = {

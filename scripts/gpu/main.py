@@ -65,7 +65,7 @@ def _prepare(site: Path) -> None:
     if wheels and not _installed(wheels, site):
         for wheel in wheels:  # one by one, as a wheel for another interpreter would stop the others
             if not _installed([wheel], site):
-                print(f"{wheel.name}: pip does not install it; what needs it is skipped", file=sys.stderr)
+                print(f"{wheel.name}: pip cannot install it; what needs it is skipped", file=sys.stderr)
     paths = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
     sys.path += paths  # for `find_spec`
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -88,7 +88,7 @@ def _facts() -> dict[str, object] | None:
     try:
         done = subprocess.run(FACTS, cwd=ROOT, capture_output=True, text=True, timeout=FACTS_LIMIT, check=False)
     except subprocess.TimeoutExpired as error:
-        return {"facts": f"none: {error.timeout:.0f} s were too few for scripts/gpu/facts.py"}
+        return {"facts": f"none: scripts/gpu/facts.py took longer than {error.timeout:.0f} s"}
     if done.returncode:
         print(done.stderr.strip(), file=sys.stderr)
         return None

@@ -95,7 +95,7 @@ def _started(result: Result, end: float) -> list[_Process]:
     if limit < 1:
         lacks = ["time"]
     if lacks:
-        result.state, result.detail = "skipped", f"what it needs is not here: {', '.join(lacks)}"
+        result.state, result.detail = "skipped", f"missing here: {', '.join(lacks)}"
         return []
     result.state = "running"
     return [_Process(result, limit)]

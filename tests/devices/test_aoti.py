@@ -243,7 +243,7 @@ def test_a_missing_toolkit_is_named() -> None:
         "C++ compile error\nmodel.h:15:10: fatal error: cuda.h: No such file or directory\n   15 | #include"
     )
     explained = aoti_compiler._explained("method 'forward'", said)
-    assert "compiles for GPUs with the CUDA toolkit, and finds no cuda.h. Install" in str(explained)
+    assert "compiles for GPUs with the CUDA toolkit, and cannot find cuda.h. Install" in str(explained)
 
 
 def test_auto_does_not_take_it_on_a_device(bare: Sums) -> None:

@@ -43,7 +43,7 @@ def test_without_a_gpu_nothing_is_reported_as_passed(tmp_path: Path) -> None:
     command = [str(SCRIPT), str(tmp_path / "report")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip() == "scripts/test_cuda needs a GPU, and torch finds none here"
+    assert done.stderr.strip() == "scripts/test_cuda needs a GPU, but torch finds none here"
     assert not (tmp_path / "report").exists()
 
 
@@ -89,7 +89,7 @@ def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
     code = re.sub(r"main\._facts = .*", late, code)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "| facts | none: 0 s were too few for scripts/gpu/facts.py |" in done.stdout
+    assert "| facts | none: scripts/gpu/facts.py took longer than 0 s |" in done.stdout
     assert "| one | passed |" in done.stdout
 
 
@@ -106,7 +106,7 @@ def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(
     assert re.search(r"^\| two \| \*\*ended after \d+ s\*\* \| \d+ \|  \|$", report, re.MULTILINE)
     assert re.search(r"^## two: \*\*ended after \d+ s\*\*\n\n```\nbegun\n```$", report, re.MULTILINE)
     assert "## three: **failed (3)**\n\n```\nwrong output\n```\n" in report
-    assert "| one | **skipped** | 0 | what it needs is not here: time |" in report
+    assert "| one | **skipped** | 0 | missing here: time |" in report
     assert "| GPU | none \\| at all |" in report
 
 
@@ -126,8 +126,8 @@ def test_what_lacks_something_or_ran_no_test_is_skipped_and_never_passed(tmp_pat
     found = dict(re.findall(r"^\| (\w+) \| (.*) \| \d+ \| ", report, re.MULTILINE))
     skipped = dict.fromkeys(("package", "file", "all", "none", "silent"), "**skipped**")
     assert found == {**skipped, "some": "passed", "failed": "**failed (1)**", "broken": "**failed (2)**"}
-    assert "what it needs is not here: no_such, nor_this |" in report
-    assert "what it needs is not here: tests/nowhere.py |" in report
+    assert "missing here: no_such, nor_this |" in report
+    assert "missing here: tests/nowhere.py |" in report
     assert "no test ran: 12 skipped, 3 deselected in 0.50s |" in report
 
 

@@ -257,7 +257,7 @@ class Overlapping(nn.Module):
 
 
 def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="after a swap they do not: (whole and turned|turned and whole)$"):
+    with pytest.warns(UserWarning, match="after a swap they do not share it: (whole and turned|turned and whole)$"):
         export(Overlapping().eval(), (torch.ones(3),), out=tmp_path / "a.artifact")
 
 
@@ -319,13 +319,13 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
     "a changed attribute": (ChangesAttribute(), "register it as buffer"),
     "an assigned attribute": (AssignsAttribute(), "a call stores tensors in self.cache"),
-    "a view of a weight": (ViewOfWeight(), "turned: is a view of the weight weight, and would keep its present values"),
+    "a view of a weight": (ViewOfWeight(), "turned: is a view of the weight weight, and would keep its current values"),
     "a graph that torch cannot write": (
         Unwritable(),
         "cannot (write the graph|capture it)",
     ),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
-    "a dtype without a name": (Complex(), "weight: torch.complex128 is no dtype of the safetensors format"),
+    "a dtype without a name": (Complex(), "weight: torch.complex128 is not a dtype of the safetensors format"),
 }
 
 
@@ -430,7 +430,7 @@ def test_what_weightswap_refuses_is_not_blamed_on_torch(tmp_path: Path) -> None:
     cases = {
         "method 'forward': a call stores tensors in self.last that a later call reads": Storing(),
         "method 'forward': a call changes the parameter.*max_norm=None": nn.Embedding(9, 3, max_norm=1.0),
-        "a call makes 0.table, which the model does not have before it: call the model once": nn.Sequential(Lazy()),
+        "a call creates 0.table, which the model did not have before: call the model once": nn.Sequential(Lazy()),
     }
     for says, model in cases.items():
         x = torch.ones(3, dtype=torch.int64 if isinstance(model, nn.Embedding) else torch.float32)
@@ -461,9 +461,9 @@ class LaterTable(Lazy):
 def test_a_buffer_that_the_first_call_makes(hollow: bool, tmp_path: Path) -> None:
     with skeleton() if hollow else nullcontext():
         model = LaterTable().eval()
-    with pytest.raises(CaptureError, match=r"a call makes table.*call the model once, then export") as refused:
+    with pytest.raises(CaptureError, match=r"a call creates table.*call the model once, then export") as refused:
         export(model, (torch.ones(3),), out=tmp_path / "a")
-    assert ("A skeleton's call" in str(refused.value)) is hollow
+    assert ("In a skeleton, a call" in str(refused.value)) is hollow
     assert model.table is None
     model(torch.ones(3))
     artifact = export(model, (torch.ones(3),), out=tmp_path / "a")
@@ -498,5 +498,5 @@ def test_a_dynamic_dimension_that_became_fixed_is_told(tmp_path: Path, monkeypat
         if name == "auto":
             assert export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments).path.is_dir()
             continue
-        with pytest.raises(CaptureError, match="x: dimension 0 was to be dynamic, and the capture has fixed it at 2"):
+        with pytest.raises(CaptureError, match="x: dimension 0 was declared dynamic, but the capture fixed it at 2"):
             export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments)

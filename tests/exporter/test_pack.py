@@ -133,12 +133,12 @@ def wide() -> dict[str, torch.Tensor]:
 BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "nothing there": (lambda path: path / "nowhere.pt", CheckpointError, "no such file"),
     "another suffix": (lambda path: saved(path / "c.onnx", {}), CheckpointError, "unknown kind of checkpoint"),
-    "arbitrary objects": (lambda path: saved(path / "c.pt", {"a": Arbitrary()}), CheckpointError, "could run anything"),
+    "arbitrary objects": (lambda path: saved(path / "c.pt", {"a": Arbitrary()}), CheckpointError, "could run any code"),
     "arbitrary objects, the way out": (
         lambda path: saved(path / "c.pt", {"a": Arbitrary()}),
         CheckpointError,
-        "unpickle it yourself and give what holds the weights: pack(torch.load(path, weights_only=False)"
-        '["state_dict"], artifact, out=...)',
+        "unpickle it yourself and give the part that holds the weights: "
+        'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)',
     ),
     "not a pickle": (
         lambda path: written(path / "c.pt", b"hello"),
@@ -146,7 +146,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "c.pt: not a checkpoint that torch.load can open",
     ),
     "an empty file": (lambda path: written(path / "c.pt", b""), CheckpointError, "c.pt: the file is empty. Save it"),
-    "a cut off file": (cut, CheckpointError, "c.pt: cut off: it has no end of a zip file. Save it again"),
+    "a cut off file": (cut, CheckpointError, "c.pt: cut off: the end of the zip file is missing. Save it again"),
     "an old file that is cut off": (
         lambda path: written(path / "d.pt", saved_before_zip(path / "c.pt", {"a": torch.ones(9)}).read_bytes()[:150]),
         CheckpointError,
@@ -161,7 +161,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "nested": (
         lambda path: {"weights": Renamed().state_dict(), "epoch": 1},
         CheckpointError,
-        "holds no tensors where a state dict is looked for. It has 'weights' (4 tensors): pass level='weights'",
+        "holds no tensors where a state dict is expected. It has 'weights' (4 tensors): pass level='weights'",
     ),
     "meta tensors": (lambda path: Renamed().to("meta").state_dict(), CheckpointError, "has no values"),
     "sparse": (lambda path: {"layers.0.weight": torch.eye(3).to_sparse()}, CheckpointError, "cannot be written"),

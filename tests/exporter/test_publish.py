@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         CheckpointError,
         "labels: step='8' contradicts step=7; leave the label out",
     ),
-    "a dtype that nothing has": ({"step": 1, "dtype": "float64"}, CheckpointError, "the graph wants no tensor in it"),
+    "a dtype that nothing has": ({"step": 1, "dtype": "float64"}, CheckpointError, "the graph expects none"),
     "no artifact": ({"step": 1, "artifact": "nowhere"}, ArtifactError, "nowhere"),
 }
 
@@ -389,14 +389,14 @@ def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
         if caught:
             publish(model, out, renamed, step=1).wait(60)
         else:
-            with pytest.raises(CheckpointError, match="within publish"):
+            with pytest.raises(CheckpointError, match="already in publish"):
                 publish(model, out, renamed, step=1)
         publish(model, out, renamed, step=3).wait(60)
     finally:
         signal.alarm(0)
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert "this thread is within publish() already" in str(refused.pop())
+    assert "this thread is already in publish()" in str(refused.pop())
     assert sorted(path.name[:14] for path in out.iterdir()) == ["step-000000001"] * caught + ["step-000000003"]
 
 

@@ -39,5 +39,5 @@ def test_packed_goldens_are_of_the_base_alone(files: Adapters, tmp_path: Path) -
 
 @pytest.mark.parametrize("pattern", ["*lora_B*", "first.lora_*"])
 def test_a_part_of_pefts_tensors_is_refused(pattern: str, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="declare all that PEFT has put in"):
+    with pytest.raises(CaptureError, match="declare all that PEFT added"):
         export(with_lora(base(0)), (X,), out=tmp_path / "x.artifact", variants={"lora": pattern})

@@ -124,7 +124,7 @@ class Run:
         print(f"{total:,} inputs in {seconds:.0f} s; the slowest took {self.slowest * 1e3:.0f} ms")
         if self._coverage is not None:
             kept = sum(map(len, self._corpus.values()))
-            print(f"{len(self._coverage):,} steps between lines covered; a corpus of {kept:,}")
+            print(f"{len(self._coverage):,} steps between lines covered, corpus of {kept:,}")
         print(f"{self.findings} findings")
 
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 _FOUND = torch.accelerator.current_accelerator(check_available=True)
 ACCELERATOR = _FOUND.type if _FOUND else "cuda"
-_ABSENT = pytest.mark.skipif(_FOUND is None, reason="needs a GPU, and torch finds none here")
+_ABSENT = pytest.mark.skipif(_FOUND is None, reason="needs a GPU, but torch finds none here")
 _MARKS = [pytest.mark.cuda, _ABSENT]
 on_accelerator = pytest.mark.parametrize("device", [pytest.param(ACCELERATOR, id="cuda", marks=_MARKS)])
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param(ACCELERATOR, id="cuda", marks=_MARKS)])

@@ -66,7 +66,7 @@ def test_weights_that_no_file_holds_are_packed_with_the_directory(tmp_path: Path
     eager = hf("MarianMTModel", "MarianConfig", **SEQUENCES, **sizes, **heads, vocab_size=99)().eval()
     directory, out = write_config(eager, tmp_path / "model"), tmp_path / "model.artifact"
     (warning,) = export_directory(directory, out)
-    assert warning.startswith("no key of a checkpoint gives the weight(s) model.encoder.embed_positions.weight")
+    assert warning.startswith("no checkpoint key provides the weight(s) model.encoder.embed_positions.weight")
     save_pretrained(eager, directory)
     packed = tmp_path / "v1.safetensors"
     arguments = [str(directory), str(out), "-o", str(packed), "--recipe", f"hf:{directory}"]

@@ -31,7 +31,7 @@ from .tracing import (
 from .transforming import Loaded, Transforming
 
 _PACK = (
-    "A server takes weight files for this model, no checkpoints: pack them on the build side, with the model "
+    "A server takes only weight files for this model, not checkpoints: pack them on the build side, with the model "
     "(weightswap pack --recipe, pack(model=...))"
 )
 # loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
@@ -87,7 +87,7 @@ def record_adapter(
         recorded = recording.with_needed(recorded, checkpoint, optional, load)
     if own or recorded.warnings or not optional:
         return recorded
-    text = f"no weight comes from these keys of a checkpoint: {listed(optional, 10)}"
+    text = f"no weight uses these checkpoint keys: {listed(optional, 10)}"
     return recorded._replace(warnings=(text,))
 
 
@@ -156,9 +156,9 @@ def _adapter(
         inputs=inputs,
     )
     absent = [name for name, source in loaded.items() if not source.keys]
-    warnings = [f"no key of a checkpoint gives the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
+    warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
     if changed := transforming.changed if transforming else ():
-        warnings.append(f"loading changes {', '.join(changed)}; the graph keeps what it is at the export")
+        warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
     return Recorded(adapter, files, tuple(warnings))
 
 

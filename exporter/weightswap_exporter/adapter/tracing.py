@@ -127,8 +127,8 @@ def flattened(checkpoint: CheckpointTensors) -> dict[str, Any]:
 def _check_kinds(before: Mapping[str, Kind], after: Mapping[str, Kind]) -> None:
     for name in [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         raise CaptureError(
-            f"loading a checkpoint makes {name} {describe_kind(after.get(name))}, "
-            f"and the graph has {describe_kind(before.get(name))}"
+            f"loading a checkpoint makes {name} {describe_kind(after.get(name))}, but the graph has "
+            f"{describe_kind(before.get(name))}"
         )
 
 
@@ -155,7 +155,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     if tensors := [name for name in changed if isinstance(before[name], torch.Tensor)]:
         raise CaptureError(
             f"loading a checkpoint replaces {', '.join(tensors)}, which belongs to the graph, not to a checkpoint, so "
-            "that a swap could not: register it as a persistent buffer"
+            "a swap could not replace it: register it as a persistent buffer"
         )
     return changed
 

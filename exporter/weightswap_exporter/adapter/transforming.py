@@ -119,8 +119,8 @@ class Transforming:
         for value in values.values():
             if (name := self._storages.get(value.untyped_storage()._cdata)) is not None or is_fake(value):
                 raise CaptureError(
-                    f"the loading code uses values that the model has now, of {name or 'a tensor that it keeps'}: a "
-                    "checkpoint must become the same weights whatever the model held before"
+                    f"the loading code uses the model's current values of {name or 'a tensor that it keeps'}: a "
+                    "checkpoint must produce the same weights whatever the model held before"
                 )
 
     def _archive(self, body: list[Node], placeholders: list[Node]) -> bytes:

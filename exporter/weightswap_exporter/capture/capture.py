@@ -29,8 +29,8 @@ from .replaced import check_seen, replaced_tensors
 from .views import arguments
 
 _OF_A_SKELETON = (
-    "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
-    "export a real model"
+    "In a skeleton, a call computes only what depends on no parameter; make other tensors in __init__, or export a "
+    "real model"
 )
 
 
@@ -96,13 +96,13 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
 def _problem_of(tensors: list[str], numbers: list[str]) -> str:
     if tensors:
         return (
-            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, and a "
-            "server keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that "
-            "cache, or remove the hook that stores it"
+            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, but a server "
+            "keeps none of them. Register what calls must keep as a buffer; otherwise clear or turn off that cache, "
+            "or remove the hook that stores it"
         )
     return (
-        f"a call changes {listed(numbers)}, and a later call computes something else then, while a server keeps "
-        "no numbers of modules. Make it a tensor, and register it as a buffer"
+        f"a call changes {listed(numbers)}, so a later call computes something else, but a server does not keep the "
+        "numbers of modules. Make it a tensor, and register it as a buffer"
     )
 
 
@@ -111,7 +111,7 @@ def _advice(reason: str) -> str:
     if "cast NotImplemented to Tensor" in reason:
         return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
     if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
-        return f". A call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}"
+        return f". A call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}"
     # torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length
     if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
         return ""
@@ -191,7 +191,7 @@ def _no_new_tensors(root: nn.Module) -> Iterator[None]:
             delattr(root.get_submodule(path), name)
     if new:
         raise CaptureError(
-            f"a call makes {listed(new)}, which the model does not have before it: call the model once, then export"
+            f"a call creates {listed(new)}, which the model did not have before: call the model once, then export"
             + (f". {_OF_A_SKELETON}" if any(map(is_fake, tensors.values())) else "")
         )
 

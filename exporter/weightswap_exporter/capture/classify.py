@@ -82,7 +82,7 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     for fqns in groups.values():
         kind = "state" if mutated.intersection(fqns) else "weight" if persistent.intersection(fqns) else "constant"
         if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
-            raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
+            raise CaptureError(f"a call changes {', '.join(fqns)}, but {', '.join(shared)} is a parameter")
         if variable.intersection(fqns):
             check_variable(fqns, kind, variants)
             kind = "variant"
@@ -130,8 +130,8 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
         raise CaptureError(f"{bad[0]!r}: a tensor cannot have this name in a safetensors file")
     if bad := [n for n in names if not is_path(n)]:
         raise CaptureError(
-            f"{bad[0]!r}: a tensor cannot have this name in a graph, where no part of a name is empty, has quotes, or "
-            "begins and ends with two underscores, as Python's own names do; rename it in the model"
+            f"{bad[0]!r}: a tensor cannot have this name in a graph: parts of a name must not be empty, contain "
+            "quotes, or begin and end with two underscores like Python's own names; rename it in the model"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureError(f"{name}: {tensor.layout} tensors cannot be captured, only dense ones")
@@ -207,7 +207,7 @@ def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], c
     constants = [row for row in constants if values[row.name].untyped_storage()._cdata in storages]
     if pairs := overlapping(values, state + constants):
         raise CaptureError(
-            f"{listed(pairs, between='; ')} share memory that calls change, and are not one tensor: register one of "
+            f"{listed(pairs, between='; ')} share memory that calls change, but are not one tensor: register one of "
             "them, and take views of it in the call"
         )
 
@@ -218,6 +218,6 @@ def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, to
     for name, value in values.items():
         if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):
             raise CaptureError(
-                f"{name}: is a view of the weight {weight}, and would keep its present values. Compute it in the call, "
-                "or give it memory of its own (.clone())."
+                f"{name}: is a view of the weight {weight}, and would keep its current values. Compute it in the "
+                "call, or give it memory of its own (.clone())."
             )

@@ -50,14 +50,14 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
     owner: Any = model
     name = type(model).__qualname__
     if not isinstance(model, transformers.PreTrainedModel) or not owner.can_generate():
-        raise Unsupported(f"{name}: is no language model of transformers that generates")
+        raise Unsupported(f"{name}: is not a transformers language model that can generate")
     if length < 2 or batch < 1:
         raise Unsupported(f"length={length}, batch={batch}: expected a length of 2 or more, a batch of 1 or more")
     if length > (positions := _positions(owner)):
-        raise Unsupported(f"length={length}: {name} has learned {positions} positions")
+        raise Unsupported(f"length={length}: {name} has only {positions} learned positions")
     if length > (rotated := _longest_for_rope(owner.config.get_text_config())):
         raise Unsupported(
-            f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, cached ones, too"
+            f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, including cached ones"
         )
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
@@ -101,7 +101,7 @@ def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, to
         pair = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in pair):
             raise Unsupported(
-                f"{type(owner).__qualname__}: remembers something else than keys and values of its layers"
+                f"{type(owner).__qualname__}: keeps something other than the keys and values of its layers"
             )
         yield tuple((tensor.shape, tensor.dtype) for tensor in pair if tensor is not None)
 

@@ -204,7 +204,7 @@ def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symb
     for axis, dim in axes:
         size: Any = value.shape[axis]
         if _is_dynamic(dim) and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols):
-            raise CaptureError(f"{name}: dimension {axis} was to be dynamic, and the capture has fixed it at {size}")
+            raise CaptureError(f"{name}: dimension {axis} was declared dynamic, but the capture fixed it at {size}")
         if type(dim) is Dim and isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             yield size.node.expr, dim.__name__
 

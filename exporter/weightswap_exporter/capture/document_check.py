@@ -175,21 +175,21 @@ def _leaf_problems(value: Any, kind: Any, field: str) -> Iterator[str]:
         yield from _text_problems(value, field)
     elif kind is float:
         if not isinstance(value, int | float) and value not in ("Infinity", "-Infinity", "NaN"):
-            yield f"{field}: {value!r:.{_MOST_SHOWN}} is no number"
+            yield f"{field}: {value!r:.{_MOST_SHOWN}} is not a number"
     elif not isinstance(value, int) or (kind not in (int, bool) and not issubclass(kind, IntEnum)):
-        yield f"{field}: {value!r:.{_MOST_SHOWN}} cannot stand there"
+        yield f"{field}: {value!r:.{_MOST_SHOWN}} is not allowed there"
 
 
 def _text_problems(text: str, field: str) -> Iterator[str]:
     try:
         if field not in _TEXTS:
-            yield f"{field} cannot stand in a graph"
+            yield f"{field} is not allowed in a graph"
         elif not _TEXTS[field](text):
-            yield f"{field}: {text!r:.{_MOST_SHOWN}} cannot stand there"
+            yield f"{field}: {text!r:.{_MOST_SHOWN}} is not allowed there"
     except (ForeignFunction, UnknownPart) as error:
         yield f"calls {error}"
     except MissingOperator:
-        yield f"calls {text!r:.{_MOST_SHOWN}}, which this process lacks"
+        yield f"calls {text!r:.{_MOST_SHOWN}}, which this process does not have"
 
 
 def _call_problems(node: dict[str, Any]) -> Iterator[str]:

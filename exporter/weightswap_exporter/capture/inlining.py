@@ -61,7 +61,7 @@ def _body(node: Node, inputs: list[Node]) -> Graph:
 
     body: Graph = make_fx(run)(*(item.meta["val"] for item in inputs)).graph
     if body.find_nodes(op="get_attr"):
-        raise CaptureError(f"{target} keeps a tensor of its own, which no graph can have without its package")
+        raise CaptureError(f"{target} keeps a tensor of its own, which a graph cannot hold without its package")
     return body
 
 

@@ -57,9 +57,9 @@ def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
     """Return the changed FQNs. Raises CaptureError if there is a parameter among them."""
     if parameters := sorted(changed.intersection(program.graph_signature.parameters)):
         raise CaptureError(
-            f"a call changes the parameter(s) {listed(parameters)}; weights are only changed by a swap, and weightswap "
-            "exports no model that changes its own. Switch the change off where the model can (nn.Embedding: "
-            "max_norm=None, RWKV: rescale_every=0); in code of your own, register what changes as a buffer."
+            f"a call changes the parameter(s) {listed(parameters)}; only a swap may change weights, so a model that "
+            "changes its own cannot be exported. Turn the change off if the model has an option (nn.Embedding: "
+            "max_norm=None, RWKV: rescale_every=0); in your own code, register what changes as a buffer."
         )
     return frozenset(changed)
 
@@ -134,7 +134,7 @@ class _Origins:
         path = reached([node], self._viewed)
         secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
         if path & self._owned and secret:
-            raise CaptureError(f"a call writes to what {secret[0]} gives, which may be a view: use the safe operator")
+            raise CaptureError(f"a call writes to {secret[0]}'s result, which may be a view: use the safe operator")
         return bool(path & self._owned)
 
 

@@ -24,7 +24,7 @@ def no_seeding() -> Iterator[None]:
     def refuse(value: Any) -> torch.Generator:
         if get_ident() != thread:
             return seed(value)
-        raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {INSTEAD}")
+        raise CaptureError(f"a call seeds torch's random numbers, which a graph cannot do: {INSTEAD}")
 
     with mock.patch.object(torch, "manual_seed", refuse), mock.patch.object(torch.random, "manual_seed", refuse):
         yield
@@ -33,4 +33,4 @@ def no_seeding() -> Iterator[None]:
 def check_no_generator(program: ExportedProgram) -> None:
     """Raise CaptureError for a generator: each call of a graph would continue its sequence of numbers."""
     if any(isinstance(value, torch.Generator) for value in program.constants.values()):
-        raise CaptureError(f"a call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}")
+        raise CaptureError(f"a call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}")

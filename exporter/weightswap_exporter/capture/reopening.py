@@ -42,8 +42,8 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     except Exception as error:
         reason = error.__cause__ or error.__context__ or error
         raise ArtifactError(
-            f"{where}: torch {torch.__version__} cannot open the graph that torch "
-            f"{artifact.manifest.producer.torch} wrote ({reason}). Install that torch, or export again."
+            f"{where}: torch {torch.__version__} cannot open the graph that torch {artifact.manifest.producer.torch} "
+            f"wrote ({reason}). Install that version, or export again."
         ) from error
 
 

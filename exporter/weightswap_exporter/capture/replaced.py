@@ -52,8 +52,8 @@ def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
     """Raise CaptureError for replaced tensors whose change the program does not have: `mutated` are those it has."""
     if unseen := sorted(set(replaced) - set(mutated)):
         raise CaptureError(
-            f"a call replaces {listed(unseen)} in a way that no graph has: a parameter, by .data, or in _buffers. "
-            "Assign to a buffer's attribute, or change it in place"
+            f"a call replaces {listed(unseen)} in a way that a graph cannot express: a parameter, by .data, or in "
+            "_buffers. Assign to a buffer's attribute, or change it in place"
         )
 
 
@@ -90,13 +90,13 @@ def _independent(tensor: torch.Tensor, storages: set[int], old: set[int]) -> tor
 def _check(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
     if retyped := [name for name in assigned if _type(before[name][0]) != _type(now[name][0])]:
         raise CaptureError(
-            f"a call replaces {listed(retyped)} by a tensor of another type or shape; a graph's state stays of "
-            "one type: give it the same one, or write to a part of it"
+            f"a call replaces {listed(retyped)} with a tensor of another dtype or shape, but a graph's state keeps "
+            "both: assign a tensor like the old one, or write to a part of it"
         )
     names = [name for name in before if name in now]
     if changed := [name for name in assigned if _sharing(name, names, before) != _sharing(name, names, now)]:
         raise CaptureError(
-            f"a call changes which tensors share memory with {listed(changed)}, and a graph cannot; assign a "
+            f"a call changes which tensors share memory with {listed(changed)}, which a graph cannot do; assign a "
             ".clone(), or change the tensor in place"
         )
 

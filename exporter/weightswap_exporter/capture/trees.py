@@ -53,12 +53,11 @@ def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
         return None
     if not all(_is_key(key) for key in keys):
         raise CaptureError(
-            f"a dict with the keys {keys} is among the inputs or outputs; keys must be strings, integers, or "
-            "tuples of these"
+            f"an input or output is a dict with the keys {keys}; keys must be strings, integers, or tuples of these"
         )
     tuples = {key_text(key) for key in keys if isinstance(key, tuple)}
     if ambiguous := sorted(tuples.intersection(keys)):
-        raise CaptureError(f"a dict has the key {ambiguous[0]!r} and a tuple that is written so; rename one")
+        raise CaptureError(f"a dict has the key {ambiguous[0]!r} and a tuple that is written the same way; rename one")
     return keys
 
 

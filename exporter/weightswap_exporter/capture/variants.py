@@ -35,7 +35,7 @@ def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
         for pattern in [declaration] if isinstance(declaration, str) else declaration:
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
-                raise ExportError(f"variants: {pattern!r} matches no parameter, such as {listed(names[:3])}")
+                raise ExportError(f"variants: {pattern!r} matches no parameter; the parameters are {listed(names, 3)}")
             if shared := [name for name in matched if owner.setdefault(name, group) != group]:
                 raise ExportError(f"variants: {shared[0]} is in the groups {owner[shared[0]]!r} and {group!r}")
             groups[group] = list(dict.fromkeys([*groups.get(group, []), *matched]))
@@ -74,7 +74,7 @@ def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
     """Raise CaptureError unless the names of one tensor all belong to one group, and it is a weight."""
     if kind != "weight" or not any(set(fqns) <= set(names) for names in groups.values()):
-        raise CaptureError(f"{listed(fqns)}: one tensor, or one that calls change, cannot be variable in part")
+        raise CaptureError(f"{listed(fqns)}: a variant needs all names of a tensor, and no tensor that calls change")
 
 
 def grouped(
@@ -83,13 +83,11 @@ def grouped(
     """Return the rows by group. Raises CaptureError for rows that no method reads, and for inputs named `variants`."""
     read = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
     if unread := [row.name for row in rows if not read.intersection(row.names)]:
-        raise CaptureError(
-            f"variants: no method reads {listed(unread)}; declare what calls are to choose, or delete it"
-        )
+        raise CaptureError(f"variants: no method reads {listed(unread)}; declare only what calls choose, or delete it")
     if rows and (
         named := [
             name for name, items in inputs.items() if ("input", CALL_ARGUMENT) in {(i.kind, i.name) for i in items}
         ]
     ):
-        raise CaptureError(f"method {named[0]!r}: an input is called {CALL_ARGUMENT!r}, by which calls choose variants")
+        raise CaptureError(f"method {named[0]!r}: rename the input {CALL_ARGUMENT!r}: calls choose variants by it")
     return {group: tuple(row for row in rows if row.name in names) for group, names in groups.items()}

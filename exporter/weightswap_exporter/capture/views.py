@@ -64,7 +64,7 @@ def _sample(size: Any) -> Any:
     if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         return size
     if size.node.hint is None:
-        raise ValueError(f"{size} follows from values")
+        raise ValueError(f"{size} depends on values")
     return size.node.hint
 
 

@@ -32,10 +32,10 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
     dtypes = {weight.dtype for weight in manifest.weights}
     dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
     if name not in dtypes:
-        wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "none that floats"
+        wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "no float tensors"
         raise CheckpointError(
-            f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {wants}. "
-            "Leave the dtype out or give one of these, or export the model in the other."
+            f"dtype {DTYPES[name].torch}: the graph expects none, so nothing would be cast; it expects {wants}. Leave "
+            "the dtype out or give one of these, or export the model in this dtype."
         )
     return name
 
@@ -89,5 +89,5 @@ def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
     result = tensor.to(target)
     lost = ~torch.isfinite(result.float())
     if lost.any() and (lost & torch.isfinite(tensor.double())).any():
-        raise CheckpointError(f"{where}: has values beyond the range of {dtype}, to which it would be cast")
+        raise CheckpointError(f"{where}: has values outside the range of {dtype}, to which it would be cast")
     return result

@@ -75,16 +75,16 @@ class _AssembledTensor:
     def _lost(self, chunk: Chunk) -> Iterator[str]:
         path = self.folder / chunk.file
         if not path.exists():
-            yield f"{path}: missing, and the metadata name it. {_AGAIN}"
+            yield f"{path}: missing, but the metadata names it. {_AGAIN}"
         elif (size := path.stat().st_size) < chunk.begin + chunk.length:
-            yield f"{path}: cut off: it has {size} bytes, and the metadata put tensors behind them. {_AGAIN}"
+            yield f"{path}: cut off: it has {size} bytes, but the metadata places tensors beyond them. {_AGAIN}"
 
     def _damage(self, chunk: Chunk) -> Iterator[str]:
         with self._files.open(self.folder / chunk.file) as fd:
             stored, records = self._locate(fd, chunk)
             damaged = is_damaged(fd, records["data/0"], stored.where, chunk.begin)
             if damaged or damaged_pickle(fd, records, stored.where, chunk.begin):
-                yield f"{stored.where} is damaged: its CRC-32 is not the one that the file records. {_AGAIN}"
+                yield f"{stored.where} is damaged: its CRC-32 does not match the one in the file. {_AGAIN}"
 
     def load(self) -> torch.Tensor:
         """Read the tensor. Raises CheckpointError."""
@@ -136,16 +136,16 @@ class _AssembledTensor:
                 f"{where} cannot be read ({reason}). The file is damaged or cut off. {_AGAIN}"
             ) from error
         if [key for key in records if key.startswith("data/")] != ["data/0"]:
-            raise CheckpointError(f"{where} does not have one storage, as torch.save writes for a tensor. {_AGAIN}")
+            raise CheckpointError(f"{where} must have one storage, as torch.save writes for a tensor. {_AGAIN}")
         if not isinstance(meta, torch.Tensor) or meta.dtype != described.dtype or tuple(meta.shape) != chunk.sizes:
-            raise CheckpointError(f"{where} is not the {described.dtype} {list(chunk.sizes)} that the metadata promise")
+            raise CheckpointError(f"{where} is not the {described.dtype} {list(chunk.sizes)} of the metadata")
         if meta.is_conj() or meta.is_neg():
             raise CheckpointError(f"{where} is a conjugate or negative view; save {name}.resolve_conj().resolve_neg()")
         record = records["data/0"]
         offset = int(meta.storage_offset()) * meta.dtype.itemsize
         stored = Stored(where, fd, chunk.begin + record.offset + offset, meta.dtype, chunk.sizes, meta.stride())
         if offset + stored.span > record.size:
-            raise CheckpointError(f"{where} reaches over the {record.size} bytes that are stored for it")
+            raise CheckpointError(f"{where} extends beyond the {record.size} bytes stored for it")
         return stored, records
 
 

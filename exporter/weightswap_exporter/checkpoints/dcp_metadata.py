@@ -84,7 +84,7 @@ def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
             if type(entry).__name__ == "TensorStorageMetadata"
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: lacks what the metadata of a checkpoint have ({error}). {_AGAIN}") from error
+        raise CheckpointError(f"{path}: is not valid metadata of a checkpoint ({error}). {_AGAIN}") from error
 
 
 class _Record:
@@ -119,9 +119,9 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
             return value
         raise CheckpointError(
-            f"{self._where}: names {module}.{name}, which the metadata of a checkpoint do not need, and loading it "
-            "could run anything; it was not loaded. Do not use this checkpoint unless you trust where it is from; then "
-            "save the state dict with torch.save or as .safetensors."
+            f"{self._where}: names {module}.{name}, which the metadata of a checkpoint does not need, and loading it "
+            "could run any code; it was not loaded. Do not use this checkpoint unless you trust its source; if you "
+            "do, save the state dict with torch.save or as .safetensors."
         )
 
 
@@ -164,7 +164,7 @@ def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, An
     blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
     blocks = [block for block in blocks if prod(block[1])]
     missing = [offsets for offsets, _ in blocks if offsets not in stored]
-    problems = [f"{name}: the metadata do not say where its chunk at {list(offsets)} is stored" for offsets in missing]
+    problems = [f"{name}: the metadata does not locate its chunk at {list(offsets)}" for offsets in missing]
     chunks = [_chunk(*block, stored[block[0]]) for block in blocks if block[0] in stored]
     problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
     problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, stored[chunk.offsets])]
@@ -174,7 +174,7 @@ def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, An
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
     begin, length = _sizes((info.offset, info.length))
     if not isinstance(info.relative_path, str):
-        raise TypeError(f"expected the name of a file, found {shown(info.relative_path)}")
+        raise TypeError(f"expected a file name, found {shown(info.relative_path)}")
     return Chunk(offsets, sizes, info.relative_path, begin, length)
 
 
@@ -183,7 +183,7 @@ def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
     if path.is_absolute() or ".." in path.parts or "\0" in chunk.file:
         yield f"is stored in {chunk.file!r}, outside the checkpoint's folder"
     if extensions := getattr(info, "transform_descriptors", None):
-        yield f"was written through extensions ({', '.join(map(str, extensions))}); save without them"
+        yield f"was written with extensions ({', '.join(map(str, extensions))}); save without them"
 
 
 def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
@@ -191,11 +191,11 @@ def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int,
     for offsets, sizes in blocks:
         ends = [start + size for start, size in zip(offsets, sizes, strict=False)]
         if len(offsets) != len(shape) or len(sizes) != len(shape) or any(map(int.__gt__, ends, shape)):
-            yield f"its chunk {list(sizes)} at {list(offsets)} reaches over its shape {list(shape)}"
+            yield f"its chunk {list(sizes)} at {list(offsets)} extends beyond its shape {list(shape)}"
             return
     covered = sum(prod(sizes) for _, sizes in blocks)
     if covered != prod(shape):
-        yield f"its chunks have {covered} elements, its shape {list(shape)} has {prod(shape)}"
+        yield f"its chunks have {covered} elements, but its shape {list(shape)} has {prod(shape)}"
     elif shape and blocks and (overlap := _overlap(blocks)):
         yield f"its chunks at {list(overlap[0])} and {list(overlap[1])} overlap"
 

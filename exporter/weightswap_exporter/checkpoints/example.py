@@ -22,10 +22,10 @@ def example_checkpoint(example: CheckpointTensors | str | os.PathLike[str]) -> C
     if isinstance(example, str | os.PathLike):
         return _from_path(Path(example))
     if not isinstance(example, Mapping):
-        raise CheckpointError(f"checkpoint: expected tensors by key or a path, got a {type(example).__qualname__}")
+        raise CheckpointError(f"checkpoint: expected a dict of tensors or a path, got a {type(example).__qualname__}")
     nested = [key for key, value in example.items() if isinstance(value, Mapping) and _has_tensors(value)]
     if nested and not _has_tensors(example):
-        raise CheckpointError(f"checkpoint: has its tensors below {nested[0]!r}; give checkpoint[{nested[0]!r}]")
+        raise CheckpointError(f"checkpoint: has its tensors under {nested[0]!r}; give checkpoint[{nested[0]!r}]")
     return example
 
 
@@ -39,7 +39,7 @@ def _from_path(path: Path) -> CheckpointTensors:
         levels = [level for level in filled if not level.path] or filled
         if len(levels) != 1:
             paths = ", ".join(level.path for level in levels) or "none"
-            raise CheckpointError(f"{path}: expected one state dict in it, found {paths}; give its tensors by key")
+            raise CheckpointError(f"{path}: expected one state dict, found {paths}; give its tensors as a dict")
         return {key: _hollow(values) for key, values in levels[0].tensors.items()}
 
 

@@ -55,7 +55,7 @@ def check_tensors(level: NestedStateDict, where: str) -> None:
     """Raise CheckpointError for tensors in a level that have no values, or cannot be in a weight file."""
     if level.problems:
         hollow = any(NO_VALUES in text for text in level.problems)
-        advice = ". Build the model outside skeleton(), load its weights, and pack it then" if hollow else ""
+        advice = ". Build the model outside skeleton(), load its weights, and then pack it" if hollow else ""
         raise CheckpointError(f"{_where(where, level)}: {listed(level.problems, 10, '; ')}{advice}")
 
 
@@ -78,7 +78,7 @@ def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict
 
 def _empty(where: str, chosen: str) -> CheckpointError:
     named = f"its level {chosen!r}" if chosen else "its top level"
-    return CheckpointError(f"{where}: {named} holds no tensors of its own; without --level you are told what does")
+    return CheckpointError(f"{where}: {named} holds no tensors of its own; run without --level to see what does")
 
 
 def _all_tie_keys(level: NestedStateDict) -> frozenset[object]:
@@ -110,10 +110,10 @@ def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     if not deeper:
         return CheckpointError(f"{where}: holds no tensors; give a state dict")
     if all(_OPTIMIZER_STATE in path.split(".") for path in deeper):
-        return CheckpointError(f"{where}: holds the state of an optimizer, and no weights; give the model's state dict")
-    option = f"level={next(iter(deeper))!r}" if len(deeper) == 1 else "the one that is meant as level=..."
+        return CheckpointError(f"{where}: holds the state of an optimizer, not weights; give the model's state dict")
+    option = f"level={next(iter(deeper))!r}" if len(deeper) == 1 else "one of them as level=..."
     return CheckpointError(
-        f"{where}: holds no tensors where a state dict is looked for. It has {listing(deeper)}: pass {option} {_LEVEL}"
+        f"{where}: holds no tensors where a state dict is expected. It has {listing(deeper)}: pass {option} {_LEVEL}"
     )
 
 
@@ -121,14 +121,14 @@ def _hint(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Readi
     """Return an error that names the fitting level or prefix, or None if there is none."""
     if prefix := _fitting_prefix(nearest.tensors, readings):
         others = sum(not name.startswith(prefix) for name in nearest.tensors)
-        which = f"the others, {others}, are then left out" if others else "all its names begin so"
+        which = f"{plural(others, 'other')} left out" if others else "all names have it"
         full = nearest.prefix + prefix
         text = f"its names are those of the graph after {prefix!r} ({which}): pass prefix={full!r}"
         return WeightsMismatch(_where(checkpoint.where, nearest), [text], f"Pass it {_PREFIX}, or rename the keys.")
     tried = {level.path for level in checkpoint.levels}
     for path, names in checkpoint.mappings().items():
         if path not in tried and not nearest.prefix and _fits(names, readings):
-            text = f"the names of the graph are in {path!r}, where no state dict is looked for: pass level={path!r}"
+            text = f"the names of the graph are in {path!r}, where no state dict is expected: pass level={path!r}"
             return WeightsMismatch(checkpoint.where, [text], f"Pass it {_LEVEL}, or give the state dict itself.")
     return None
 

@@ -148,7 +148,7 @@ def listing(mappings: Mapping[str, Iterable[str]]) -> str:
 def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> CheckpointError:
     known = {path: names for path, names in mappings.items() if names} or mappings
     return CheckpointError(
-        f"{where}: has no level {level!r}; it has {listing(known)}. Give one of them, or no level to have it found."
+        f"{where}: has no level {level!r}; it has {listing(known)}. Give one of them, or none to have it found."
     )
 
 
@@ -223,8 +223,8 @@ def _with_prefix(levels: list[NestedStateDict], choice: Choice, where: str) -> t
     prefix = levels[0].prefix
     groups = _by_depth(grouped((name for level in levels for name in level.left_out), 2))
     starts = {f"{path}.": names for path, names in groups.items()}
-    names = f"they begin with {listing(starts)}" if starts else "no name has a dot in it"
-    raise CheckpointError(f"{where}: no tensor's name begins with the prefix {prefix!r}; {names}")
+    names = f"they begin with {listing(starts)}" if starts else "no name contains a dot"
+    raise CheckpointError(f"{where}: no tensor name begins with the prefix {prefix!r}; {names}")
 
 
 def _nested(
@@ -295,7 +295,7 @@ def _separate(key: Any, value: torch.Tensor) -> dict[Any, torch.Tensor]:
         parts = parts_of(key, value)
         if all(isinstance(part, torch.Tensor) for part in parts.values()):
             return parts
-        reason = "its parts are no tensors"
+        reason = "its parts are not tensors"
     except Exception as error:
         reason = first_line(error)
     raise CheckpointError(f"{key}: is a {type(value).__qualname__} that cannot be taken apart: {reason}")
@@ -310,7 +310,7 @@ def _parts(tree: Mapping[Any, Any]) -> Iterator[tuple[str, PartOf]]:
 
 def _problems(key: object, tensor: Any) -> Iterator[str]:
     if not isinstance(key, str):
-        yield f"has the key {key!r}; the keys of a state dict are texts"
+        yield f"has the key {key!r}; the keys of a state dict must be strings"
     elif is_fake(tensor):
         yield f"{key}: {NO_VALUES}"
     elif is_sharded(tensor):

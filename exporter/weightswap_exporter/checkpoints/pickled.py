@@ -54,7 +54,7 @@ class Storages:
     def _check(self, record: Record) -> list[str]:
         if record not in self._problems:
             damaged = is_damaged(self.fd, record, str(self.path))
-            text = f"{self.path}: damaged: the bytes of {self._names[record]} have another CRC-32 than the file records"
+            text = f"{self.path}: damaged: the CRC-32 of {self._names[record]} does not match the one in the file"
             self._problems[record] = [f"{text}. {_AGAIN}"] if damaged else []
         return self._problems[record]
 
@@ -137,7 +137,7 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, Pickled]
     for name, shard in shards.items():
         for key in shard.tree:
             if weight_map.get(key) != name:
-                other = f"it says {weight_map[key]}" if key in weight_map else "it does not list that"
+                other = f"which is listed in {weight_map[key]}" if key in weight_map else "which is not listed"
                 yield f"{name} has {key!r}, {other}"
 
 
@@ -163,7 +163,7 @@ def _is_zip(fd: int, path: Path) -> bool:
         raise CheckpointError(f"{path}: {LFS_POINTER}")
     zipped = is_zipfile(path)
     if head.startswith(b"PK\x03\x04") and not zipped:
-        raise CheckpointError(f"{path}: cut off: it has no end of a zip file. {_AGAIN}")
+        raise CheckpointError(f"{path}: cut off: the end of the zip file is missing. {_AGAIN}")
     return zipped
 
 
@@ -176,7 +176,7 @@ def _records(fd: int, path: Path) -> dict[str, Record]:
     except (BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
     if damaged_pickle(fd, records, str(path)):
-        raise CheckpointError(f"{path}: damaged: its data.pkl has another CRC-32 than the file records. {_AGAIN}")
+        raise CheckpointError(f"{path}: damaged: the CRC-32 of data.pkl does not match the one in the file. {_AGAIN}")
     _check_byte_order(fd, path, records)
     return records
 
@@ -185,14 +185,14 @@ def _check_kind(path: Path, names: Sequence[str]) -> None:
     """Raise CheckpointError for zips without a pickled checkpoint."""
     if SCRIPT_NAME in names:
         raise CheckpointError(
-            f"{path}: a TorchScript archive, expected a state dict. Save that where the model's source code is: "
+            f"{path}: a TorchScript archive, expected a state dict. Save one where the model's source code is: "
             "torch.save(model.state_dict(), ...)"
         )
     if PICKLE_NAME not in names:
         content = listed(names) or "nothing"
         raise CheckpointError(
-            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {content}). Give the file of a "
-            "checkpoint."
+            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {content}). Give a checkpoint "
+            "file."
         )
 
 
@@ -203,7 +203,7 @@ def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> Non
     order = bytearray(min(record.size, 16))
     read_into(fd, memoryview(order), record.offset, str(path))
     if order != sys.byteorder.encode():
-        raise CheckpointError(f"{path}: written on a machine of another byte order; save it as .safetensors there")
+        raise CheckpointError(f"{path}: written on a machine with another byte order; save it as .safetensors there")
 
 
 def _load_tensors(path: Path, mmap: bool) -> Any:
@@ -223,8 +223,8 @@ def _import_torchao(path: Path) -> None:
         import torchao.quantization  # noqa: F401
     except ImportError as error:
         raise CheckpointError(
-            f"{path}: holds weights that torchao has quantised, and torchao cannot be imported ({error}). Install it "
-            "here, or save the weights as safetensors: flatten_tensor_state_dict of torchao.prototype.safetensors"
+            f"{path}: holds weights quantised by torchao, which cannot be imported ({error}). Install it here, or "
+            "save the weights as safetensors: flatten_tensor_state_dict of torchao.prototype.safetensors"
         ) from error
 
 
@@ -235,8 +235,8 @@ def _load(path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
         name = _REFUSED_NAME.search(str(error))
         raise CheckpointError(
             f"{path}: holds more than tensors{f' (it names {name[1]})' if name else ''}, and unpickling it could run "
-            "anything, so it was not opened. Save model.state_dict() alone, or a .safetensors file. If you trust where "
-            "the file is from, unpickle it yourself and give what holds the weights: "
+            "any code, so it was not opened. Save only model.state_dict(), or a .safetensors file. If you trust the "
+            "source of the file, unpickle it yourself and give the part that holds the weights: "
             'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)'
         ) from error
     except Exception as error:  # a damaged pickle can raise any error

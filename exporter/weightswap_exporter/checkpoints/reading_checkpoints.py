@@ -59,7 +59,7 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
     elif isinstance(source, str | os.PathLike):
         check_scheme(source)
         if is_url(source):
-            raise Unsupported(f"{printable(source)}: checkpoints are packed from files of this machine; copy it here")
+            raise Unsupported(f"{printable(source)}: checkpoints are packed from local files; copy it here")
         path = Path(source)
         with _opener(path)(path, choice) as checkpoint:
             yield checkpoint
@@ -82,8 +82,8 @@ def _opener(path: Path) -> Opener:
     if opener := find_opener(path):
         return opener
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder of one.")
-    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
+        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder with one.")
+    raise CheckpointError(f"{path}: unknown kind of checkpoint; expected {_KINDS}, or a folder")
 
 
 def find_opener(path: Path) -> Opener | None:
@@ -104,7 +104,7 @@ def find_opener(path: Path) -> Opener | None:
     if path.name == METADATA_NAME:
         return lambda metadata, choice: _dcp(metadata.parent, choice)
     if path.suffix == CHUNKS_SUFFIX:
-        raise CheckpointError(f"{path}: one file of a distributed checkpoint; give the folder that it is in")
+        raise CheckpointError(f"{path}: one file of a distributed checkpoint; give its folder")
     return None
 
 
@@ -120,7 +120,7 @@ def _folder_opener(path: Path) -> Opener:
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
     content = f"it holds {listed(names)}" if names else "it is empty"
-    raise CheckpointError(f"{path}: no checkpoint in this folder ({content}); known are folders with {_FOLDERS}")
+    raise CheckpointError(f"{path}: no checkpoint in this folder ({content}); expected {_FOLDERS}")
 
 
 @contextmanager

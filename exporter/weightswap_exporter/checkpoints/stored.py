@@ -117,9 +117,7 @@ class Files:
         # ctime, as mtime can be set back; it changes with names and modes, too
         seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if self._seen.setdefault(path, seen) != seen:
-            raise CheckpointError(
-                f"{path}: was written to or replaced while it was read, or got other names. Try it again."
-            )
+            raise CheckpointError(f"{path}: was written to, replaced, renamed or linked while it was read. Try again.")
 
 
 class Window(io.RawIOBase):

@@ -36,9 +36,9 @@ def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
     try:
         kinds = json.loads(artifact.read(PARTS_NAME))
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{artifact.path / PARTS_NAME}: no JSON ({error}). Export the artifact again.") from error
+        raise ArtifactError(f"{artifact.path / PARTS_NAME}: not JSON ({error}). Export the artifact again.") from error
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
-        raise ArtifactError(f"{artifact.path / PARTS_NAME}: has no kind for each tensor. Export the artifact again.")
+        raise ArtifactError(f"{artifact.path / PARTS_NAME}: some tensors have no kind. Export the artifact again.")
     return kinds
 
 
@@ -78,4 +78,4 @@ def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], who: st
     for name in {**expected, **actual}:
         if expected.get(name) != actual.get(name):
             one, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
-            yield f"{name}: the graph has {one}, {who} {other}"
+            yield f"{name}: the graph has {one}, {who} has {other}"

@@ -104,7 +104,7 @@ def _try(model: nn.Module, level: NestedStateDict, load: Load) -> _Failure | Non
     except Exception as error:
         return _failure(level, error, last=_fingerprint(model) != before)
     if before and _fingerprint(model) == before:  # as load_state_dict(..., strict=False) does with foreign names
-        text = "it raised nothing, but it left the model as it was"
+        text = "it raised no error, but left the model unchanged"
         return _Failure(level, text, text, None, last=False)
     return None
 

@@ -42,7 +42,7 @@ def _parts(name: str, text: str, where: str) -> list[tuple[str, str, Kind]]:
         kind = _plain(entry)
         parts = [str(part) for part in entry.get("_tensor_data_names", ())]
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: metadata of {name} are not torchao's ({error}). Save it again.") from error
+        raise CheckpointError(f"{where}: the metadata of {name} is not torchao's ({error}). Save it again.") from error
     module, dot, leaf = name.rpartition(".")
     return [(f"{module}{dot}_{leaf}_{part}", part, kind) for part in parts]
 

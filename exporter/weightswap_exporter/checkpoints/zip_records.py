@@ -47,7 +47,7 @@ def _record(file: IO[bytes], info: ZipInfo) -> Record:
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(_SIGNATURE):
-        raise BadZipFile(f"{info.filename} is not where the directory says")
+        raise BadZipFile(f"{info.filename} is not where the zip directory says")
     _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
     return Record(info.header_offset + _LOCAL_HEADER.size + name_length + extra_length, info.file_size, info.CRC)
 

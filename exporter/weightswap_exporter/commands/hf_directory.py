@@ -88,10 +88,10 @@ def export_directory(
     try:
         artifact, fixed = _export_first(arguments, fallbacks(arguments["dynamic_shapes"]), out)
     except CaptureError as error:
-        origin = "were a guess" if inputs is None else "were given"
+        origin = "were guessed" if inputs is None else "were given"
         raise CaptureError(
             *str(error).splitlines(),
-            f"The inputs {origin}, and eager does not refuse them: {shapes}. Others: --inputs.",
+            f"The inputs {origin}, and the eager model accepts them: {shapes}. Use --inputs to give others.",
         ) from error
     if fixed:
         warnings.warn(
@@ -155,7 +155,7 @@ def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
         with restored(model):
             huggingface.load(model, form)
     except CheckpointError as error:
-        text = f"{directory}: its weights are no example of what will be swapped in: {error}"
+        text = f"{directory}: its weights cannot serve as the example checkpoint: {error}"
         warnings.warn(text, stacklevel=4)
         return None
     return form
@@ -195,7 +195,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise RecipeError(f"{path}: names no model_type, so it is not the configuration of a transformers model")
     if settings.get("quantization_config"):
-        raise Unsupported(f"{path}: the model is quantised, which cannot be exported; give the original's directory")
+        raise Unsupported(f"{path}: the model is quantised and cannot be exported; give the original's directory")
     return settings
 
 

@@ -135,7 +135,7 @@ def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> R
     first_guesses = {f"{frame_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
     lines = [f"  - {describe(guess.kwargs)}: {text}" for text, guess in reversed(first_guesses.items())]
     who = f"{type(subject.model).__name__} (model type {subject.config.model_type!r})"
-    what = "accepts no inputs that were guessed for it" if lines else "what to give to its forward is not known here"
+    what = "accepts none of the inputs that were guessed" if lines else "what to give to its forward is not known here"
     return RecipeError(
         f"{who}: {what}; it takes {', '.join(subject.takes) or 'nothing'}",
         *lines[:_MOST_SHOWN],

@@ -146,7 +146,7 @@ def _arguments(recipe: str, result: Any) -> dict[str, Any]:
         return dict(zip(("model", "args", "kwargs"), result, strict=False))
     if isinstance(result, Mapping) and "model" in result:
         if "out" in result:
-            raise RecipeError(f"{recipe}: returned `out`, which the command line gives")
+            raise RecipeError(f"{recipe}: returned `out`, which the command line sets")
         known = inspect.signature(export).parameters
         if unknown := [key for key in result if key not in known]:
             raise RecipeError(f"{recipe}: returned {unknown}; export() takes {', '.join(known)}")

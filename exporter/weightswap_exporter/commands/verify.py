@@ -64,7 +64,7 @@ def verify(
     """
     engines = None if engine is None else [name.strip() for text in engine for name in text.split(",") if name.strip()]
     if engines == []:
-        raise typer.BadParameter("--engines names none; leave it out to check all available engines")
+        raise typer.BadParameter("--engines is empty; leave it out to check all available engines")
     limits = _parse_tolerance(tolerance)
     with errors_as_exit(as_json), status_line("opening the artifact") as tell:
         from weightswap_exporter.parity.verification import verify as verify_artifact
@@ -102,7 +102,7 @@ def _parse_tolerance(text: str | None) -> Tolerance | None:
     except ValueError:
         raise typer.BadParameter(f"--tolerance {text!r}: expected RTOL,ATOL, such as 1e-5,1e-6") from None
     if not (0 <= rtol < float("inf") and 0 <= atol < float("inf")):
-        raise typer.BadParameter(f"--tolerance {text!r}: expected two finite numbers from 0")
+        raise typer.BadParameter(f"--tolerance {text!r}: expected two finite numbers, 0 or more")
     return rtol, atol
 
 
@@ -132,7 +132,7 @@ def _print(result: Verification) -> None:
     for problem in problems[:_MOST_SHOWN]:
         say(f"problem: {problem}", err=True)
     if len(problems) > _MOST_SHOWN:
-        say(f"and {plural(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
+        say(f"and {plural(len(problems) - _MOST_SHOWN, 'more problem')}; --json shows all", err=True)
     count = plural(len(problems), "problem")
     say(f"{'verified' if result.same else f'not verified, {count}'}, in {result.seconds:.1f} s")
 
@@ -159,7 +159,7 @@ def _print_parity(report: ParityReport) -> None:
         if engine.note:
             say(f"{engine.engine}: {engine.note}")
     if report.other_values:
-        say(f"the model has other values for {listed(report.other_values, _MOST_SHOWN)}")
+        say(f"the model has different values for {listed(report.other_values, _MOST_SHOWN)}")
 
 
 def _parity_row(engine: EngineParity) -> list[str]:

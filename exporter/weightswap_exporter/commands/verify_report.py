@@ -109,7 +109,7 @@ def _heat(report: ParityReport) -> HeatMap:
                 row[engine.engine] = output.measure.scaled if output.measure else None
     columns = tuple(engine.engine for engine in report.engines)
     values = tuple(tuple(row.get(name) for name in columns) for row in cells.values())
-    return HeatMap(tuple(cells), columns, values, _SCALED, "log", "How far outputs are apart.")
+    return HeatMap(tuple(cells), columns, values, _SCALED, "log", "How far apart the outputs are.")
 
 
 def _parity_rows(engine: EngineParity) -> Iterator[tuple[str | int | float | None, ...]]:
@@ -133,7 +133,7 @@ def _divergence(divergence: Divergence) -> Iterator[Block]:
             ("module", f"{divergence.module or 'the model itself'} ({divergence.kind})"),
             ("inside", " > ".join(name or "the model" for name in divergence.within)),
             ("node", f"{divergence.node}, {divergence.operator}" if divergence.node else "none"),
-            ("one side alone calls", ", ".join(divergence.alone) or "nothing"),
+            ("only one side calls", ", ".join(divergence.alone) or "nothing"),
             ("its tensors", ", ".join(divergence.weights) or "none"),
             ("value", divergence.measure.text),
             ("agree before", f"{divergence.agreed} of {divergence.compared} results"),

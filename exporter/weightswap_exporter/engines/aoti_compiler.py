@@ -80,12 +80,12 @@ def _check_tools() -> None:
     compiler = os.environ.get("CXX", "g++")
     if not shutil.which(shlex.split(compiler)[0] if compiler.strip() else ""):
         raise ExportError(
-            f"the engine 'aoti' compiles C++ and finds no {compiler!r}. Install g++, or name a compiler in CXX"
+            f"the engine 'aoti' compiles C++ and cannot find {compiler!r}. Install g++, or set CXX to a compiler"
         )
     if not hasattr(config.cpp, "march"):
         raise Unsupported(
-            f"torch {torch.__version__} compiles for the machine that it runs on alone, and what it compiles neither "
-            "says why a call failed nor gives back the tensors that it was bound to: it lacks AOTInductorGetLastError "
+            f"torch {torch.__version__} compiles only for the machine that it runs on, and what it compiles neither "
+            "says why a call failed nor releases the tensors that it was bound to: it lacks AOTInductorGetLastError "
             "and AOTInductorModelContainerExtractConstantsMapEntries. Install torch>=2.13 to compile for the engine "
             "'aoti', on the CPU and on GPUs"
         )
@@ -147,7 +147,7 @@ def _compile_checked(where: str) -> Callable[..., Any]:
 
     def checked(graph: Any, *sources: Any, **options: Any) -> Any:
         if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
-            raise _ParallelChecks(_unfit(where, "its checks would end the process"))
+            raise _ParallelChecks(_unfit(where, "its checks would crash the process"))
         return original(graph, *sources, **options)
 
     return checked
@@ -177,13 +177,13 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _explained(where: str, error: Exception) -> Exception:
     chain = _chain(error)
     if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
-        return ExportError(f"the engine 'aoti' compiles C++ and finds no compiler. Install g++, or set CXX ({error})")
+        return ExportError(f"the engine 'aoti' needs a C++ compiler. Install g++, or set CXX ({error})")
     text = "\n".join(str(item) for item in chain)
     compiler_error = _ERROR_LINE.search(text)
     if compiler_error and (header := _CUDA_HEADER.match(compiler_error[1])):
         return ExportError(
-            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and finds no {header[1]}. Install the toolkit "
-            f"of CUDA {torch.version.cuda}, and name its folder in CUDA_HOME"
+            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and cannot find {header[1]}. Install the "
+            f"toolkit of CUDA {torch.version.cuda}, and set CUDA_HOME to its folder"
         )
     first_line = next(iter(str(error).strip().splitlines()), "")
     reason = f"the C++ compiler says: {compiler_error[1]}" if compiler_error else first_line

@@ -135,8 +135,8 @@ def _sample(where: str, leaf: Tensor, value: FakeTensor) -> torch.Tensor:
     steps = zip(stride, contiguous, shape, strict=True)
     if any(actual != expected for actual, expected, size in steps if size > 1) and 0 not in shape:
         raise CaptureError(
-            f"{where}: was captured with {leaf.name!r} of shape {shape} in the strides {stride}, and AOTInductor would "
-            f"take no others. Export with a contiguous sample, which has {list(contiguous)}"
+            f"{where}: was captured with {leaf.name!r} of shape {shape} with strides {stride}, and AOTInductor would "
+            f"accept no others. Export with a contiguous sample, which has {list(contiguous)}"
         )
     return torch.zeros(shape, dtype=value.dtype)
 

@@ -56,10 +56,10 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     raw = compile_library(where, graph.module, graph.samples, target)
     bound = [constant.fqn for constant in Library(raw, where, device).constants]
     if unknown := sorted(set(bound) - rows.keys()):
-        raise CaptureError(f"{where}: AOTInductor has made the constant {unknown[0]!r} of its own")
+        raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
     swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
     if lost := sorted(graph.read & swapped - set(bound)):
-        raise CaptureError(f"{where}: AOTInductor has compiled the value of {lost[0]!r} in, which no swap would change")
+        raise CaptureError(f"{where}: AOTInductor compiled in the value of {lost[0]!r}, which no swap would change")
     note = Note(
         graph_id=artifact.graph_id,
         method=name,

@@ -49,8 +49,8 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
     trial = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if trial.returncode < 0:
         raise CaptureError(
-            f"what was compiled for the engine {engine!r} ends the process that runs it (signal {-trial.returncode}). "
-            "Use the engine 'torch'"
+            f"what was compiled for the engine {engine!r} crashes the process that runs it (signal "
+            f"{-trial.returncode}). Use the engine 'torch'"
         )
     if trial.returncode:
         _warn(engine, (trial.stderr.strip().splitlines() or ["no reason was given"])[-1])
@@ -60,8 +60,8 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
         _warn(engine, problems.replace(f"{artifact.path}{os.sep}", "").removeprefix(f"{artifact.path}: "))
     elif problems:
         raise CaptureError(
-            f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
-            f"{listed(problems, between='; ')}. Use the engine 'torch', or compile with trial=False if that is to be "
+            f"what was compiled for the engine {engine!r} differs from the graph on random weights and inputs: "
+            f"{listed(problems, between='; ')}. Use the engine 'torch', or compile with trial=False if that is "
             "expected"
         )
 

@@ -97,7 +97,7 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
         location = file.resolve().relative_to(path.parent.resolve())
     except ValueError:
         raise ExportError(
-            f"{path}: must lie in a folder that holds {file}, as ONNX knows only paths from there down"
+            f"{path}: must be in the folder of {file} or above, because ONNX allows only paths from there down"
         ) from None
     code = element_of(name, stored.dtype).code
     if not stored.nbytes:

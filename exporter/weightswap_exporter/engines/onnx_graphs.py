@@ -66,7 +66,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:
         raise CaptureError(
-            *f"{where}: torch {torch.__version__} writes a bad ONNX graph for it: {error}".splitlines()
+            *f"{where}: torch {torch.__version__} writes an invalid ONNX graph for it: {error}".splitlines()
         ) from error
     return bytes(model.SerializeToString(deterministic=True))
 
@@ -94,8 +94,8 @@ def _check_empty(where: str, program: ExportedProgram) -> None:
                 free_unbacked_symbols(each.meta.get("val")) for each in (node, *node.all_input_nodes)
             ):
                 raise CaptureError(
-                    f"{where}: {node.target} is over a size that values decide, such as x[mask]; where it is 0, ONNX "
-                    "Runtime ends the process. Use the engine 'torch'"
+                    f"{where}: {node.target} has a size that depends on values, such as x[mask]; where it is 0, ONNX "
+                    "Runtime crashes. Use the engine 'torch'"
                 )
 
 

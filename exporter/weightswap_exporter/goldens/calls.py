@@ -43,7 +43,7 @@ def wanted_goldens(
     if goldens is not None:
         return GoldensRequest(_parse_calls(goldens, methods), None if tolerance is None else _checked(tolerance))
     if tolerance is not None:
-        raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
+        raise RecordingError(["tolerance: sets how goldens are compared, but there are none"], "Give `goldens`, too.")
     return None
 
 
@@ -56,7 +56,7 @@ def _parse_calls(goldens: Requested, methods: Sequence[str]) -> list[GoldenCall]
     problems: list[str] = []
     for method, items in by_method.items():
         if method not in methods:
-            problems.append(f"no method {method!r}; there are {', '.join(methods)}")
+            problems.append(f"no method {method!r}; the methods are {', '.join(methods)}")
         elif not isinstance(items, list):
             problems.append(f"{method}: expected a list of calls, got a {type(items).__qualname__}")
         else:
@@ -80,7 +80,7 @@ def _parse_call(method: str, item: tuple[Any, ...]) -> GoldenCall:
 
 def _checked(tolerance: Any) -> Tolerance:
     if problem := tolerance_problem(tolerance):
-        raise RecordingError([problem], "Leave it out where the outputs are to be reproduced exactly.")
+        raise RecordingError([problem], "Leave it out if the outputs must be reproduced exactly.")
     rtol, atol = tolerance
     return float(rtol), float(atol)
 

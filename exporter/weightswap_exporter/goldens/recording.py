@@ -102,7 +102,7 @@ def record(
     with eager(model, functions, initial) as runner:
         for call, flat in zip(calls, inputs, strict=True):
             recorder.record(runner, call, flat)
-        recorder.problems += [f"a call has changed {name}, which is no state" for name in runner.changed()]
+        recorder.problems += [f"a call changed {name}, which is not state" for name in runner.changed()]
     if recorder.problems:
         raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
     return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
@@ -170,11 +170,11 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
     for row in (*manifest.weights, *manifest.state):
         expected = f"{row.name}: the artifact has {describe(row)}"
         if (tensor := tensors.get(row.name)) is None:
-            yield f"{expected}, the model no such tensor"
+            yield f"{expected}, the model has no such tensor"
             continue
         found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
         if not same_type(found, row) or tensor.device.type != "cpu":
-            yield f"{expected} on the CPU, the model {found} on {tensor.device}"
+            yield f"{expected} on the CPU, the model has {found} on {tensor.device}"
 
 
 def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:

@@ -91,10 +91,10 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
 def _check_plain(model: Any) -> None:
     name = type(model).__qualname__
     if getattr(model, "hf_quantizer", None) is not None:
-        raise Unsupported(f"{name}: is quantised by transformers; pack it, or export what it was made from")
+        raise Unsupported(f"{name}: is quantised by transformers; pack it, or export the original")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise Unsupported(
-            f"{name}: has adapters, and its files hold those alone. Export what peft.get_peft_model() returns, or "
+            f"{name}: has adapters, and its files hold only those. Export what peft.get_peft_model() returns, or "
             "merge the adapters first."
         )
 
@@ -118,6 +118,6 @@ def _silent() -> Iterator[None]:
 def _problems(report: Any) -> Iterator[str]:
     yield from (f"{key}: missing" for key in sorted(report.missing_keys))
     for key, shape, expected in sorted(report.mismatched_keys):
-        yield f"{key}: has shape {list(shape)}, the model {list(expected)}"
+        yield f"{key}: has shape {list(shape)}, the model has {list(expected)}"
     for key, text in sorted(report.conversion_errors.items()):
         yield f"{key}: cannot be converted: {text.strip().splitlines()[-1]}"

@@ -40,7 +40,7 @@ def check_active(model: nn.Module) -> None:
         if layer.disable_adapters or len(layer.active_adapters) != 1:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
         if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
-            raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; LoRA alone can be variable")
+            raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; only LoRA can be variable")
 
 
 def check_whole(model: nn.Module, variable: Collection[str]) -> None:
@@ -48,7 +48,7 @@ def check_whole(model: nn.Module, variable: Collection[str]) -> None:
     for name, layer in _layers(model).items():
         own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
         if undeclared := [fqn for fqn in own if fqn not in variable]:
-            raise CaptureError(f"variants: {listed(undeclared)} would be of the base; declare all that PEFT has put in")
+            raise CaptureError(f"variants: {listed(undeclared)} would belong to the base; declare all that PEFT added")
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class _Builder:
     @contextmanager
     def patched(self) -> Iterator[None]:
         if not _patching.acquire(blocking=False):
-            raise CaptureError("skeleton() is active already; one at a time can build a model")
+            raise CaptureError("skeleton() is already active; only one at a time can build a model")
         try:
             register = self._registering(nn.Module.register_parameter)
             initialisers: dict[str, Any] = {

@@ -51,7 +51,7 @@ def check_separable(model: nn.Module) -> None:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     texts = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
     if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
-        raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done to it.")
+        raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done.")
 
 
 def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
@@ -59,7 +59,7 @@ def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
         return ""
     name = type(tensor).__qualname__
     if is_sharded(tensor):
-        return f"{name}, which has a part of the values alone"
+        return f"{name}, which has only a part of the values"
     if not is_parameter:
         return f"{name}, and only parameters may be made of other tensors"
     unknown = unknown_in(kind_of(tensor))
@@ -88,7 +88,7 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
-        raise CaptureError(f"{where}: {dtype} is no dtype of the safetensors format")
+        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format")
     return name
 
 

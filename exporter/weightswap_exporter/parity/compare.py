@@ -65,7 +65,7 @@ def compare(
     """
     for name, value in (("engines", engines), ("devices", devices)):
         if isinstance(value, str):
-            raise ParityError([f"{name}: expected a list of names, got {value!r}"], f"Say {name}=[{value!r}].")
+            raise ParityError([f"{name}: expected a list of names, got {value!r}"], f"Pass {name}=[{value!r}].")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     eager = None if model is None else checked_model(unwrapped(model), opened)
     with ExitStack() as stack:
@@ -210,7 +210,7 @@ class _EngineComparison:
         self, reference: Side, run: Run, case: CallCase, limits: Tolerances, device: str
     ) -> tuple[Divergence | None, str]:
         if device != HOST:
-            return None, f"the first divergence is looked for on the CPU alone, not on {device}"
+            return None, f"the first divergence is searched for only on the CPU, not on {device}"
         model = reference if isinstance(reference, EagerSide) else None
         try:
             return locate_divergence(model, self.artifact, run, case, limits)

@@ -53,11 +53,11 @@ class CallCase(NamedTuple):
 def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int) -> list[CallCase]:
     """Return the calls that `cases` names; None: those of the goldens, and generated ones. Raises ParityError."""
     if isinstance(cases, str) and cases not in ("goldens", "generated"):
-        raise ParityError([f"cases={cases!r} is not known"], _ADVICE)
+        raise ParityError([f"unknown cases={cases!r}"], _ADVICE)
     if cases is not None and not isinstance(cases, str):
         return _calls_of_user(artifact, cases)
     if type(seed) is not int or seed < 0:
-        raise ParityError([f"seed: expected an integer from 0, got {seed!r:.80}"], "It makes random inputs repeatable.")
+        raise ParityError([f"seed: expected an integer >= 0, got {seed!r:.80}"], "It makes random inputs repeatable.")
     recorded = [] if cases == "generated" else list(recorded_calls(artifact, goldens))
     if cases == "goldens" and not recorded:
         raise ParityError(["there are no goldens for these weights"], "Record them: pack(..., goldens=[...]).")

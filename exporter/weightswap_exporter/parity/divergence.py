@@ -74,8 +74,8 @@ def _no_divergence(artifact: Artifact, engine: str) -> str:
     if engine == "torch":
         return "no first divergence: with every intermediate result as an output, the outputs agree"
     return (
-        f"compiled here once more, with intermediate results as outputs, the engine {engine} agrees: what the artifact "
-        "has for it is not what its graph gives on this machine. Run: "
+        f"compiled again here, with intermediate results as outputs, the engine {engine} agrees: what the artifact "
+        "has for it does not match its graph on this machine. Run: "
         f"weightswap compile {artifact.path} --engine {engine}"
     )
 

@@ -27,7 +27,7 @@ from weightswap_tools.call_inputs import call_flat
 from .compared_calls import CallCase, PathLike
 
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
-_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and fix what draws random numbers."
+_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove or seed random draws."
 
 
 class Side(Protocol):
@@ -151,7 +151,7 @@ def eager_side(
 
 
 def _check_unchanged(runner: Eager) -> None:
-    if problems := [f"a call of the model has changed {name}, which is no state" for name in runner.changed()]:
+    if problems := [f"a call of the model changed {name}, which is not state" for name in runner.changed()]:
         raise ParityError(problems, f"{_RANDOM} Build the model again: its parameters keep what was written to them.")
 
 

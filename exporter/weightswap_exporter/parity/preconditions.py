@@ -130,7 +130,7 @@ def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
         elif value.shape != row.shape:
             problems.append(f"{row.name}: {list(row.shape)}, not {list(value.shape)}")
     if problems:
-        raise CheckpointError(f"{weights}: is not for this model: {listed(problems, between='; ')}")
+        raise CheckpointError(f"{weights}: does not fit this model: {listed(problems, between='; ')}")
     with torch.no_grad():
         for row in artifact.manifest.weights:
             tensors[row.name].copy_(values[row.name])

@@ -68,13 +68,13 @@ def check_outputs(
         )
     goldens = open_goldens(path, artifact.manifest, allow_other_graph=True)
     if not goldens.record.has_outputs:
-        raise ParityError([f"{path}: has inputs alone"], "Record the outputs: record_outputs().")
+        raise ParityError([f"{path}: has only inputs"], "Record the outputs: record_outputs().")
     plain = checked_model(unwrapped(model), artifact)
     with eager_side(plain, artifact, functions, HOST) as side:
         found = [side.run(case) for case in recorded_calls(artifact, [goldens])]
     problems = list(_problems(goldens, artifact, found))
     if problems and weights_identity(plain, artifact.manifest) != goldens.weights_id:
-        problems.append("the outputs were recorded with other weights than the model has now")
+        problems.append("the outputs were recorded with weights other than the model has now")
     return goldens, problems
 
 

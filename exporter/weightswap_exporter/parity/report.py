@@ -87,7 +87,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Four lines: the module, the node, the values, and how many results agree before it."""
         of = f" of {', '.join(self.weights)}" if self.weights else ""
-        what = f"one side alone calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
+        what = f"only one side calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
         return "\n".join(
             (
                 f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})",
@@ -139,7 +139,7 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
     def refusals(self) -> list[str]:
         """Generated calls with an empty input that the engine refuses, although the reference takes them."""
         refused = [case for case in self.cases if case.refused]
-        return [f"{self.engine} takes no such call: {case.method}, {case.case}: {case.refused}" for case in refused]
+        return [f"{self.engine} refuses this call: {case.method}, {case.case}: {case.refused}" for case in refused]
 
     def lines(self) -> Iterator[str]:
         name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
@@ -191,7 +191,7 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
         names = ", ".join(engine.engine for engine in self.engines)
         yield f"{self.artifact} with {self.weights}: {names} against {self.reference}"
         if self.other_values:
-            yield f"the model has other values than the engines for {listed(self.other_values)}"
+            yield f"the model's values differ from the engines' for {listed(self.other_values)}"
         for engine in self.engines:
             yield from engine.lines()
         yield from self.notes

@@ -171,7 +171,7 @@ class _Checks:
         self, recipe: Mapping[str, Any] | None, cases: Sequence[CallCase], tolerance: Tolerance | None
     ) -> None:
         if recipe is None and set(self.engines) <= {"torch"}:
-            self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
+            self.notes.append("the engines were not compared: there is no recipe, and no engine besides torch")
             return
         self.tell("calls on every engine")
         model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self.artifact)

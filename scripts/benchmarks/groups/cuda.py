@@ -45,7 +45,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        raise SystemExit("scripts/bench cuda needs a GPU, and torch finds none here")
+        raise SystemExit("scripts/bench cuda needs a GPU, but torch finds none here")
     device, errors = accelerator.type, list[Exception]()
     with stored(settings.megabytes * 1_000_000) as large:
         parts = [
@@ -209,7 +209,7 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     if device != "cuda":
         return
     if lacks := _lacks():
-        print(f"left out: AOTInductor's ways to take new weights, which need {lacks}", file=sys.stderr)
+        print(f"skipped: AOTInductor's ways to take new weights, which need {lacks}", file=sys.stderr)
         return
     model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
     package = _compiled(stored, device)
@@ -249,8 +249,8 @@ def _lacks() -> str | None:
     try:
         from torch.utils.cpp_extension import CUDA_HOME
     except ImportError as error:
-        return f"what torch imports for it ({error})"
-    return None if CUDA_HOME else "the CUDA toolkit: its folder in CUDA_HOME"
+        return f"a module that torch imports ({error})"
+    return None if CUDA_HOME else "the CUDA toolkit, with its folder in CUDA_HOME"
 
 
 def _compiled(stored: Stored, device: str) -> Path:

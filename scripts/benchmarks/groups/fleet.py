@@ -77,7 +77,7 @@ def _given(rounds: int) -> Row:
         whole = ray.get(taker.has_all.remote())
         sent = ray.get(taker.receive.remote(ray.get(giver.listen.remote())))
         if not (whole and ray.get(taker.has_all.remote())):
-            raise RuntimeError("other bytes have arrived than were given")
+            raise RuntimeError("the bytes that arrived are not those that were sent")
         for rate, took in zip(rates, (relayed, sent), strict=True):
             rate.append(NBYTES / took / 1e9)
     what = f"{NBYTES >> 20} MiB from a node to another, in chunks"

@@ -106,7 +106,7 @@ def _check_tokens(size: Size, eager: Any, prompt: torch.Tensor, subjects: dict[s
     if size.dtype == torch.float32:
         expected += [subjects["static"](), subjects["dynamic"]()]
     if any(tokens != ours for tokens in expected):
-        raise WrongOutput(f"{size}: other tokens than transformers'")
+        raise WrongOutput(f"{size}: tokens differ from transformers'")
 
 
 def _ours(model: Any, prompt: torch.Tensor) -> list[int]:

@@ -143,9 +143,9 @@ EXPLICIT: dict[str, tuple[Any, type[Exception], str]] = {
         CaptureError,
         "more",
     ),
-    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"below 'model'; give checkpoint\['model'\]"),
+    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"under 'model'; give checkpoint\['model'\]"),
     "a path of nothing": ("nowhere.pt", CheckpointError, "nowhere.pt: no such file"),
-    "a number": (3, CheckpointError, "expected tensors by key or a path, got a int"),
+    "a number": (3, CheckpointError, "expected a dict of tensors or a path, got a int"),
 }
 
 
@@ -173,7 +173,7 @@ def test_keys_that_a_loading_function_leaves_out_are_reported(tmp_path: Path) ->
         model.load_state_dict(checkpoint, strict=False, assign=True)
 
     checkpoint = {**Custom().state_dict(), "more": torch.zeros(1)}
-    with pytest.warns(UserWarning, match="no weight comes from these keys of a checkpoint: more$"):
+    with pytest.warns(UserWarning, match="no weight uses these checkpoint keys: more$"):
         artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
     assert artifact.manifest.adapter.ignored == ("more",)
 
@@ -216,7 +216,7 @@ def test_a_weight_that_a_checkpoint_never_gives_is_reported(tmp_path: Path) -> N
 
 
 def test_weights_of_which_a_checkpoint_gives_a_part_are_reported(tmp_path: Path) -> None:
-    says = "recorded: loading a checkpoint leaves old values in a part of weight. A server takes weight files"
+    says = "recorded: loading a checkpoint leaves old values in a part of weight. A server takes only weight files"
     with pytest.warns(UserWarning, match=says):
         artifact = export(Partly(), (X,), out=tmp_path / "a.artifact", checkpoint={"row": torch.zeros(4)})
     assert all(not source.keys for source in sources(artifact).values())
@@ -280,7 +280,7 @@ class Relative(nn.Module):
 def test_present_values_of_the_model_do_not_become_a_part_of_the_adapter(hollow: bool, tmp_path: Path) -> None:
     with skeleton() if hollow else nullcontext():
         model = Relative()
-    with pytest.raises(CaptureError, match="the loading code uses values that the model has now"):
+    with pytest.raises(CaptureError, match="the loading code uses the model's current values"):
         export(model, (X,), out=tmp_path / "a.artifact")
 
 

@@ -92,42 +92,42 @@ def parameter(document: Document, name: str) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
-    "an input": (lambda d: rename(d, "unused", f"unused={CODE}"), "cannot stand there"),
+    "an input": (lambda d: rename(d, "unused", f"unused={CODE}"), "is not allowed there"),
     "the name of a call": (
         lambda d: calls(d, "linear").update(name=f"x = {CODE}\n"),
-        "Node.name: .* cannot stand there",
+        "Node.name: .* is not allowed there",
     ),
-    "an attribute of Python": (lambda d: calls(d, "linear").update(name="__class__"), "Node.name: '__class__' cannot"),
+    "an attribute of Python": (lambda d: calls(d, "linear").update(name="__class__"), "Node.name: '__class__' is not"),
     "a keyword": (
         lambda d: calls(d, "gelu")["inputs"][-1].update(name=f"approximate={CODE}, x", kind=1),
-        "NamedArgument.name: .* cannot stand there",
+        "NamedArgument.name: .* is not allowed there",
     ),
     "a subgraph": (
         lambda d: calls(d, "cond")["inputs"][1]["arg"]["as_graph"].update(name=f"f={CODE}"),
-        "GraphArgument.name: .* cannot stand there",
+        "GraphArgument.name: .* is not allowed there",
     ),
     "a path of attributes": (
         lambda d: parameter(d, "linear.__class__.forward"),
-        "parameter_name: 'linear.__class__.forward' cannot stand there",
+        "parameter_name: 'linear.__class__.forward' is not allowed there",
     ),
     "quotes in a path": (
         lambda d: parameter(d, "x\")\rexec(\"__import__('os')\\x2emkdir('executed')\")\rdef zz(self):\r z = (\""),
-        "parameter_name: .* cannot stand there",
+        "parameter_name: .* is not allowed there",
     ),
     "full-width letters": (
         lambda d: parameter(d, "linear.\uff3f\uff3fclass\uff3f\uff3f.x"),
-        "parameter_name: .* cannot stand there",
+        "parameter_name: .* is not allowed there",
     ),
     "a keyword of the call": (
         lambda d: d["graph_module"]["module_call_graph"][0]["signature"].update(
             in_spec=json.dumps([1, spec("tuple", [spec("tuple", [LEAF]), spec("dict", [LEAF], KEYWORD)])]),
             forward_arg_names=None,
         ),
-        "ModuleCallSignature.in_spec: .* cannot stand there",
+        "ModuleCallSignature.in_spec: .* is not allowed there",
     ),
     "a size": (
         lambda d: graph(d)["sym_int_values"].update(more={"as_expr": {"expr_str": f"{CODE} or Symbol('s1')"}}),
-        "SymExpr.expr_str: .* cannot stand there",
+        "SymExpr.expr_str: .* is not allowed there",
     ),
     "a range": (lambda d: d["range_constraints"].update({CODE: {"min_val": 0, "max_val": 1}}), "range_constraints"),
     "a container that imports": (
@@ -135,16 +135,16 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
             in_spec='[1, {"type": "collections.defaultdict", "context": "{\\"default_factory_module\\": \\"os\\", '
             '\\"default_factory_name\\": \\"mkdir\\", \\"dict_context\\": []}", "children_spec": []}]'
         ),
-        "ModuleCallSignature.in_spec: .* cannot stand there",
+        "ModuleCallSignature.in_spec: .* is not allowed there",
     ),
     "metadata": (lambda d: calls(d, "linear")["metadata"].update(source_fn_stack=f"{CODE};"), "keys of Node.metadata"),
     "lines in metadata": (
         lambda d: calls(d, "linear")["metadata"].update(nn_module_stack=f"a,b,c\n{CODE}"),
-        "Node.metadata: .* cannot stand there",
+        "Node.metadata: .* is not allowed there",
     ),
     "an object": (
         lambda d: graph(d)["custom_obj_values"].update(x={"name": "x", "class_fqn": "os.mkdir"}),
-        "cannot stand in a graph",
+        "is not allowed in a graph",
     ),
     "an operator as an argument": (
         lambda d: calls(d, "gelu")["inputs"].append({"name": "x", "arg": {"as_operator": "torch.os.mkdir"}, "kind": 2}),
@@ -153,11 +153,11 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
     "something new": (lambda d: d.update(hooks=[CODE]), "ExportedProgram has no 'hooks'"),
     "another device": (
         lambda d: graph(d)["tensor_values"]["x"]["device"].update(type=CODE),
-        "Device.type: .* cannot stand there",
+        "Device.type: .* is not allowed there",
     ),
     "a number that is a text": (
         lambda d: graph(d)["tensor_values"]["x"].update(dtype=CODE),
-        "dtype: .* cannot stand there",
+        "dtype: .* is not allowed there",
     ),
 }
 

@@ -77,11 +77,11 @@ def test_the_next_call_sees_what_is_assigned(act: Callable[..., Any], deep: int,
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "another shape": (
         Does(lambda m, x: doing(setattr(m, "one", x.sum(0, keepdim=True)), m.one * m.weight)),
-        "a call replaces 0.one by a tensor of another type or shape",
+        "a call replaces 0.one with a tensor of another dtype or shape",
     ),
     "another dtype": (
         Does(lambda m, x: doing(setattr(m, "calls", m.calls + 0.5), x * m.calls)),
-        "a call replaces 0.calls by a tensor of another type or shape",
+        "a call replaces 0.calls with a tensor of another dtype or shape",
     ),
     "an alias": (
         Does(lambda m, x: doing(setattr(m, "one", m.two.view(2, 4)), m.two.add_(x))),
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "other values": (
         Does(lambda m, x: doing(setattr(m.one, "data", m.one + x), m.one * m.weight)),
-        "a call replaces 0.one in a way that no graph has",
+        "a call replaces 0.one in a way that a graph cannot express",
     ),
 }
 

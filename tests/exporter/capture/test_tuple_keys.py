@@ -118,7 +118,7 @@ class Twice(nn.Module):
     [
         ((("a", 1.5), "b"), "keys must be strings, integers, or tuples of these"),
         ((("a", ("b",)), "b"), "keys must be strings, integers, or tuples of these"),
-        ((("a", 1), '["a",1]'), "has the key .* and a tuple that is written so; rename one"),
+        ((("a", 1), '["a",1]'), "has the key .* and a tuple that is written the same way; rename one"),
     ],
 )
 def test_other_keys_are_refused(keys: tuple[object, object], says: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: Mixed(torch.float32),
         "float16",
         CheckpointError,
-        "dtype float16: the graph wants no tensor in it, so nothing would be cast; it wants bfloat16, float32. Leave",
+        "dtype float16: the graph expects none, so nothing would be cast; it expects bfloat16, float32. Leave",
     ),
     "another tensor is of another dtype": (
         lambda: changed("norm.weight", torch.ones(3, dtype=torch.float64)),
@@ -117,7 +117,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: changed("linear.bias", torch.tensor([1.0, 1e300, 0.0], dtype=torch.float64)),
         "bfloat16",
         CheckpointError,
-        "linear.bias: has values beyond the range of BF16",
+        "linear.bias: has values outside the range of BF16",
     ),
     "no dtype": (lambda: Mixed(torch.float32), "bfloat", CheckpointError, "'bfloat': tensors can be cast to float16, "),
     "no floating dtype": (lambda: Mixed(torch.float32), torch.int8, CheckpointError, "'torch.int8': tensors can be"),

@@ -258,10 +258,10 @@ def planned(document: Any) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no data file": (without_file, "dcp/__0_0.distcp: missing, and the metadata name it. Save the"),
+    "no data file": (without_file, "dcp/__0_0.distcp: missing, but the metadata names it. Save the"),
     "a cut off data file": (
         lambda folder: cut(folder, "__0_0.distcp", 4000),
-        "dcp/__0_0.distcp: cut off: it has 4000 bytes, and the metadata put tensors behind them. Save the",
+        "dcp/__0_0.distcp: cut off: it has 4000 bytes, but the metadata places tensors beyond them. Save the",
     ),
     "a data file of something else": (scribbled, "The file is damaged or cut off"),
     "cut off metadata": (
@@ -269,21 +269,21 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         ".metadata: not the metadata of a distributed checkpoint",
     ),
     "empty metadata": (lambda folder: cut(folder, ".metadata", 0), "not the metadata of a distributed checkpoint"),
-    "another pickle": (lambda folder: hostile(folder, {"a": 1}), "lacks what the metadata of a checkpoint have"),
+    "another pickle": (lambda folder: hostile(folder, {"a": 1}), "is not valid metadata of a checkpoint"),
     "metadata that run something": (lambda folder: hostile(folder, Shell()), "names posix.system, which"),
     "metadata that run a method": (lambda folder: hostile(folder, Arbitrary()), "names pathlib.Path.touch, which"),
     "something that runs among good metadata": (lambda folder: remade(folder, hidden), "names posix.system, which"),
     "a chunk that is nowhere": (
         lambda folder: remade(folder, forget),
-        "layers.0.weight: the metadata do not say where its chunk at [0, 0] is stored",
+        "layers.0.weight: the metadata does not locate its chunk at [0, 0]",
     ),
     "a chunk beyond the tensor": (
         lambda folder: remade(folder, grow),
-        "layers.0.weight: its chunk [4, 3] at [0, 0] reaches over its shape [3, 3]",
+        "layers.0.weight: its chunk [4, 3] at [0, 0] extends beyond its shape [3, 3]",
     ),
     "a hole": (
         lambda folder: remade(folder, shrink),
-        "layers.0.weight: its chunks have 6 elements, its shape [3, 3] has 9",
+        "layers.0.weight: its chunks have 6 elements, but its shape [3, 3] has 9",
     ),
     "an overlap": (lambda folder: remade(folder, overlap), "its chunks at [0, 0] and [1, 0] overlap"),
     "another dtype": (lambda folder: remade(folder, retype), "expected F32[3, 3], found I32[3, 3]"),
@@ -293,18 +293,18 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "an extension": (
         lambda folder: remade(folder, set_place("layers.0.weight", transform_descriptors=["zstd"])),
-        "was written through extensions (zstd); save without them",
+        "was written with extensions (zstd); save without them",
     ),
     "another chunk": (
         lambda folder: remade(folder, set_place("layers.0.bias", offset=0, length=1577)),
-        "the chunk of layers.0.bias at byte 0 is not the torch.float32 [3] that the metadata promise",
+        "the chunk of layers.0.bias at byte 0 is not the torch.float32 [3] of the metadata",
     ),
     "compressed chunks": (deflated, "is compressed, which torch.save does not do"),
     "sizes that cannot be printed": (lambda folder: remade(folder, wide), "expected sizes, found ((("),
     "keys that cannot be printed": (lambda folder: remade(folder, planned), "expected sizes, found ((("),
     "a place that is no number": (
         lambda folder: remade(folder, set_place("layers.0.weight", offset="0")),
-        "lacks what the metadata of a checkpoint have",
+        "is not valid metadata of a checkpoint",
     ),
 }
 
@@ -331,7 +331,7 @@ def test_damaged_and_hostile_checkpoints_are_refused(
 
 
 def test_one_file_of_it_is_no_checkpoint(good: Path, renamed: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="one file of a distributed checkpoint; give the folder"):
+    with pytest.raises(CheckpointError, match="one file of a distributed checkpoint; give its folder"):
         pack(next(good.glob("*.distcp")), renamed, out=tmp_path / "v.safetensors")
 
 

@@ -70,7 +70,7 @@ def test_a_trainer_publishes_parts(artifact: Artifact, tmp_path: Path) -> None:
     model = quantised(KIND, 1)
     expected = pack(model, artifact, out=tmp_path / "module.safetensors").weights_id
     assert publish(model, tmp_path / "out", artifact, step=1).wait(60).weights_id == expected
-    with pytest.raises(WeightsMismatch, match="the checkpoint Int8Tensor"):
+    with pytest.raises(WeightsMismatch, match="the checkpoint has Int8Tensor"):
         publish(quantised("int8"), tmp_path / "out", artifact, step=2).wait(60)
 
 
@@ -81,8 +81,8 @@ def test_a_packed_file_is_packed_again(artifact: Artifact, tmp_path: Path) -> No
 
 GRAPHS = r"0.weight: the graph has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=Quant.+\), "
 OTHERS = {
-    "int8": r"the checkpoint Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=None",
-    "float8": r"the checkpoint Float8Tensor\(block_size=\[1, 32\], mm_config=None",
+    "int8": r"the checkpoint has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=None",
+    "float8": r"the checkpoint has Float8Tensor\(block_size=\[1, 32\], mm_config=None",
 }
 
 
@@ -97,12 +97,12 @@ def test_another_kind_is_refused_with_both(kind: str, form: str, artifact: Artif
 
 def test_torchaos_file_of_another_kind_is_refused_with_both(artifact: Artifact, tmp_path: Path) -> None:
     path = torchao_file(quantised("int8"), tmp_path)
-    with pytest.raises(WeightsMismatch, match=GRAPHS + r"the checkpoint Int8Tensor\(act_quant_kwargs=None"):
+    with pytest.raises(WeightsMismatch, match=GRAPHS + r"the checkpoint has Int8Tensor\(act_quant_kwargs=None"):
         pack(path, artifact, out=tmp_path / "v1.safetensors")
 
 
 def test_floats_are_refused_for_a_quantised_graph(artifact: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(WeightsMismatch, match=GRAPHS + "the checkpoint a plain tensor") as caught:
+    with pytest.raises(WeightsMismatch, match=GRAPHS + "the checkpoint has a plain tensor") as caught:
         pack(floats(0), artifact, out=tmp_path / "v1.safetensors")
     assert len(caught.value.problems) == 2
 
@@ -110,14 +110,14 @@ def test_floats_are_refused_for_a_quantised_graph(artifact: Artifact, tmp_path: 
 def test_quantised_weights_are_refused_for_a_float_graph(tmp_path: Path) -> None:
     plain = export(floats(0), (X,), out=tmp_path / "plain.artifact")
     assert not (plain.path / "parts.json").exists()
-    with pytest.raises(WeightsMismatch, match=r"0.weight: the graph has a plain tensor, the checkpoint Int8Tensor"):
+    with pytest.raises(WeightsMismatch, match=r"0.weight: the graph has a plain tensor, the checkpoint has Int8Tensor"):
         pack(quantised(KIND), plain, out=tmp_path / "v1.safetensors")
 
 
 def test_goldens_of_another_kind_are_refused(artifact: Artifact, tmp_path: Path) -> None:
     source = quantised(KIND).state_dict()
     with pytest.raises(
-        RecordingError, match=GRAPHS + r"the model Int8Tensor\(block_size=\[1, 32\], dtype=float32, act"
+        RecordingError, match=GRAPHS + r"the model has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act"
     ):
         pack(source, artifact, model=quantised("int8"), goldens=[(X,)], out=tmp_path / "v1.safetensors")
 
@@ -125,7 +125,7 @@ def test_goldens_of_another_kind_are_refused(artifact: Artifact, tmp_path: Path)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_checkpoint_is_refused(artifact: Artifact, tmp_path: Path) -> None:
     folder = distributed_folder(quantised(KIND), tmp_path)
-    with pytest.raises(CheckpointError, match=r"the chunk of 0.weight at byte 0 does not have one storage"):
+    with pytest.raises(CheckpointError, match=r"the chunk of 0.weight at byte 0 must have one storage"):
         pack(folder, artifact, out=tmp_path / "v1.safetensors")
 
 
@@ -134,11 +134,11 @@ def test_a_distributed_checkpoint_is_refused(artifact: Artifact, tmp_path: Path)
 )
 def test_metadata_that_torchao_does_not_write_are_refused(text: str, artifact: Artifact, tmp_path: Path) -> None:
     path = torchao_file(quantised(KIND), tmp_path, **{"0.weight": text})
-    with pytest.raises(CheckpointError, match=r"saved.safetensors: metadata of 0.weight are not torchao's"):
+    with pytest.raises(CheckpointError, match=r"saved.safetensors: the metadata of 0.weight is not torchao's"):
         pack(path, artifact, out=tmp_path / "v1.safetensors")
 
 
-@pytest.mark.parametrize(("value", "says"), [(3, "its parts are no tensors"), (None, "AttributeError: .*qdata")])
+@pytest.mark.parametrize(("value", "says"), [(3, "its parts are not tensors"), (None, "AttributeError: .*qdata")])
 def test_a_damaged_tensor_is_refused(value: Any, says: str, artifact: Artifact, tmp_path: Path) -> None:
     state = quantised(KIND).state_dict()
     if value is None:
@@ -169,4 +169,4 @@ pack({str(path)!r}, {str(artifact.path)!r}, out={str(tmp_path / "v1.safetensors"
     subprocess.run([warm.python(), "-c", code], check=True, capture_output=True)
     found = subprocess.run([warm.python(), "-c", code, "without"], check=False, capture_output=True, text=True)
     assert "CheckpointError" in found.stderr
-    assert "holds weights that torchao has quantised, and torchao cannot be imported" in found.stderr
+    assert "holds weights quantised by torchao, which cannot be imported" in found.stderr

@@ -138,20 +138,20 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: prefixed("net.", state),
         {"prefix": "nat."},
         CheckpointError,
-        "no tensor's name begins with the prefix 'nat.'; they begin with 'net.' (4 tensors), 'net.layers.' (4 tensors)",
+        "no tensor name begins with the prefix 'nat.'; they begin with 'net.' (4 tensors), 'net.layers.' (4 tensors)",
     ),
     "another level that fits": (
         lambda state: {"ema": state, "step": torch.ones(1)},
         {},
         WeightsMismatch,
-        "1 problem\n  - the names of the graph are in 'ema', where no state dict is looked for: pass level='ema'\n"
+        "1 problem\n  - the names of the graph are in 'ema', where no state dict is expected: pass level='ema'\n"
         "Pass it (--level)",
     ),
     "levels without tensors": (
         lambda state: {"ema": state, "app": {"model": state}},
         {},
         CheckpointError,
-        "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass the one that is meant as level=... (--level)",
+        "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass one of them as level=... (--level)",
     ),
     "nothing at all": (lambda state: {"step": 3}, {}, CheckpointError, "holds no tensors; give a state dict"),
     "a named level without tensors": (
@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: prefixed("net.", state),
         {},
         WeightsMismatch,
-        "1 problem\n  - its names are those of the graph after 'net.' (all its names begin so): pass prefix='net.'",
+        "1 problem\n  - its names are those of the graph after 'net.' (all names have it): pass prefix='net.'",
     ),
     "a common prefix of two parts below state_dict": (
         lambda state: {"state_dict": prefixed("module.net.", state), "epoch": 3},
@@ -182,14 +182,14 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: {"state_dict": prefixed("net.", state) | {"loss": torch.ones(2)}},
         {},
         WeightsMismatch,
-        "after 'net.' (the others, 1, are then left out): pass prefix='net.'",
+        "after 'net.' (1 other left out): pass prefix='net.'",
     ),
     "a prefix that is too short": (
         lambda state: prefixed("a.net.", state),
         {"prefix": "a."},
         WeightsMismatch,
-        "the state dict, prefix 'a.': refused, 1 problem\n  - its names are those of the graph after 'net.' "
-        "(all its names begin so): pass prefix='a.net.'",
+        "the state dict, prefix 'a.': refused, 1 problem\n  - its names are those of the graph after 'net.' (all "
+        "names have it): pass prefix='a.net.'",
     ),
     "a prefix without its dot": (
         lambda state: prefixed("net.", state),
@@ -232,7 +232,7 @@ def test_flat_files_name_the_way_out(name: str, renamed: Artifact, tmp_path: Pat
     form = FORMS[name]
     state = Renamed().state_dict()
     source = form({"app": {"model": tensors(state), "optim": torch.ones(1)}}, tmp_path)
-    with pytest.raises(WeightsMismatch, match=r"after 'app\.model\.' \(the others, 1, are then left out\)"):
+    with pytest.raises(WeightsMismatch, match=r"after 'app\.model\.' \(1 other left out\)"):
         pack(source, renamed, out=tmp_path / "v.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(f"no level 'app.x'; it has {FLAT_LEVELS[name]}")):
         pack(source, renamed, out=tmp_path / "v.safetensors", level="app.x")

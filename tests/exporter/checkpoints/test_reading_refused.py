@@ -56,7 +56,7 @@ OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a zip that is cut off": (
         lambda path: cut(saved(path / "c.pt", some_state()), -100),
-        "c.pt: cut off: it has no end of a zip file. Save it again, or copy it again.",
+        "c.pt: cut off: the end of the zip file is missing. Save it again, or copy it again.",
     ),
     "an old file that is cut off": (
         lambda path: cut(saved_before_zip(path / "c.pth", some_state()), -20),
@@ -64,8 +64,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "a global that is not allowed": (
         lambda path: saved(path / "c.pt", {"a": Arbitrary()}),
-        "c.pt: holds more than tensors (it names posix.system), and unpickling it could run anything, so it was "
-        "not opened. Save model.state_dict() alone",
+        "c.pt: holds more than tensors (it names posix.system), and unpickling it could run any code, so it was not "
+        "opened. Save only model.state_dict()",
     ),
     "an old file with a global that is not allowed": (
         lambda path: saved_before_zip(path / "c.pt", {"a": Arbitrary()}),
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "TorchScript": (
         lambda path: scripted(path / "c.pt"),
-        "c.pt: a TorchScript archive, expected a state dict. Save that where the model's source code is",
+        "c.pt: a TorchScript archive, expected a state dict. Save one where the model's source code is",
     ),
     "another zip": (
         lambda path: Path(str(np.savez(path / "c", a=np.ones(1)) or (path / "c.npz").rename(path / "c.pt"))),
@@ -81,20 +81,20 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "an optimizer": (
         lambda path: saved(path / "c.pt", OPTIMIZER),
-        "c.pt: holds the state of an optimizer, and no weights; give the model's state dict",
+        "c.pt: holds the state of an optimizer, not weights; give the model's state dict",
     ),
     "an optimizer in a trainer's dict": (
         lambda path: saved(path / "c.pt", {"optimizer": OPTIMIZER, "epoch": 3}),
-        "c.pt: holds the state of an optimizer, and no weights",
+        "c.pt: holds the state of an optimizer, not weights",
     ),
     "a distributed optimizer": (
         lambda path: saved_distributed(path / "dcp", {"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}),
-        "dcp: holds the state of an optimizer, and no weights",
+        "dcp: holds the state of an optimizer, not weights",
     ),
     "no tensors": (lambda path: saved(path / "c.pt", {"epoch": 3}), "c.pt: holds no tensors; give a state dict"),
     "weights where nobody looks": (
         lambda path: saved(path / "c.pt", {"net": {"w": torch.ones(1)}}),
-        "c.pt: holds no tensors where a state dict is looked for. It has 'net' (1 tensor): pass level='net' (--level)",
+        "c.pt: holds no tensors where a state dict is expected. It has 'net' (1 tensor): pass level='net' (--level)",
     ),
     "a list": (lambda path: saved(path / "c.pt", [1]), "c.pt: holds a list, expected a state dict"),
     "a sparse tensor": (
@@ -102,17 +102,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "c.pt: w: torch.float32 torch.sparse_coo cannot be written as safetensors",
     ),
     "an empty file": (lambda path: written(path / "c.pt", b""), "c.pt: the file is empty. Save it again"),
-    "an empty folder": (lambda path: filled(path / "f"), "f: no checkpoint in this folder (it is empty); known are"),
+    "an empty folder": (lambda path: filled(path / "f"), "f: no checkpoint in this folder (it is empty); expected"),
     "a folder of something else": (
         lambda path: filled(path / "f", "a.txt"),
-        "f: no checkpoint in this folder (it holds a.txt); known are folders with .metadata",
+        "f: no checkpoint in this folder (it holds a.txt); expected .metadata",
     ),
     "a file of something else": (
         lambda path: written(path / "a.txt", b"nothing of interest"),
         "a.txt: damaged, or no safetensors file",
     ),
     "nothing": (lambda path: path / "nowhere.pt", "nowhere.pt: cannot be opened (No such file or directory)"),
-    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, and the metadata put tensors"),
+    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, but the metadata places tensors"),
 }
 
 
@@ -148,7 +148,7 @@ def test_a_tensor_that_is_more_than_there_is_memory(tmp_path: Path) -> None:
 def test_a_level_without_tensors_of_its_own(level: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": some_state(), "epoch_state": {"best": 3}})
     named = f"its level '{level}'" if level else "its top level"
-    assert f"{named} holds no tensors of its own; without --level" in command(
+    assert f"{named} holds no tensors of its own; run without --level" in command(
         inspect_command, path, "--level", level, status=1
     )
 
@@ -238,5 +238,5 @@ def test_a_checkpoint_that_changes_while_it_is_compared(form: str, tmp_path: Pat
         if done == total:
             FORMS[form](tmp_path, state | {"longer": torch.zeros(100)})
 
-    with pytest.raises(CheckpointError, match="was written to or replaced while it was read"):
+    with pytest.raises(CheckpointError, match="was written to, replaced, renamed or linked while it was read"):
         compare_weights(path, path, progress=overwrite)

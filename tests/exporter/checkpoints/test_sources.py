@@ -193,7 +193,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a tensor that is no plain one": (
         lambda state, path: {**state, "layers.0.weight": Sum(torch.zeros(3, 3), torch.zeros(3, 3))},
         WeightsMismatch,
-        "layers.0.weight: the graph has a plain tensor, the checkpoint Sum(note=None)",
+        "layers.0.weight: the graph has a plain tensor, the checkpoint has Sum(note=None)",
     ),
     "two keys for one weight": (
         lambda state, path: saved_safetensors(path / "c.safetensors", fighting(state)),
@@ -204,7 +204,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a folder of something else": (
         lambda state, path: filled(path / "f", "a.txt", "b.txt"),
         CheckpointError,
-        "no checkpoint in this folder (it holds a.txt, b.txt); known are folders with .metadata",
+        "no checkpoint in this folder (it holds a.txt, b.txt); expected .metadata",
     ),
     "an empty folder": (lambda state, path: filled(path / "f"), CheckpointError, "(it is empty)"),
     "a missing shard": (
@@ -225,7 +225,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a pickled shard that is cut off": (
         lambda state, path: cut_shard(path / "hf", ".bin"),
         CheckpointError,
-        "pytorch_model-00002-of-00002.bin: cut off: it has no end of a zip file",
+        "pytorch_model-00002-of-00002.bin: cut off: the end of the zip file is missing",
     ),
     "pickled shards whose index is lost": (
         lambda state, path: without_index(saved_shards(path / "hf", state, ".bin")),
@@ -256,7 +256,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
         lambda state, path: listing_more(path / "hf"),
         CheckpointError,
         "'layers.0.bias' is not in pytorch_model-00002-of-00002.bin; pytorch_model-00001-of-00002.bin has "
-        "'layers.0.bias', it says pytorch_model-00002-of-00002.bin",
+        "'layers.0.bias', which is listed in pytorch_model-00002-of-00002.bin",
     ),
     "a pickled index that is not JSON": (
         lambda state, path: filled(path / "f", "pytorch_model.bin.index.json"),
@@ -284,11 +284,11 @@ def fill(model: torch.nn.Module, state: State) -> None:
 
 
 DAMAGED: dict[str, tuple[Callable[[Path, State], Path], str, str]] = {
-    "a .pt": (lambda path, state: saved(path / "c.pt", whole(state)), "c.pt", "c.pt: damaged: the bytes of data/"),
+    "a .pt": (lambda path, state: saved(path / "c.pt", whole(state)), "c.pt", "c.pt: damaged: the CRC-32 of data/"),
     "pickled shards": (
         lambda path, state: saved_shards(path / "hf", state, ".bin"),
         "*-00001-*",
-        "pytorch_model-00001-of-00002.bin: damaged: the bytes of data/",
+        "pytorch_model-00001-of-00002.bin: damaged: the CRC-32 of data/",
     ),
     "distributed": (
         lambda path, state: saved_distributed(path / "dcp", whole(state)),
@@ -357,7 +357,7 @@ def test_each_storage_is_checked_once(renamed: Artifact, tmp_path: Path, monkeyp
 def test_damage_to_the_description_of_tensors_is_found(renamed: Artifact, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", Renamed().state_dict())
     path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"HalfStorage\0"))
-    with pytest.raises(CheckpointError, match=r"c\.pt: damaged: its data\.pkl has another CRC-32"):
+    with pytest.raises(CheckpointError, match=r"c\.pt: damaged: the CRC-32 of data\.pkl does not match"):
         pack(path, renamed, out=tmp_path / "v.safetensors")
 
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_that_changes_while_it_is_packed_is_refused(renamed: Artifa
     def overwrite(done: int, total: int) -> None:
         saved(path, {**Renamed().state_dict(), "longer": torch.zeros(100)})
 
-    with pytest.raises(CheckpointError, match=r"c\.pt: was written to or replaced while it was read"):
+    with pytest.raises(CheckpointError, match=r"c\.pt: was written to, replaced, renamed or linked while it was read"):
         pack(path, renamed, out=tmp_path / "v.safetensors", progress=overwrite)
     assert not list(tmp_path.glob("*v.safetensors*"))
 

@@ -167,7 +167,7 @@ BAD: dict[str, tuple[object, dict[str, Any], type[WeightswapError], str]] = {
         {"model": {"other": torch.ones(3, 3)}, "step": 3},
         {"model": Scaled(), "load": lenient},
         CheckpointError,
-        "lenient of 'model' failed: it raised nothing, but it left the model as it was\nlenient of the whole failed",
+        "lenient of 'model' failed: it raised no error, but left the model unchanged\nlenient of the whole failed",
     ),
     "a function that fails halfway": (
         {"model": {"linear.weight": torch.ones(3, 3)}},

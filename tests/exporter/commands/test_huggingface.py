@@ -109,7 +109,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_every_reason() -> None:
         load(hollow(llama), tensors)
     assert str(refused.value).splitlines()[1:] == [
         "  - model.norm.weight: missing",
-        "  - model.layers.0.mlp.up_proj.weight: has shape [3, 32], the model [37, 32]",
+        "  - model.layers.0.mlp.up_proj.weight: has shape [3, 32], the model has [37, 32]",
     ]
 
 
@@ -312,7 +312,7 @@ def test_the_form_of_the_weights_in_a_directory_is_recorded(
         model.save_pretrained(folder)
     file = old / "model.safetensors"
     safetensors.torch.save_file(rewrite(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match="no weight comes from these keys") if unused else nullcontext():
+    with pytest.warns(UserWarning, match="no weight uses these checkpoint keys") if unused else nullcontext():
         artifact = export_directory(old, out=tmp_path / "a.artifact")
     served = serve(artifact)
     assert set(served.swap(old).ignored) == unused
@@ -325,7 +325,7 @@ def test_the_form_of_the_weights_in_a_directory_is_recorded(
 def test_weights_of_another_model_are_no_example(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
-    with pytest.warns(UserWarning, match="its weights are no example of what will be swapped in"):
+    with pytest.warns(UserWarning, match="its weights cannot serve as the example checkpoint"):
         export_directory(tmp_path / "model", out=tmp_path / "a.artifact")
 
 

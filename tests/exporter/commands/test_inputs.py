@@ -127,7 +127,7 @@ def test_guesses_that_eager_refuses_are_listed_with_its_errors(caplog: pytest.Lo
         sample_inputs(model)
     first, told, *_, advice = str(refused.value).splitlines()
     assert first.startswith(
-        "BertModel (model type 'bert'): accepts no inputs that were guessed for it; it takes input_ids"
+        "BertModel (model type 'bert'): accepts none of the inputs that were guessed; it takes input_ids"
     )
     assert told.startswith("  - input_ids [2, 16], attention_mask [2, 16], token_type_ids [2, 16]: ")
     assert "RuntimeError" in told
@@ -275,6 +275,6 @@ def test_a_capture_that_fails_says_that_inputs_were_a_guess(tmp_path: Path, monk
         export_directory(tmp_path, out=tmp_path / "a.artifact")
     assert str(refused.value).splitlines() == [
         "no",
-        "The inputs were a guess, and eager does not refuse them: "
-        "input_ids [2, 16], attention_mask [2, 16]. Others: --inputs.",
+        "The inputs were guessed, and the eager model accepts them: input_ids [2, 16], attention_mask [2, 16]. Use "
+        "--inputs to give others.",
     ]

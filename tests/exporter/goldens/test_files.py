@@ -151,9 +151,9 @@ def test_a_pack_that_fails_leaves_both_files_as_they_were(
 
 def test_a_checkpoint_is_no_model(packing: Packing) -> None:
     for source in (packing.model.state_dict(), packing.out):
-        with pytest.raises(CheckpointError, match="recorded with the eager model, and a checkpoint is none"):
+        with pytest.raises(CheckpointError, match="recorded with the eager model, and a checkpoint is not one"):
             packing.pack(source, goldens=[(IMAGE,)])
-    with pytest.raises(CheckpointError, match=r"\*.goldens.safetensors are names of goldens"):
+    with pytest.raises(CheckpointError, match=r"\*.goldens.safetensors are for goldens"):
         pack(packing.model, packing.artifact, out=packing.beside)
     with pytest.raises(WeightsMismatch):
         packing.pack({"conv.weight": torch.zeros(1)}, goldens=None)
@@ -168,10 +168,10 @@ def refusal(packing: Packing, model: nn.Module, **options: Any) -> str:
 
 
 def test_a_model_that_is_not_the_exported_one_is_refused(packing: Packing) -> None:
-    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model F64[6, 1, 3, 3] on cpu" in refusal(
+    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model has F64[6, 1, 3, 3] on cpu" in refusal(
         packing, different(lambda: Everything().double(), 1), dtype="float32"
     )
-    assert "embed.weight: the artifact has F32[6, 6], the model no such tensor" in refusal(packing, nn.Linear(3, 3))
+    assert "embed.weight: the artifact has F32[6, 6], the model has no such tensor" in refusal(packing, nn.Linear(3, 3))
     other = different(Everything, 1)
     other.get_buffer("table")[2] += 1
     assert "table is not the artifact's constant[2]: expected 0.4" in refusal(packing, other)
@@ -182,7 +182,7 @@ def test_a_call_that_changes_a_weight_is_refused_by_name(packing: Packing) -> No
         module.get_parameter("weight").data.fill_(1)  # has no version that would tell
 
     packing.model.get_submodule("conv").register_forward_pre_hook(write)
-    assert "a call has changed conv.weight, which is no state" in refusal(packing, packing.model)
+    assert "a call changed conv.weight, which is not state" in refusal(packing, packing.model)
 
 
 def test_a_model_of_inference_mode_can_be_recorded(packing: Packing) -> None:

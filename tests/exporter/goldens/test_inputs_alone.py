@@ -120,7 +120,7 @@ def test_inspect_shows_inputs_alone(artifact: Artifact, tmp_path: Path) -> None:
 
 
 def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
-    with pytest.raises(ParityError, match="has inputs alone"):
+    with pytest.raises(ParityError, match="has only inputs"):
         check_outputs(artifact.path / INPUTS_NAME, different(Everything, 1), artifact)
 
 

@@ -99,13 +99,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a call for a list": ({"goldens": (ROWS,)}, "forward: expected a list of calls, got a tuple"),
     "no calls": ({"goldens": []}, "no calls to record"),
-    "another method": ({"goldens": {"encode": [(ROWS,)]}}, "no method 'encode'; there are forward"),
+    "another method": ({"goldens": {"encode": [(ROWS,)]}}, "no method 'encode'; the methods are forward"),
     "half a tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1,)}, "expected (rtol, atol), finite and not negative"),
     "a negative tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1, -1)}, "got (0.1, -1)"),
     "no number": ({"goldens": [(ROWS,)], "tolerance": (float("nan"), 0)}, "got (nan, 0)"),
     "a tolerance of nothing": (
         {"tolerance": (0.1, 0.1)},
-        "tolerance: says how goldens are compared, and there are none",
+        "tolerance: sets how goldens are compared, but there are none",
     ),
 }
 
@@ -160,7 +160,7 @@ def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path
     before = everything_in(model)
     with pytest.raises(RecordingError) as refused:
         pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])
-    assert "a call has changed 1.running_mean, which is no state" in refused.value.problems
+    assert "a call changed 1.running_mean, which is not state" in refused.value.problems
     assert same(before, everything_in(model))
 
 

@@ -106,5 +106,5 @@ def test_only_parameters_are_taken_apart(tmp_path: Path) -> None:
 def test_shards_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].weight = nn.Parameter(torch.zeros(3, 3).as_subclass(Rows))
-    with pytest.raises(Unsupported, match=r"^0.weight is a Rows, which has a part of the values alone. Export the"):
+    with pytest.raises(Unsupported, match=r"^0.weight is a Rows, which has only a part of the values. Export the"):
         export(model, (X,), out=tmp_path / "a.artifact")

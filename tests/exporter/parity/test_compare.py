@@ -51,8 +51,8 @@ def test_generated_calls_reach_the_ends_of_the_ranges(artifact: Artifact) -> Non
         "onnx: equal within the tolerances of the dtypes, 6 calls",
     )
     assert [line.partition(": InputMismatch")[0] for line in refused] == [
-        "onnx takes no such call: forward, random with batch=0, length=1",
-        "onnx takes no such call: forward, random with batch=1, length=0",
+        "onnx refuses this call: forward, random with batch=0, length=1",
+        "onnx refuses this call: forward, random with batch=1, length=0",
     ]
 
 
@@ -200,7 +200,7 @@ class Writes(nn.Module):
 def test_a_model_whose_calls_write_to_a_weight(tmp_path: Path) -> None:
     made = export(Writes(clamps=False), (torch.randn(3),), out=tmp_path / "a")
     weights = pack(Writes(clamps=False), made, out=tmp_path / "v.safetensors").path
-    with pytest.raises(ParityError, match=r"a call of the model has changed weight, which is no state"):
+    with pytest.raises(ParityError, match=r"a call of the model changed weight, which is not state"):
         compare(Writes(clamps=True), made, weights)
     with pytest.raises(ParityError, match=r"Build the model again: its parameters keep what was written to them"):
         first_divergence(made, Writes(clamps=True), weights)
@@ -241,13 +241,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cases": [(IDS.float(),)]}, "case 0, forward: ids: expected dtype I64, got F32"),
     ({"cases": [(IDS.expand(3, 2, 5),)]}, "case 0, forward: ids: expected 2 dimensions [batch, length], got [3, 2, 5]"),
     ({"cases": []}, "no calls to record"),
-    ({"cases": {"encode": [(IDS,)]}}, "no method 'encode'; there are forward"),
-    ({"cases": "recorded"}, "cases='recorded' is not known"),
+    ({"cases": {"encode": [(IDS,)]}}, "no method 'encode'; the methods are forward"),
+    ({"cases": "recorded"}, "unknown cases='recorded'"),
     ({"cases": "goldens"}, "there are no goldens for these weights"),
     ({"cases": [(IDS + 50,)]}, "case 0: the eager model raised"),
     ({"model": None}, "there are no weights"),
-    ({"model": nn.Linear(2, 2)}, "the model no such tensor"),
-    ({"model": tied().double()}, "the artifact has F32[16, 8] on the CPU, the model F64[16, 8] on cpu"),
+    ({"model": nn.Linear(2, 2)}, "the model has no such tensor"),
+    ({"model": tied().double()}, "the artifact has F32[16, 8] on the CPU, the model has F64[16, 8] on cpu"),
 ]
 
 
@@ -303,7 +303,7 @@ def test_a_model_with_other_outputs(artifact: Artifact) -> None:
 
 def test_first_divergence_refuses_what_compare_refuses(artifact: Artifact, tmp_path: Path) -> None:
     run = Run(pack(tied(), artifact, out=tmp_path / "v.safetensors").path)
-    with pytest.raises(ParityError, match="the model no such tensor"):
+    with pytest.raises(ParityError, match="the model has no such tensor"):
         first_divergence(artifact, nn.Linear(2, 2), run)
 
 
@@ -320,7 +320,7 @@ def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
     monkeypatch.setattr(EngineSide, "run", refusing)
     report = compare(tied(), artifact, engines=["onnx"])
     assert report.same
-    assert "onnx takes no such call: forward, random with batch=0, length=1: RuntimeError: a size of 0" in report.text
+    assert "onnx refuses this call: forward, random with batch=0, length=1: RuntimeError: a size of 0" in report.text
     asked = compare(tied(), artifact, engines=["onnx"], cases=[(IDS[:0],)], locate=False)
     assert asked.engines[0].cases[0].error == "RuntimeError: a size of 0"
 
@@ -350,10 +350,10 @@ NEVER: list[tuple[dict[str, Any], str]] = [
     ({"functions": {"enc": "encode"}, "tolerance": (float("inf"), 0.0)}, "finite and not negative"),
     ({"functions": {"enc": "encode"}, "tolerance": 1e-3}, "expected (rtol, atol), finite and not negative, got 0.001"),
     ({"functions": {"enc": "encode"}, "tolerance": ("a", "b")}, "finite and not negative"),
-    ({"functions": {"enc": "encode"}, "seed": -1}, "seed: expected an integer from 0, got -1"),
+    ({"functions": {"enc": "encode"}, "seed": -1}, "seed: expected an integer >= 0, got -1"),
     ({"engines": "torch"}, "engines: expected a list of names, got 'torch'"),
     ({"devices": "cpu"}, "devices: expected a list of names, got 'cpu'"),
-    ({"functions": {"enc": "encode"}, "seed": 1.5}, "seed: expected an integer from 0, got 1.5"),
+    ({"functions": {"enc": "encode"}, "seed": 1.5}, "seed: expected an integer >= 0, got 1.5"),
 ]
 
 

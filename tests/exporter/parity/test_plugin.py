@@ -117,7 +117,7 @@ def test_a_failure_says_which_output_where_how_far_and_from_which_module_on(plai
         "3 of 6 elements differ, by at most 0.5 ",
         "  first divergence: second (Linear)",
         "    node linear_1, aten.linear.default of second.weight, second.bias",
-        "the model has other values than the engines for second.bias",
+        "the model's values differ from the engines' for second.bias",
     ):
         assert line in text
     assert "raise AssertionError(" not in text  # the traceback ends in the test
@@ -129,7 +129,7 @@ def test_an_invalid_comparison_is_an_error_of_its_own(plain: tuple[dict[str, str
     outcomes, text = plain
     assert (outcomes["test_another_model"], outcomes["test_dropout"]) == ("FAILED", "FAILED")
     assert "ParityError: parity: refused" in text
-    assert "the model no such tensor" in text
+    assert "the model has no such tensor" in text
     assert "not deterministic: two runs of the eager model differ" in text
     assert "pytest_plugin.py" not in text  # the traceback ends in the test
     assert outcomes["test_named"] == "FAILED"
@@ -147,15 +147,15 @@ def test_recorded_outputs_are_kept_and_updated(plain: tuple[dict[str, str], str]
     outcomes, text = run(folder, *options, "--weightswap-update-goldens")
     assert outcomes["test_recorded"] == "PASSED"
     assert "SKIPPED [1]" in text
-    assert "--weightswap-engines=torch, and this test has onnx" in text
+    assert "--weightswap-engines=torch, but this test has onnx" in text
     assert f"weightswap recorded {folder / 'kept' / 'net.goldens.safetensors'}\n" in text
     kept = (folder / "kept" / "net.goldens.safetensors").read_bytes()
     (folder / "changed").touch()
     outcomes, text = run(folder, *options)
     assert outcomes["test_recorded"] == "FAILED"
-    assert "the eager model gives other outputs than were recorded" in text
+    assert "the eager model gives outputs other than those recorded" in text
     assert "forward, golden 0, output: [0, 0]: expected " in text
-    assert "recorded with other weights than the model has now" in text
+    assert "recorded with weights other than the model has now" in text
     assert (folder / "kept" / "net.goldens.safetensors").read_bytes() == kept
 
 
@@ -165,7 +165,7 @@ def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, wor
     distributed = ("--dist=load", f"--tx=popen//python={warm.python()}") if workers else ()
     outcomes, text = run(folder, "-k", "shared", "--weightswap-update-goldens", *distributed)
     assert outcomes == {"test_shared_file[1]": "PASSED", "test_shared_file[2]": "FAILED"}
-    assert "was recorded by test_net.py::test_shared_file[1] already" in text
+    assert "was already recorded by test_net.py::test_shared_file[1]" in text
     assert text.count("weightswap recorded ") == 1
 
 
@@ -184,14 +184,14 @@ def test_it(model, artifact, assert_parity):
     update = ("--weightswap-update-goldens",) if path.startswith("net") else ()  # the name is looked at in any case
     outcomes, text = run(folder / "written", "--rootdir=.", *update)
     assert outcomes == {"test_it": "FAILED"}
-    assert "expected a name *.goldens.safetensors below" in text
+    assert "expected a name *.goldens.safetensors under" in text
     assert "torch.__trace" not in text
     assert not (folder / "net.goldens.safetensors").exists()
 
 
 def test_unknown_engines_are_refused(folder: Path) -> None:
     _, text = run(folder, "--weightswap-engines=torch,tensorrt")
-    assert "--weightswap-engines: tensorrt; there are torch, aoti, onnx" in text
+    assert "--weightswap-engines: expected torch, aoti, onnx, got tensorrt" in text
     assert "passed" not in text
 
 

@@ -118,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("marker", [False, True])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.filterwarnings("ignore:how a checkpoint becomes weights:UserWarning")
-@pytest.mark.filterwarnings("ignore:no weight comes from these keys:UserWarning")
+@pytest.mark.filterwarnings("ignore:no weight uses these checkpoint keys:UserWarning")
 def test_weights_are_those_of_eager_or_refused(case: dict[str, Any], marker: bool, tmp_path: Path) -> None:
     kind = type("Model", (Pair,), dict(case))
     checkpoint = {f"{name}.weight": whole(seed, 4, 4) for seed, name in enumerate("ab")}
@@ -157,7 +157,7 @@ def test_a_key_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
     def read(model: nn.Module, state: State) -> None:
         model.load_state_dict(state, strict=False)
 
-    with pytest.warns(UserWarning, match="no weight comes from these keys of a checkpoint: transposed"):
+    with pytest.warns(UserWarning, match="no weight uses these checkpoint keys: transposed"):
         artifact = export(kind().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
     assert artifact.manifest.adapter.needed == ("transposed",)
     path = tmp_path / "c.safetensors"

@@ -225,7 +225,7 @@ REFUSED = {
         "ZeroDivisionError: division by zero (recipe.py, ",
     ),
     "a recipe that returns nothing": (("export", "recipe.py:nothing", "-o", "x"), 2, "returned a NoneType"),
-    "a recipe that returns out": (("export", "recipe.py:with_out", "-o", "x"), 2, "which the command line gives"),
+    "a recipe that returns out": (("export", "recipe.py:with_out", "-o", "x"), 2, "which the command line sets"),
     "no checkpoint": (("pack", "nowhere.pt", "net.artifact", "-o", "x.safetensors"), 1, "no such file"),
     "a label without a value": (
         ("pack", "checkpoint.pt", "net.artifact", "-o", "x", "--label", "step"),

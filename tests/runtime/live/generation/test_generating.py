@@ -502,9 +502,9 @@ def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
 
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
     linear = torch.nn.Linear(2, 2)
-    with pytest.raises(Unsupported, match="no language model"):
+    with pytest.raises(Unsupported, match="not a transformers language model"):
         export_decoder(linear, out=tmp_path / "a", length=8)
-    with pytest.raises(Unsupported, match="has learned 64 positions"):
+    with pytest.raises(Unsupported, match="has only 64 learned positions"):
         export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
     with pytest.raises(Unsupported, match="Phi3ForCausalLM rotates all keys differently beyond 23 tokens"):
         export_decoder(long_phi(23), out=tmp_path / "a", length=LENGTH)
