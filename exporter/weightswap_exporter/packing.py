@@ -244,8 +244,8 @@ class _Weights:
         names |= {name for keys in self._match.computed.values() for name in keys.values()}
         refuse(text for name in sorted(names) for text in self._tensors[name].problems())
         ties = [
-            f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, the checkpoint has different "
-            "values for them"
+            f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, but the checkpoint has "
+            "different values for them"
             for row in self._artifact.manifest.weights
             if self._is_broken_tie(row)
         ]
