@@ -197,7 +197,7 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet) -
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
     last = MOST_BASES + 1
     fleet.asked.clear()
-    with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; name a full we"):
+    with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; use a full we"):
         fleet.swap(fleet.delta(MOST_BASES, last))
     assert fleet.asked == []
     assert fleet.swap(fleet.file(last)).late == {}

@@ -131,7 +131,7 @@ def test_a_swap_does_not_change_a_stream(files: tuple[Path, Path, Path]) -> None
         (asked(max_tokens=0), 400, ">= 1"),
         (asked(temperature=-1), 400, ">= 0"),
         (asked(top_p=2), 400, "<= 1"),
-        (asked(stop=["a"]), 400, "a text ends texts only"),
+        (asked(stop=["a"]), 400, "strings need a text prompt"),
         (asked(most=3), 400, "unknown field `most`"),
         (asked(seed=-1), 400, ">= 0"),
     ],

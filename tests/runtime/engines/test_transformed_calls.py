@@ -38,7 +38,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
 def test_a_transformed_call_is_refused_by_name(transform: Transform, model: Model) -> None:
     with model.pin() as session, model.stage(model.history[-1].source) as staged:
         for call in (model, session, staged):
-            with pytest.raises(InputMismatch, match="transformations: within vmap give it the whole batch") as caught:
+            with pytest.raises(InputMismatch, match="transforms: instead of vmap, pass it the whole batch") as caught:
                 transform(call)
             assert caught.value.method == "forward"
             assert caught.value.problems
