@@ -282,7 +282,7 @@ def test_cuda_graphs_and_threads_are_refused(tmp_path: Path) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
     with pytest.raises(Unsupported, match="cuda_graphs with the engine 'onnx'"):
         open_engine("onnx", artifact, "cuda", EngineOptions(cuda_graphs="auto"))
-    with pytest.raises(Unsupported, match="threads=2: .* a positive number with the engine 'onnx' on the CPU"):
+    with pytest.raises(Unsupported, match=r"threads=2: .* a positive number with the engine 'onnx' on the CPU"):
         open_engine("onnx", artifact, "cuda", EngineOptions(threads=2))
 
 

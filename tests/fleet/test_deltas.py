@@ -81,7 +81,7 @@ def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet
 
 def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
     fleet.asked.clear()
-    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, and .* are desired"):
+    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, but .* are desired"):
         fleet.swap(fleet.delta(1, 2))
     assert fleet.asked == []
     path = write_delta(fleet.file(1), fleet.file(2), fleet.where / "d1-2.safetensors").path

@@ -191,7 +191,7 @@ def test_a_delta_is_desired_with_what_it_starts_from(
 ) -> None:
     """The bases let a new process load the same weights, and let a rollback check all files."""
     service.set(0)
-    with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, and \w+ are desired"):
+    with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, but \w+ are desired"):
         service.place.set(delta(1, 2), revision=1)
     service.place.set(delta(0, 1), revision=1)
     state = service.place.promote(delta(1, 2))

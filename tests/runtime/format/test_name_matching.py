@@ -220,5 +220,5 @@ def test_an_adapter_that_the_export_has_recorded_is_not_to_be_merged(tiny: TinyA
     adapter = Adapter(sources=(WeightSource(weight="w", keys=(PEFT,)),))
     row = NamedTensor(name="w", dtype="F32", shape=(1,))
     manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), adapter=adapter)
-    with pytest.raises(WeightsMismatch, match="Give a checkpoint of the architecture"):
+    with pytest.raises(WeightsMismatch, match="Give a checkpoint of the exported architecture"):
         resolve(tensors("base_model.model.other"), manifest, "file")

@@ -298,7 +298,7 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
 def test_a_context_is_of_one_model_and_can_be_closed(model: Model, files: Files) -> None:
     with load(files.artifact, files.weights[0]) as other:
         context = other.new_context()
-        with pytest.raises(ContextMismatch, match="of another model"):
+        with pytest.raises(ContextMismatch, match="belongs to another model"):
             model(X, context=context)
         with context:
             other(X, context=context)

@@ -132,5 +132,5 @@ def test_a_version_of_an_object_can_be_named(model: Model, weight_file: WriteWei
 
 
 def test_a_bucket_that_does_not_exist_is_named(model: Model, s3_bucket: S3Bucket) -> None:
-    with pytest.raises(WeightFileError, match=r"s3://nowhere/v\.safetensors: cannot be opened \(there is no"):
+    with pytest.raises(WeightFileError, match=r"s3://nowhere/v\.safetensors: cannot be opened \(no such object"):
         model.swap("s3://nowhere/v.safetensors")

@@ -37,7 +37,7 @@ def test_a_file_url_is_a_local_path(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 UNSUPPORTED = {
     "file://elsewhere/v.safetensors": "expected file:/// and an absolute path",
-    "simplecache::s3://a/b.safetensors": "chained URLs are not read",
+    "simplecache::s3://a/b.safetensors": "chained URLs are not supported",
     "nothing://a/b.safetensors": "fsspec does not know nothing://. It knows .*s3",
     "abfs://a/b.safetensors": "needs another package .*adlfs",
     "models:/classifier/3": r"^models:/classifier/3: an MLflow URI, .* Download it \(mlflow",
