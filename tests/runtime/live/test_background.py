@@ -268,7 +268,7 @@ def test_misuse_is_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights
     with pytest.raises(WeightFileError, match="is empty"):
         model.swap("")
     for listen in (model.listen, model.observe):
-        with pytest.raises(Unsupported, match="'print' cannot be called"):
+        with pytest.raises(Unsupported, match="'print' is not callable"):
             listen("print")  # type: ignore[arg-type]
     with pytest.raises(NothingToRollBack, match="nothing was committed before"):
         model.rollback()
