@@ -466,10 +466,7 @@ def _input(method: str, place: int, part: str, value: Any) -> Callable[[Any], No
 NOT_GENERATING: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no prefill": (lambda document: document["methods"].pop("prefill"), "has no method prefill"),
     "no decode": (lambda document: document["methods"].pop("decode"), "has no method decode"),
-    "other ids": (
-        _input("decode", 0, "dtype", "I32"),
-        r"so decode needs .*\['I64', 1, 1\], .* but has \[\['I32', 1, 1\]",
-    ),
+    "other ids": (_input("decode", 0, "dtype", "I32"), r"decode needs .*\['I64', 1, 1\], .*has \[\['I32', 1, 1\]"),
     "another mask": (_input("decode", 1, "shape", [1, 23]), r"\['I64', 1, 24\], .* but has .*\['I64', 1, 23\]"),
     "a row of positions": (_input("prefill", 3, "shape", [1]), r"prefill needs .*\['I64'\]\], .*\['I64', 1\]\]"),
     "prompts of one length": (_input("prefill", 0, "shape", [1, 2]), r"'prompt'\], .*but has \[\['I64', 1, 2\]"),
