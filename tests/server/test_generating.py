@@ -125,7 +125,7 @@ def test_a_swap_does_not_change_a_stream(files: tuple[Path, Path, Path]) -> None
         ({"text_input": "a", "input_ids": [1]}, 400, "either text_input or input_ids"),
         ({"text_input": "a"}, 400, "needs a tokenizer.json"),
         ({"input_ids": []}, 400, "no tokens"),
-        ({"input_ids": [64]}, 400, "the vocabulary 64"),
+        ({"input_ids": [64]}, 400, "the vocabulary has 64"),
         ({"input_ids": [-1]}, 400, ">= 0"),
         ({"input_ids": [1] * 49}, 400, "the cache holds 48"),
         (asked(max_tokens=0), 400, ">= 1"),
@@ -227,7 +227,7 @@ def test_tokens_come_one_by_one_over_grpc(server: Server, model: Model) -> None:
     ("ids", "parameters", "says"),
     [
         ([], {}, "no tokens"),
-        ([64], {}, "the vocabulary 64"),
+        ([64], {}, "the vocabulary has 64"),
         ([1], {"most": 1}, "unknown"),
         ([1], {"top_k": 0}, ">= 1"),
     ],
