@@ -234,8 +234,8 @@ class StaleContext(CallError):
     def __init__(self, made_with: str, served: str) -> None:
         self.made_with, self.served = brief(made_with), brief(served)
         super().__init__(
-            f"the context's state was made with the weights {self.made_with}, and {self.served} would answer now. "
-            'Begin with a new one, reset() it, or make contexts with on_swap="reset", "keep" or "pin"'
+            f"the context's state was made with the weights {self.made_with}, but {self.served} would be used now. "
+            'Start a new one, reset() it, or make contexts with on_swap="reset", "keep" or "pin"'
         )
 
 
@@ -248,7 +248,7 @@ class StaleVariant(CallError):
 
     def __init__(self, variant: str, base: str, served: str) -> None:
         self.variant, self.base, self.served = brief(variant), brief(base), brief(served)
-        super().__init__(f"{self.variant} goes with the weights {self.base}, and {self.served} would answer now")
+        super().__init__(f"{self.variant} is for the weights {self.base}, but {self.served} would be used now")
 
 
 class ContextBusy(CallError):
@@ -370,7 +370,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 _LIBRARY_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error")
-RESTART = "Most errors of a device last as long as the process: if calls fail, too, restart it."
+RESTART = "Most device errors last as long as the process: if calls fail too, restart it."
 
 
 def is_of_device(error: BaseException) -> bool:

@@ -51,7 +51,7 @@ def _ends(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     half = most // 2 - 20
-    return f"{text[:half]} ... {len(text) - 2 * half} letters ... {text[-half:]}"
+    return f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
 
 
 def encode_json(document: Any) -> bytes:

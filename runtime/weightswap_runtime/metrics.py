@@ -110,7 +110,7 @@ class Families:
         gauge, counter, histogram = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
         self.generation = new(gauge, "generation", "The generation of the weights that are served.")
         self.committed = new(gauge, "committed_timestamp_seconds", "When the weights that are served were committed.")
-        self.failed = new(gauge, "failed", "1 while calls are refused after an in-place commit broke off.")
+        self.failed = new(gauge, "failed", "1 while calls are refused after an in-place commit failed.")
         self.info = new(InfoMetricFamily, "model", "The weights that are served.")
         self.leases = new(gauge, "leases", "Calls and pins that hold weights now.")
         self.staging = new(gauge, "staging", "1 while a staging is under way.")
@@ -182,7 +182,7 @@ class _Group(Collector):
         other = self._members.get(member.name)
         if other is not None and other.model is not None:
             raise Unsupported(
-                f"name={member.name!r}: another model of this registry is called so; give each a name of its own, or "
+                f"name={member.name!r}: another model in this registry has this name; give each its own, or "
                 "close() the other's collector"
             )
         self._members[member.name] = member

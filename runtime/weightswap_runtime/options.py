@@ -17,7 +17,7 @@ def check_said(by: Any, why: Any = "") -> None:
     """Raise Unsupported if `by` or `why` is too long."""
     for name, text in (("by", by), ("why", why)):
         if isinstance(text, str) and len(text) > MAX_TEXT:
-            raise Unsupported(f"{name}: has {len(text)} characters, and at most {MAX_TEXT} are kept; say it in fewer")
+            raise Unsupported(f"{name}: has {len(text)} characters, but at most {MAX_TEXT} are allowed; shorten it")
 
 
 def is_number(value: Any) -> bool:
@@ -29,7 +29,7 @@ def is_number(value: Any) -> bool:
 def check_timeout(timeout: Any) -> None:
     """Raise Unsupported for an invalid timeout. NaN is one: its deadline would never pass."""
     if timeout is not None and not ((is_number(timeout) and timeout >= 0) or timeout == inf):
-        raise Unsupported(f"timeout={timeout!r:.100}: expected seconds, 0 or more, or None for ever")
+        raise Unsupported(f"timeout={timeout!r:.100}: expected seconds, 0 or more, or None for no limit")
 
 
 def join_seconds(timeout: float | None) -> float | None:

@@ -476,7 +476,7 @@ def test_a_capture_of_the_application_s_own_is_refused(device: str, files: Files
     model, x = load(files.artifact, files.files[0], device=device), files.x.to(device)
     before = model(x)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(Unsupported, match="replays of its graph would not be in order with swaps"):  # noqa: SIM117
+    with pytest.raises(Unsupported, match="replays of its graph would not be ordered with swaps"):  # noqa: SIM117
         with torch.cuda.graph(graph):
             model(x)
     assert equal(model(x), before)
@@ -504,7 +504,7 @@ def test_a_capture_on_another_device_than_the_thread_s_is_refused(files: Files) 
     with stream:
         before = model(x)
     torch.cuda.synchronize(1)
-    with torch.cuda.device(1), pytest.raises(Unsupported, match="would not be in order"):  # noqa: SIM117
+    with torch.cuda.device(1), pytest.raises(Unsupported, match="would not be ordered"):  # noqa: SIM117
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream), torch.cuda.device(0):  # type: ignore[arg-type]
             model(x)
     assert equal(model(x), before)

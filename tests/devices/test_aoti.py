@@ -210,10 +210,10 @@ def test_what_was_compiled_for_the_processor_alone_is_refused_on_a_gpu(bare: Sum
 
 
 def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unsupported, match="the engine 'aoti' runs on the CPU and with CUDA; 'xpu:0' is neither"):
+    with pytest.raises(Unsupported, match="the engine 'aoti' runs on the CPU and on CUDA; 'xpu:0' is neither"):
         target_of(torch.device("xpu:0"))
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(Unsupported, match="'cuda:0' is neither here"):
+    with pytest.raises(Unsupported, match="'cuda:0' is neither on this machine"):
         target_of(torch.device("cuda:0"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     for refused in (

@@ -294,5 +294,5 @@ def test_work_on_a_state_never_joins_an_application_s_capture(what: str) -> None
         "a state that is read": lambda: state.content("count"),
     }
     device.current().capturing = True
-    with pytest.raises(Unsupported, match=f"^{what} within a capture of the application"):
+    with pytest.raises(Unsupported, match=f"^{what} during a capture by the application"):
         deeds[what]()

@@ -91,7 +91,7 @@ def test_an_application_s_capture_contains_no_part_of_a_swap(
         "part": partial(served.model.swap, weight_file(2), only="*"),
         "rollback": served.model.rollback,
     }
-    with pytest.raises(DeviceError, match="standin:0: a stream in which calls were made is being captured"):
+    with pytest.raises(DeviceError, match="standin:0: a stream that calls have used is being captured"):
         deeds[what]()
     assert not served.model.failed
     stream.capturing = False
@@ -122,7 +122,7 @@ def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
     assert cuda.is_foreign(a_stream(0x7F0000001000, 0x7F0000001000))
     assert not accelerator("xpu").is_foreign(a_stream(0x1000))
     for handle, name in ((1, "cudaStreamLegacy"), (2, "cudaStreamPerThread")):
-        with pytest.raises(Unsupported, match=f"{name}, a special handle of CUDA: call in one of torch's streams"):
+        with pytest.raises(Unsupported, match=f"{name}, a special CUDA handle: call on one of torch's streams"):
             cuda.is_foreign(a_stream(handle * 2, handle))
 
 

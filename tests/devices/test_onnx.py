@@ -274,7 +274,7 @@ def test_outputs_that_cannot_be_handed_over_are_refused_by_name(device: str, tmp
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.weight).to(torch.float8_e4m3fn)
 
-    with pytest.raises(Unsupported, match="cannot hand over outputs of F8_E4M3"):
+    with pytest.raises(Unsupported, match="cannot return outputs of type F8_E4M3"):
         served(Casts(), (torch.ones(3),), tmp_path, device)
 
 
@@ -282,7 +282,7 @@ def test_cuda_graphs_and_threads_are_refused(tmp_path: Path) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
     with pytest.raises(Unsupported, match="cuda_graphs with the engine 'onnx'"):
         open_engine("onnx", artifact, "cuda", EngineOptions(cuda_graphs="auto"))
-    with pytest.raises(Unsupported, match="threads=2: expected None, or with the engine 'onnx' on the CPU"):
+    with pytest.raises(Unsupported, match=r"threads=2: .* a positive number with the engine 'onnx' on the CPU"):
         open_engine("onnx", artifact, "cuda", EngineOptions(threads=2))
 
 
@@ -308,5 +308,5 @@ def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
 def test_a_missing_provider_is_reported(tmp_path: Path) -> None:
     artifact = compile_engines(export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a"), ["onnx"], trial=False)
     provider = onnx_accelerated.provider_of(onnx_accelerated.COUNTERPARTS["cuda"], 0)
-    with pytest.raises(Unsupported, match=r"asked for CUDAExecutionProvider, ONNX Runtime .* gives CPUExecution"):
+    with pytest.raises(Unsupported, match=r"needs CUDAExecutionProvider, but ONNX Runtime .* offers CPUExecution"):
         OnnxGraph(artifact, "forward", None, provider)

@@ -210,7 +210,7 @@ def test_no_more_than_a_share_of_the_host_s_memory_is_locked(
 
 
 def test_where_nothing_can_be_locked_the_model_is_refused() -> None:
-    with pytest.raises(OutOfMemory, match=r"standin:0: no memory of the host can be page-locked.*cannot be locked"):
+    with pytest.raises(OutOfMemory, match=r"standin:0: cannot page-lock host memory.*cannot be locked"):
         DeviceMemory(StandIn(0, lockable=0), Ring(StandIn(0, lockable=0), 2), "auto")
 
 

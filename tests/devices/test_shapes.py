@@ -95,7 +95,7 @@ def test_a_missing_accelerator_is_reported(tiny: TinyArtifact, monkeypatch: pyte
     with pytest.raises(Unsupported, match="torch knows no such device"):
         load(tiny.path, device="nowhere")
     for wrong in (None, 3, np.dtype("f4")):
-        with pytest.raises(Unsupported, match='expected a text such as "cpu", "cuda" or "cuda:1"'):
+        with pytest.raises(Unsupported, match='expected a string such as "cpu", "cuda" or "cuda:1"'):
             load(tiny.path, device=wrong)
     assert load(tiny.path, device=torch.device("cpu")).device == "cpu"  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match='staging="device" is for accelerators'):

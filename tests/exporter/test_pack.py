@@ -155,7 +155,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "a git-lfs pointer": (
         lambda path: written(path / "c.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         CheckpointError,
-        "c.pt: a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull",
+        "c.pt: a git-lfs pointer, not the file itself. Fetch the file: git lfs pull",
     ),
     "a list": (lambda path: saved(path / "c.pt", [1]), CheckpointError, "holds a list, expected a state dict"),
     "nested": (

@@ -81,7 +81,7 @@ def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet
 
 def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
     fleet.asked.clear()
-    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, and .* are desired"):
+    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, but .* are desired"):
         fleet.swap(fleet.delta(1, 2))
     assert fleet.asked == []
     path = write_delta(fleet.file(1), fleet.file(2), fleet.where / "d1-2.safetensors").path
@@ -197,7 +197,7 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet) -
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
     last = MOST_BASES + 1
     fleet.asked.clear()
-    with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; name a full we"):
+    with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; use a full we"):
         fleet.swap(fleet.delta(MOST_BASES, last))
     assert fleet.asked == []
     assert fleet.swap(fleet.file(last)).late == {}

@@ -151,7 +151,7 @@ def test_another_content_is_not_read_on(web: WebServer) -> None:
 
 def test_nothing_is_there(web: WebServer) -> None:
     wire = Wire("a", "b")
-    with pytest.raises(WeightFileError, match="there is no such object"):
+    with pytest.raises(WeightFileError, match="no such object"):
         wire.open("b", f"{web.url}/nothing.safetensors")
 
 

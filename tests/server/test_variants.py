@@ -140,7 +140,7 @@ def test_the_protocols_own_clients_choose(server: Server, model: Model, client: 
     ("variant", "status", "says"),
     [
         ("low=z", 404, "low has no 'z' here"),
-        ("high=a", 404, "'high' is no group of variants"),
+        ("high=a", 404, "'high' is not a group of variants"),
         ("a", 400, "expected GROUP=NAME"),
         ("low=", 400, "expected GROUP=NAME"),
         ("low=a,", 400, "expected GROUP=NAME"),

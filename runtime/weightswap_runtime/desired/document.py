@@ -120,14 +120,14 @@ def check_promotable(state: DesiredState, weights_id: str, source: object) -> No
     for withdrawn in state.withdrawn:
         if withdrawn.weights_id == weights_id:
             raise Superseded(
-                f"{source}: its weights {weights_id[:SHOWN]} were desired, and withdrawn{_by(withdrawn.by)}. Publish "
-                "others, or set these by hand."
+                f"{source}: its weights {weights_id[:SHOWN]} were desired, then withdrawn{_by(withdrawn.by)}. Publish "
+                "other weights, or set these by hand."
             )
     if any(weights.weights_id == weights_id for weights in state.history):
-        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and others came later")
+        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and later replaced")
     if state.hold is not None:
         why = f": {state.hold.why}" if state.hold.why else ""
-        raise Held(f"{source}: not promoted, as it is on hold{_by(state.hold.by)}{why}. Release it first.")
+        raise Held(f"{source}: not promoted, because promotion is on hold{_by(state.hold.by)}{why}. Release it first.")
 
 
 def _by(who: str) -> str:
@@ -150,13 +150,13 @@ def bases_of(
     if desired is None or desired.weights_id != base:
         actual = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
         raise BaseMismatch(
-            f"{source}: a delta from the weights {base[:SHOWN]}, and {actual}. Name the deltas of a chain in order, "
-            "each while the weights that it starts from are desired, or a full weight file."
+            f"{source}: a delta from the weights {base[:SHOWN]}, but {actual}. Use the deltas of a chain in order, "
+            "each while its base weights are desired, or use a full weight file."
         )
     before = desired.bases or ()
     if len(before) >= MOST_BASES:
         raise Unsupported(
-            f"{source}: a delta after {len(before)} files that a new process would read first; name a full weight file"
+            f"{source}: a delta after {len(before)} files that a new process would read first; use a full weight file"
         )
     return (*before, DesiredBase(source=desired.source, weights_id=base))
 
@@ -182,7 +182,7 @@ def find_good(state: DesiredState, weights_id: str | None, where: str) -> Desire
     if len(matches) != 1:
         ids = listed([each.weights_id[:SHOWN] for each in reversed(state.history)]) or "nothing"
         meant = f"weights {weights_id[:64]}" if weights_id else "weights that were desired before"
-        how = "are not in the history, or are several" if weights_id else "are none"
+        how = "not in the history, or ambiguous" if weights_id else "none"
         raise NothingToRollBack(f"{where}: {meant}: {how}. The history has {ids}")
     return matches[0]
 

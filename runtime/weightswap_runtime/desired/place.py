@@ -111,8 +111,8 @@ class DesiredPlace:
             before = state.weights.graph_id if state.weights else ""
             if before and facts.graph_id and before != facts.graph_id and not allow_other_graph:
                 raise GraphMismatch(
-                    f"{printable(source)}: was packed for the graph {facts.graph_id[:SHOWN]}, and what is desired for "
-                    f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
+                    f"{printable(source)}: packed for the graph {facts.graph_id[:SHOWN]}, but the desired weights for "
+                    f"{before[:SHOWN]}. Pack it for that one, or pass allow_other_graph=True if all followers accept it"
                 )
             return self._with_weights(state, source, facts, by, why)
 
@@ -157,8 +157,7 @@ class DesiredPlace:
             stamp = _stamp(where)
             if stamp is not None and stamp.weights_id != file.weights_id:
                 raise UnexpectedWeights(
-                    f"{printable(where)}: has the weights {stamp.weights_id[:SHOWN]} by now, not "
-                    f"{file.weights_id[:SHOWN]}"
+                    f"{printable(where)}: now has the weights {stamp.weights_id[:SHOWN]}, not {file.weights_id[:SHOWN]}"
                 )
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
@@ -197,7 +196,7 @@ class DesiredPlace:
             may(state)
             if written := self._replace(stored, state, after):
                 return written
-        raise RevisionConflict(f"{self.where}: other writers were faster in {MOST_TRIES} tries; try again later")
+        raise RevisionConflict(f"{self.where}: lost to other writers {MOST_TRIES} times in a row; try again later")
 
     def check_promotable(self, source: Source, weights_id: str | None, check: Check | None = None) -> None:
         """Raise Held, Superseded or DesiredError as `promote` would; with an unknown id (None) not Superseded."""
@@ -230,8 +229,8 @@ class DesiredPlace:
         now = self.read()
         whose = f", by {now.weights.by}" if now.weights and now.weights.by else ""
         raise RevisionConflict(
-            f"{self.where}: is at revision {now.revision}{whose}, and you have seen {revision}. Read it again, and "
-            "decide again."
+            f"{self.where}: is at revision {now.revision}{whose}, but this change is based on {revision}. Read "
+            "it again, and decide again."
         )
 
     def _replace(self, stored: Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
@@ -242,11 +241,11 @@ class DesiredPlace:
             decode(content, self.where)  # a document that no reader would accept must not be written
         except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
             raise Unsupported(
-                f"{self.where}: by, why, a path or a label is no text that JSON holds ({error})"
+                f"{self.where}: by, why, a path or a label is not text that JSON can hold ({error})"
             ) from error
         if len(content) > MOST_BYTES:
             raise Unsupported(
-                f"{self.where}: would have {len(content)} bytes, and nobody reads more than {MOST_BYTES}: give shorter "
+                f"{self.where}: would have {len(content)} bytes, but readers accept at most {MOST_BYTES}: use shorter "
                 "paths or URLs, or fewer labels; a full weight file needs no others"
             )
         return written if self._storage.replace(stored, content) else None

@@ -91,7 +91,7 @@ class LocalStorage:
                 return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    text = f"{self._path}: another process has it locked for {PATIENCE} s ({LOCK}); look after that one"
+                    text = f"{self._path}: another process has held {LOCK} for {PATIENCE} s; check that process"
                     raise DesiredError(text) from error
             time.sleep(POLL_SECONDS)
 
@@ -132,7 +132,7 @@ class RemoteStorage:
 
 def _content(source: ByteSource) -> bytes:
     if source.size > MOST_BYTES:
-        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state has")
+        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state can have")
     content = bytearray(source.size)
     source.read_into([memoryview(content)], 0)
     return bytes(content)

@@ -129,7 +129,7 @@ def as_taken(name: str, artifact: Artifact) -> Artifact:
     if beside and strided:
         raise Unsupported(
             f"{artifact.path}: {', '.join(beside)} was not compiled for the engine {name!r}, and 'torch' cannot run it "
-            f"beside that: {strided[0]} was captured in another order than row-major, which {name!r} needs. Compile "
+            f"alongside: {strided[0]} was captured in an order other than row-major, which {name!r} needs. Compile "
             f"all methods for {name!r}, or none"
         )
     return artifact.row_major()
@@ -144,9 +144,9 @@ def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptio
     """Open the graphs of an artifact. `name` is a key of ENGINES. Raises Unsupported, ArtifactError, MissingExtra."""
     (threads, _, _, cuda_graphs), row = options, ENGINES[name]
     if cuda_graphs is not None and (device == HOST or not row.takes_cuda_graphs):
-        raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")
+        raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: only 'torch' on \"cuda\" has them")
     if threads is not None and (device != HOST or not row.takes_threads or type(threads) is not int or threads < 1):
-        raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' on the CPU a positive number")
+        raise Unsupported(f"threads={threads!r}: expected None, or a positive number with the engine 'onnx' on the CPU")
     if not compiled_methods(name, artifact):
         where = f" --device {device.partition(':')[0]}" if row.by_device and device != HOST else ""
         raise Unsupported(

@@ -13,10 +13,10 @@ from weightswap_runtime.errors import InputMismatch
 F = TypeVar("F", bound=Callable[..., Any])
 _innermost_transformation = torch._C._functorch.peek_interpreter_stack
 _NO_TRANSFORMATION = (
-    "cannot be called within torch.func's transformations: within vmap give it the whole batch at once; for grad, vjp, "
-    "jvp and their like its outputs have no derivatives"
+    "cannot be called within torch.func's transforms: instead of vmap, pass it the whole batch at once; for grad, vjp, "
+    "jvp and the like, its outputs have no derivatives"
 )
-_NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; give it the primal part"
+_NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; pass it the primal part"
 
 _eval_frame = torch._C._dynamo.eval_frame
 

@@ -41,7 +41,7 @@ def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
     try:
         memory = memoryview(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS))
     except (OSError, OverflowError, ValueError) as error:
-        raise ArtifactError(f"{CONSTANTS_NAME}: no room for the zeros of {rows[0].name!r} ({error})") from error
+        raise ArtifactError(f"{CONSTANTS_NAME}: no memory for the zeros of {rows[0].name!r} ({error})") from error
     return {row.name: TensorBytes(row.dtype, row.shape, memory[: row.nbytes]) for row in rows}
 
 
@@ -74,7 +74,7 @@ class Artifact:
     def folder(self) -> Path:
         """Local folder, to which files may be added. Raises Unsupported for an artifact behind a URL."""
         if isinstance(self.path, Url):
-            raise Unsupported(f"{self.path}: nothing is written behind a URL; copy the artifact here first")
+            raise Unsupported(f"{self.path}: cannot write to a URL; copy the artifact here first")
         return self.path
 
     @property
@@ -102,7 +102,7 @@ class Artifact:
         with _artifact_errors():
             raw = read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
         if raw is None:
-            raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
+            raise ArtifactError(f"{path}: listed in the manifest but missing. {_AGAIN}")
         digest = blake3(raw).hexdigest()
         if digest != expected:
             raise ArtifactError(
@@ -113,7 +113,7 @@ class Artifact:
     def _read_local(self, path: Path) -> bytes:
         try:
             if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.folder)):
-                raise ArtifactError(f"{path}: leads out of the artifact. {_AGAIN}")
+                raise ArtifactError(f"{path}: points outside the artifact. {_AGAIN}")
             if path.exists() and not path.is_file():
                 raise ArtifactError(f"{path}: is not a regular file. {_AGAIN}")
             return path.read_bytes()

@@ -56,7 +56,7 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raise ContextMismatch if the context belongs to another graph."""
         if self.graph_id != graph_id:
             raise ContextMismatch(
-                f"{where}: is of the graph {self.graph_id[:12]}, and the model's is {graph_id[:12]}. Say "
+                f"{where}: belongs to the graph {self.graph_id[:12]}, but the model has {graph_id[:12]}. Pass "
                 "allow_other_graph=True if its state means the same there"
             )
 
@@ -73,8 +73,8 @@ class SavedContext(NamedTuple):
         made_with = self.stamp.weights_id
         if made_with is not None and served is not None and made_with != served:
             raise ContextMismatch(
-                f"{self.where}: was made with the weights {made_with[:12]}, and {served[:12]} are served. "
-                "Swap those in, or say allow_other_weights=True"
+                f"{self.where}: was made with the weights {made_with[:12]}, but {served[:12]} are served. "
+                "Swap the former in, or pass allow_other_weights=True"
             )
 
 
@@ -108,7 +108,7 @@ def write_context(
 def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
     if content.shape != row.shape:
         raise Unsupported(
-            f"the state {row.name!r} was resized by a call: {describe(content)}, at first {describe(row)}. Such a "
+            f"the state {row.name!r} was resized by a call from {describe(row)} to {describe(content)}. Such a "
             "context cannot be saved"
         )
     return [content.data]
@@ -127,12 +127,12 @@ def read_context(
     try:
         source = find_source(path)
         if source is None:
-            raise ContextFileError(f"{where}: there is no such file")
+            raise ContextFileError(f"{where}: no such file")
         with closing(source):
             return _read(source, where, rows, graph_id)
     except WeightFileError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise ContextFileError(f"{where}: there is no such file") from error
+            raise ContextFileError(f"{where}: no such file") from error
         raise ContextFileError(str(error)) from error
 
 
@@ -172,7 +172,7 @@ def _refuse(where: str, problems: Iterable[str]) -> None:
 def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
     expected = {row.name: row for row in rows}
     yield from (f"it lacks {name!r}" for name in expected if name not in tensors)
-    yield from (f"it has {name!r}, which the model has not" for name in tensors if name not in expected)
+    yield from (f"it has {name!r}, which the model does not have" for name in tensors if name not in expected)
     for name in expected.keys() & tensors.keys():
         tensor, row = tensors[name], expected[name]
         if not same_type(tensor, row):
@@ -182,4 +182,4 @@ def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]
 def _digest_problems(stamp: ContextStamp, state: Mapping[str, TensorBytes]) -> Iterator[str]:
     for name, tensor in state.items():
         if digest_of([tensor.data]) != stamp.digests.get(name):
-            yield f"{name!r}: its bytes are not those that were saved"
+            yield f"{name!r}: its bytes differ from those that were saved"

@@ -54,10 +54,10 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
 def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
     if not all(DIGEST.fullmatch(text) for text in texts):
-        yield "an id or a digest has not 64 hexadecimal digits"
+        yield "an id or a digest does not have 64 hexadecimal digits"
     expected = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
     if expected != weights.tensors.keys() or expected != stamp.digests.keys():
-        yield "its tensors are not those of the weights that it says it changes"
+        yield "its tensors do not match the weights that it claims to change"
         return
     for name, changed in stamp.changes.items():
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]

@@ -65,7 +65,7 @@ def write_delta(
     with WeightFile(base) as old, WeightFile(new) as fresh:
         for file in (old, fresh):
             if _is_same(file.path, Path(out)):
-                raise Unsupported(f"{out}: the delta would replace a file that it is made of; name another")
+                raise Unsupported(f"{out}: the delta would replace a file that it is made from; name another")
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
@@ -101,7 +101,7 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
             raise WeightFileError(f"{file.where}: a delta; deltas are written between full weight files")
         if file.stamp is None:
             raise WeightFileError(
-                f"{file.where}: not packed by weightswap, so that its weights id is not known. Pack it first: "
+                f"{file.where}: not packed by weightswap, so its weights id is unknown. Pack it first: "
                 "weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
             )
     assert old.stamp is not None
@@ -109,13 +109,13 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
     if old.stamp.graph_id != fresh.stamp.graph_id:
         raise GraphMismatch(
             f"{fresh.where}: packed for the graph {fresh.stamp.graph_id[:12]}, {old.where} for "
-            f"{old.stamp.graph_id[:12]}. A delta is between two sets of weights for one graph."
+            f"{old.stamp.graph_id[:12]}. A delta is between two sets of weights for the same graph."
         )
     types = [{name: (t.dtype, t.shape) for name, t in file.tensors.items()} for file in (old, fresh)]
     odd = [name for name in sorted({*types[0], *types[1]}) if types[0].get(name) != types[1].get(name)]
     if odd:
         problems = [f"{name}: not the same in both files" for name in odd]
-        raise WeightsMismatch(fresh.where, problems, "Pack both again for one artifact.")
+        raise WeightsMismatch(fresh.where, problems, "Pack both again for the same artifact.")
     return old.stamp, fresh.stamp
 
 
@@ -140,7 +140,7 @@ def _compare(
                 progress(done, total)
         for file, stamp, hasher in zip((old, fresh), stamps, hashers, strict=True):
             if hasher.hexdigest() != stamp.digests[name]:
-                problem = f"{name}: its bytes are not those whose digest the file records"
+                problem = f"{name}: its bytes do not match the digest that the file records"
                 raise DigestMismatch(file.where, [problem], "The file is damaged: copy it again, or pack it again.")
         runs[name] = stretches
     return runs

@@ -219,7 +219,7 @@ def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_
     same_graph = record.graph_id == manifest.graph_id
     if not same_graph and not allow_other_graph:
         raise GoldensError(
-            f"{where}: recorded for the graph {record.graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
+            f"{where}: recorded for the graph {record.graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
             "Record the goldens again, or remove the file."
         )
     goldens = Goldens(where, record, tensors, bundled, same_graph)
@@ -241,14 +241,14 @@ def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
             )
         return msgspec.json.decode(text, type=GoldensRecord)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise GoldensError(f"{where}: its `{METADATA_KEY}` metadata are no goldens ({error}). {_AGAIN}") from error
+        raise GoldensError(f"{where}: its `{METADATA_KEY}` metadata is invalid ({error}). {_AGAIN}") from error
 
 
 def _file_problems(goldens: Goldens) -> Iterator[str]:
     """Yield the problems of tensors whose bytes are not the recorded ones, or that belong to no case."""
     digests = goldens.record.digests
     for name in sorted(digests.keys() ^ goldens.tensors.keys()):
-        yield f"{name!r} is not both a tensor and a digest"
+        yield f"{name!r} lacks a tensor or a digest"
     for name in sorted(digests.keys() & goldens.tensors.keys()):
         digest = digest_of([goldens.tensors[name].data])
         if digest != digests[name]:
@@ -261,7 +261,7 @@ def _file_problems(goldens: Goldens) -> Iterator[str]:
 def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
     tolerance = goldens.record.tolerance or ()
     if not all(math.isfinite(part) and part >= 0 for part in tolerance):
-        yield f"the tolerance {tolerance} is not two finite numbers from 0"
+        yield f"the tolerance {tolerance} is not two finite numbers of at least 0"
     if (goldens.record.environment is None) is goldens.record.has_outputs:
         yield "it has a weights id without an environment, or an environment without a weights id"
     if not goldens.cases:

@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<Q")
 _ZIP = b"PK\x03\x04"
 _LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 _AGAIN = "Write it again, or copy it again."
-LFS_POINTER = "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull"
+LFS_POINTER = "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
 
 
 class FileTensor(NamedTuple):
@@ -68,7 +68,7 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
         raise DamagedFile(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
-        _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
+        _refuse(where, f"damaged, or not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
         _cut_off(where, f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length")
     return length
@@ -158,7 +158,7 @@ def _tensor(name: str, entry: object, where: str) -> FileTensor:
         _refuse(where, f"{name!r} is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        _refuse(where, f"{name!r} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        _refuse(where, f"{name!r} has the unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     if not _naturals(shape, MAX_DIMENSIONS):
         _refuse(where, f"{name!r} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _naturals(offsets, 2) or len(offsets) != 2:

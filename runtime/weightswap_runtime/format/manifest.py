@@ -228,7 +228,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     if manifest.generation:
         yield from _generation_problems(manifest.generation, manifest.methods)
     if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
-        yield f"artifacts of format version {manifest.format_version} declare variants or not, and this is otherwise"
+        yield f"its format version {manifest.format_version} contradicts whether it declares variants"
     yield from (
         f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows
     )
@@ -255,7 +255,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
         if count > 1:
             yield f"{name!r} names {count} tensors"
     yield from (
-        f"{row.name!r} is no state, and has no values"
+        f"{row.name!r} is not state, and has no values"
         for row in (*manifest.weights, *manifest.constants, *manifest.variable)
         if row.zero
     )
@@ -296,7 +296,7 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
     signature = method.signature
     inputs = input_leaves(signature)
     if len(inputs) != sum(item.kind == "input" for item in method.inputs):
-        yield f"{name} has {len(inputs)} inputs in its signature and another number in its graph"
+        yield f"{name} has {len(inputs)} inputs in its signature and a different number in its graph"
     yield from _condition_problems(name, signature, inputs)
     for leaf in (*inputs, *leaves(signature.output)):
         yield from _leaf_problems(name, leaf)
@@ -313,7 +313,7 @@ def _leaf_problems(name: str, leaf: Leaf) -> Iterator[str]:
         if isinstance(leaf, LiteralLeaf):
             leaf.content  # noqa: B018
     except (ValueError, OverflowError):
-        yield f"{name}: {leaf.name!r} is no number"
+        yield f"{name}: {leaf.name!r} is not a number"
 
 
 def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> Iterator[str]:
@@ -350,7 +350,7 @@ def _generation_problems(text: TextGeneration, methods: dict[str, Method]) -> It
         yield f"it generates {text.batch} rows of {text.length} of {text.vocabulary} tokens, padded with {text.pad}"
     for name in STEPS:
         if name not in methods:
-            yield f"it generates, and has no method {name}"
+            yield f"it generates, but has no method {name}"
             continue
         signature = methods[name].signature
         row = text.batch, 1 if name == "decode" else _prompt_dimension(signature, text.length)
@@ -358,10 +358,10 @@ def _generation_problems(text: TextGeneration, methods: dict[str, Method]) -> It
         inputs = [_kind(node) for _, node in (*signature.args, *signature.kwargs)]
         if inputs != expected or signature.kwargs:
             by_keyword = f", {len(signature.kwargs)} of them by keyword" if signature.kwargs else ""
-            yield f"it generates, and expected are inputs {expected} of {name}, which has {inputs}{by_keyword}"
+            yield f"it generates, so {name} needs the inputs {expected}, but has {inputs}{by_keyword}"
         logits = _kind(signature.output)
         if len(logits) != 3 or "F" not in str(logits[0]) or logits[1] != text.batch:
-            yield f"it generates, and expected are logits [{text.batch}, vocabulary] of {name}, which gives {logits}"
+            yield f"it generates, so {name} must give logits [{text.batch}, vocabulary], but gives {logits}"
 
 
 def _prompt_dimension(signature: Signature, length: int) -> Size:

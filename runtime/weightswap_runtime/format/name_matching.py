@@ -76,7 +76,7 @@ class Reading(NamedTuple):
         problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
         problems = _interleaved(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
         lacking = [name for name in self.needed if name not in tensors]
-        problems += [f"{name}: missing; the loading code asks whether it is there" for name in lacking]
+        problems += [f"{name}: missing; the loading code checks whether it is present" for name in lacking]
         unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
         return Match(
             found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
@@ -151,15 +151,15 @@ def resolve(
             where,
             [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
             "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)). If its names are "
-            'runtime FQNs and its values the weights themselves, say keys="fqn".',
+            'runtime FQNs and its values the weights themselves, pass keys="fqn".',
         )
     matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
     fitting = [match for match in matches if not match.problems]
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(
             where,
-            ["its tensors fit both as runtime names and as checkpoint keys, and need not give the same"],
-            'Say which: keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file says it itself.',
+            ["its tensors fit both as runtime names and as checkpoint keys, and the results may differ"],
+            'Choose keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file records which it is.',
         )
     if fitting:
         return fitting[0]
@@ -212,7 +212,7 @@ def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
     if name is None or any(map(_PEFT.search, demanded)):
         return ""
     return (
-        f"It has names of PEFT's adapters, such as {name}, and the graph has none: merge the adapter into the model "
+        f"It has names of PEFT adapters, such as {name}, but the graph has none: merge the adapter into the model "
         "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
     )
 
@@ -225,12 +225,12 @@ def _advice(match: Match) -> str:
         )
     if match.unknown:
         return (
-            f"No key of a checkpoint gives {listed(match.unknown)}: on the build side, load the checkpoint into "
+            f"No checkpoint key provides {listed(match.unknown)}: on the build side, load the checkpoint into "
             "the model and pack the model (weightswap pack --recipe, pack(model=...))."
         )
     return (
-        "Give a checkpoint of the architecture that was exported. One in another form, which the model's own code "
-        "loads: export with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+        "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
+        "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
         "pack --recipe, pack(model=...))."
     )
 
@@ -248,7 +248,7 @@ def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
 
 def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, str]) -> Iterator[str]:
     if not demand.keys:
-        yield f"{demand.weight.name}: the adapter knows no checkpoint key that gives it"
+        yield f"{demand.weight.name}: the adapter has no checkpoint key for it"
     absent = _missing(demand, tensors)
     if demand.all:
         yield from (f"{key}: missing, {describe(typed)}{hints.get(key, '')}" for key, typed in absent.items())

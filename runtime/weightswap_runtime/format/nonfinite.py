@@ -23,8 +23,8 @@ from .name_patterns import part_of, patterns
 STEP = 1 << 20  # bytes that are inspected at a time: they stay in the cache
 Allowed = bool | frozenset[str] | None  # all, none, or the names of some weights
 _ADVICE = (
-    "Do not serve them, and look at the training that wrote them. If they are meant, allow_nonfinite=True lets them "
-    "in, and patterns such as allow_nonfinite='*.mask' those of some weights."
+    "Do not serve them; check the training that wrote them. If they are intended, allow_nonfinite=True accepts them, "
+    "and patterns such as allow_nonfinite='*.mask' accept those of some weights."
 )
 
 

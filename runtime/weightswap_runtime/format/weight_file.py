@@ -150,7 +150,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         if holds_goldens(header.metadata):  # inputs alone, without a weights id
             return None
-        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
+        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata is not that of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
@@ -160,8 +160,8 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which it "
-            "does not hold. Pack the file again, or remove the metadata."
+            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which the "
+            "file does not hold. Pack the file again, or remove the metadata."
         )
     return stamp
 
@@ -231,7 +231,7 @@ class StampedFile(PendingFile):
         digests = {}
         for row, (name, pieces) in zip(self._order, items, strict=True):
             if row.name != name:
-                raise ValueError(f"tensor {name!r} came where {row.name!r} belongs")
+                raise ValueError(f"expected the tensor {row.name!r} next, got {name!r}")
             digests[name] = _write_tensor(self.file.write, pieces, self._ranges[name])
         return digests
 
@@ -239,7 +239,7 @@ class StampedFile(PendingFile):
         """Write the header into the gap before the tensors, and flush all bytes to disk."""
         header = self._header(stamp)
         if len(header) != self._room:
-            raise ValueError("the header changed its size between two renderings")
+            raise ValueError("the header changed size between two renderings")
         self.file.seek(0)
         self.file.write(header)
         self.sync()
@@ -259,5 +259,5 @@ def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryvie
         hasher.update(piece)
         written += write(piece)
     if written != expected.nbytes:
-        raise ValueError(f"{written} bytes came for a tensor of {expected.nbytes}")
+        raise ValueError(f"got {written} bytes for a tensor of {expected.nbytes}")
     return hasher.hexdigest()

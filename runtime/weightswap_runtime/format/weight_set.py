@@ -158,8 +158,8 @@ def _choose(path: Location, names: Sequence[str]) -> str:
     several = indices or singles
     if several:
         raise WeightFileError(
-            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; name the one "
-            "that is meant"
+            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; give the path of "
+            "the one you mean"
         )
     raise WeightFileError(f"{path}: {_no_candidate(names)}")
 
@@ -172,7 +172,7 @@ def lost_index(names: Sequence[str]) -> str:
         return ""
     stem, count, suffix = parts[0].groups()
     return (
-        f"holds {len(parts)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, "
+        f"holds {len(parts)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that too, "
         "or save the checkpoint again"
     )
 
@@ -212,7 +212,7 @@ def read_index(index: Location, suffix: str, check: Check | None = None) -> dict
     """
     raw = read_small(index, MOST_INDEX_BYTES, check)
     if raw is None:
-        raise WeightFileError(f"{index}: cannot be opened (there is no such file)")
+        raise WeightFileError(f"{index}: cannot be opened (no such file)")
     try:
         weight_map = msgspec.json.decode(raw, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -247,5 +247,5 @@ def _index_problems(weight_map: Mapping[str, str], files: Mapping[str, WeightFil
     for name, file in files.items():
         for key, tensor in file.tensors.items():
             if weight_map.get(key) != name:
-                other = f"it says {weight_map[key]}" if key in weight_map else "it does not list that"
+                other = f"the index says {weight_map[key]}" if key in weight_map else "the index does not list it"
                 yield f"{name} has {key!r} ({describe(tensor)}), {other}"

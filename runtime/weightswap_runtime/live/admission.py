@@ -15,9 +15,9 @@ def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request
     """
     stamp = delta or weights.stamp
     if stamp is None:
-        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as it has to here; pack it")
+        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
     if request.only:
-        raise Unsupported("only: a part of a set has an id that no file claims; swap a full set")
+        raise Unsupported("only: no file claims the id of a part of a set; swap a full set")
     if request.expect not in (None, stamp.weights_id):
         raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
     admit(weights.location, stamp.weights_id)

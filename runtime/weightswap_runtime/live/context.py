@@ -155,7 +155,7 @@ class Context(AbstractContextManager["Context"]):
         if self._pinned is None:
             return gate.acquire(lease)
         if not self._pin.holds:
-            raise ContextClosed("a fork has lost the thread that pinned this context; make another in this process")
+            raise ContextClosed("the thread that pinned this context was lost in a fork; make another in this process")
         self._gate.acquire_session(self._pinned.session, lease)
         return self._pinned
 
@@ -183,11 +183,11 @@ class Context(AbstractContextManager["Context"]):
     def check_engine(self, engine: Engine) -> None:
         """Raise ContextMismatch unless the context belongs to the model that has this engine."""
         if engine is not self._engine:
-            raise ContextMismatch("the context is of another model; each model makes its own with new_context()")
+            raise ContextMismatch("the context belongs to another model; make one with this model's new_context()")
 
     def _check_consistent(self) -> None:
         if not self._consistent:
-            raise ContextBroken("a call on this context broke off, so that its state may be half of two; reset() it")
+            raise ContextBroken("a call on this context failed midway, so its state may be a mixture; reset() it")
 
     def _apply_policy(self, weights_id: str, variants: Mapping[str, str]) -> None:
         """Reset, keep or refuse a state that was made with other weights or variants than those of this call."""

@@ -121,10 +121,10 @@ class Gate(Generic[S]):
         with self._lock:
             while (hold := self._holder()) and not self._leased_by(lease.thread):
                 if hold.thread is lease.thread:
-                    raise ModelFailed("a signal handler cannot call the model while its thread commits in place")
+                    raise ModelFailed("a signal handler cannot call the model while its thread is committing in place")
                 self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
-                raise ModelFailed(f"an in-place commit broke off ({self._failure}); swap or roll back to serve again")
+                raise ModelFailed(f"an in-place commit failed ({self._failure}); swap or roll back to serve again")
             version = self._current
             if version is None:
                 if self._closed:
@@ -245,15 +245,15 @@ def _is_leased(session: Leasable, deadline: float | None) -> bool:
     leases = _held_leases(session)
     if any(lease.thread is this_thread() for lease in leases):
         raise LeaseTimeout(
-            "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
-            'block, or close the context with on_swap="pin", first'
+            "this thread itself has pinned the weights that would be overwritten; first leave the `with model.pin()` "
+            'block, or close the context with on_swap="pin"'
         )
     if leases and deadline is not None and time.monotonic() >= deadline:
         held = Counter(lease.what if isinstance(lease, Pin) else "call" for lease in leases)
         holders = " and ".join(plural(number, what) for what, number in held.items())
         raise LeaseTimeout(
-            f"the weights that would be overwritten were still held by {holders} when the time given for that was "
-            "over. Release them, or give a longer timeout."
+            f"the weights that would be overwritten were still held by {holders} when the timeout expired. "
+            "Release them, or give a longer timeout."
         )
     return bool(leases)
 

@@ -116,10 +116,10 @@ def load(
 
 def _check_share(share: object, admit: Admit | None) -> None:
     if not isinstance(share, Model):
-        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+        raise Unsupported(f"share={share!r}: expected a model that load() returned")
     share._check_open()
     if admit is not None:
-        raise Unsupported("admit, share: models that share weights use the admit= of the first load(); give it there")
+        raise Unsupported("admit, share: models that share weights use the admit= of the first load(); pass it there")
 
 
 def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
@@ -129,5 +129,5 @@ def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, o
     except Unsupported as error:
         if requested != AUTO or chosen == "torch":
             raise
-        warnings.warn(f"engine=\"auto\": the engine 'torch' serves, as {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=3)
         return open_engine("torch", artifact, device, options)

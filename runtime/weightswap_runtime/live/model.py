@@ -621,7 +621,7 @@ class Model(Caller, AbstractContextManager["Model"]):
     def _require_variants(self) -> Variants:
         self._check_open()
         if self._variants is None:
-            raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export(variants=...) does")
+            raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export with variants=...")
         return self._variants
 
     def _tokenizer(self, path: PathLike | None) -> Tokenizer:

@@ -26,7 +26,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
-            raise PinReleased("this pin was entered already; call model.pin() for each block")
+            raise PinReleased("this pin was already entered; call model.pin() for each block")
         self._lease = Pin()  # of the thread that enters
         self._version = self._gate.acquire(self._lease)
         return self

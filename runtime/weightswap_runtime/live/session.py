@@ -120,5 +120,5 @@ def run_prologue(bound: Bound, where: str) -> None:
         raise WeightsMismatch(
             where,
             [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
-            "Every call would raise this. Load with prologue=False to serve these weights all the same.",
+            "Every call would raise this. Load with prologue=False to serve these weights anyway.",
         ) from error

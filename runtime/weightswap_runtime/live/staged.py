@@ -76,7 +76,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """
         check_timeout(timeout)
         if self._task.is_mine and not self.done:
-            raise StagingBusy("a listener is told of a staging that has not ended, and cannot wait for it or commit it")
+            raise StagingBusy("a listener runs before its staging has ended, so it cannot wait for it or commit it")
         if not self._task.join(timeout):
             raise StageTimeout(f"still {self.progress.phase} after {timeout} s; wait again, or cancel()")
         if self._task.error is not None:

@@ -83,7 +83,7 @@ class StagingTask:
         except BaseException as error:
             self.ticket.end()
             if isinstance(error, RuntimeError):
-                text = f"no thread can be started to stage in the background ({error})"
+                text = f"cannot start a thread to stage in the background ({error})"
                 raise OutOfMemory(text) from error
             raise
 
@@ -103,7 +103,7 @@ class StagingTask:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self.ended:
             if self._process != os.getpid():
-                self.error = StageCancelled("the process was forked while another thread staged; stage again")
+                self.error = StageCancelled("the process was forked while another thread was staging; stage again")
                 self._end()
             elif (remaining := deadline - time.monotonic()) <= 0:
                 return False

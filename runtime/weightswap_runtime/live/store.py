@@ -69,11 +69,10 @@ def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> 
     if odd:
         differences = [f"expected {name}: {_text(ours.get(name))}, found {_text(theirs.get(name))}" for name in odd]
         raise Unsupported(
-            f"{artifact.path}: cannot share weights with a model of another table of weights; they differ in "
-            f"{listed(odd)}",
+            f"{artifact.path}: cannot share weights with a model whose table of weights differs: {listed(odd)}",
             *differences[:MOST_LISTED],
-            "share= needs weights of the same names, types, shapes, ties and order in memory: export one module for "
-            "both, also with the parts that one of them does not call, or load this artifact without share=.",
+            "share= needs weights with the same names, types, shapes, ties and order in memory: export one module for "
+            "both, including parts that only one of them calls, or load this artifact without share=.",
         )
 
 

@@ -43,15 +43,15 @@ class Prompts:
         """Return a predicate: do new tokens end with a stop, or does their text contain one? Raises InputMismatch."""
         stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
         if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
-            raise InputMismatch("generate", ["stop: expected tokens, lists of tokens or texts"])
+            raise InputMismatch("generate", ["stop: expected tokens, lists of tokens, or strings"])
         if "" in stops:
-            raise InputMismatch("generate", ["stop: an empty text would end every row at once"])
+            raise InputMismatch("generate", ["stop: an empty string would end every row at once"])
         texts = [stop for stop in stops if isinstance(stop, str)]
         tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
         tokenizer = self._tokenizer
         if texts and tokenizer is None:
             raise InputMismatch(
-                "generate", ["stop: a text ends texts only; give the prompt as text, or the stop as tokens"]
+                "generate", ["stop: strings need a text prompt; give the prompt as text, or the stop as tokens"]
             )
 
         def ended(tokens: Sequence[int]) -> bool:
@@ -96,8 +96,8 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     folder = next((each for each in local if (each / TOKENIZER).is_file()), None)
     if folder is None:
         raise Unsupported(
-            f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. "
-            "Give tokens, or put it there; generate() and weightswap generate take another (tokenizer=, --tokenizer)"
+            f"a text prompt needs a {TOKENIZER}, but there is none beside the weights or in the artifact. "
+            "Give tokens, put one there, or name another (tokenizer=, --tokenizer)"
         )
     return Tokenizer(folder)
 

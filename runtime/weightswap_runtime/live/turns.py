@@ -34,8 +34,8 @@ class Turns:
         """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
         if self._swapper == get_ident():
             raise StagingBusy(
-                "a listener is told of a swap that has not ended, and cannot swap itself: let another thread do it "
-                "when the listener has returned"
+                "a listener runs before its swap has ended, so it cannot swap itself: let another thread do it "
+                "after the listener has returned"
             )
         with self._swap_lock:
             try:
@@ -78,7 +78,7 @@ class Turns:
             if time.monotonic() >= deadline:
                 raise StagingBusy(
                     "another staging of this model is open; commit or discard it first"
-                    + (f" (waited {wait} s)" if wait else ', or say busy="wait"')
+                    + (f" (waited {wait} s)" if wait else ', or pass busy="wait"')
                 )
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 

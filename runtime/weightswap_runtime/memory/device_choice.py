@@ -16,7 +16,7 @@ def device_name(device: object) -> str:
     """Return the device's name with its index, such as "cuda:0" for "cuda". Raises Unsupported and MissingExtra."""
     is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
     if not isinstance(device, str) and not is_torch:
-        raise Unsupported(f'device={device!r}: expected a text such as "cpu", "cuda" or "cuda:1"')
+        raise Unsupported(f'device={device!r}: expected a string such as "cpu", "cuda" or "cuda:1"')
     if str(device) == HOST:
         return HOST
     from .device.torch_device import open_accelerator  # needs torch

@@ -57,8 +57,8 @@ def describe(control: Control, generation: int, identity: Identity, terms: bytes
     cell = control.descriptions[generation % 2]
     if len(record) > cell.capacity:
         raise WeightFileError(
-            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(record)} bytes, and workers "
-            f"share {cell.capacity}. Pack the file with shorter labels."
+            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(record)} bytes, but workers "
+            f"share at most {cell.capacity}. Pack the file with shorter labels."
         )
     cell.write(record)
 

@@ -126,8 +126,8 @@ class KeeperGate(Gate[Session]):
             if time.monotonic() >= deadline:
                 raise LeaseTimeout(
                     f"the weights that would be overwritten were still held by {plural(len(holders), 'worker')} "
-                    f"(process {listed([str(each) for each in holders])}) when the time given for that was over. "
-                    "Give a longer timeout; a worker that does not answer any more is replaced when it is killed."
+                    f"(process {listed([str(each) for each in holders])}) when the timeout expired. "
+                    "Give a longer timeout, or kill a worker that no longer responds: it will be replaced."
                 )
             time.sleep(_POLL)
             check()

@@ -20,7 +20,7 @@ from weightswap_runtime.tensors.digests import block_count
 from .control import Control, control_size
 
 PARTS = ("control", "0", "1")
-_ADVICE = FOR_TWO.partition(",")[0] + ": all workers of the machine hold two sets together."
+_ADVICE = FOR_TWO.partition(",")[0] + ": the workers of the machine hold two sets between them."
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a process that truncates the file would kill all its readers
 
 
@@ -67,7 +67,7 @@ def memfd(nbytes: int, name: str) -> int:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(descriptor)
-        raise OutOfMemory(f"{pages} bytes of shared memory cannot be had ({error})") from error
+        raise OutOfMemory(f"cannot allocate {pages} bytes of shared memory ({error})") from error
     return descriptor
 
 
@@ -81,11 +81,11 @@ def allocate(descriptor: int) -> None:
     if needed <= 0:
         return
     if (free := available()) is not None and needed > free:
-        raise OutOfMemory(f"{needed} bytes of shared memory for a set of weights, and {free} are free. {_ADVICE}")
+        raise OutOfMemory(f"a set of weights needs {needed} bytes of shared memory, but {free} are free. {_ADVICE}")
     try:
         os.posix_fallocate(descriptor, 0, status.st_size)
     except OSError as error:
-        raise OutOfMemory(f"{needed} bytes of shared memory cannot be had ({error}). {_ADVICE}") from error
+        raise OutOfMemory(f"cannot allocate {needed} bytes of shared memory ({error}). {_ADVICE}") from error
 
 
 def _reopened(descriptor: int) -> int:

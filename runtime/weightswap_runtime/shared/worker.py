@@ -102,7 +102,7 @@ class WorkerGate(Gate[Session]):
             self._control.hold(self._slot, parity)
             try:
                 if self._trial_over(trial):
-                    raise StageClosed("what was on trial was committed or discarded; the served weights answer")
+                    raise StageClosed("the weights on trial were committed or discarded; call the served weights")
                 self.acquire_session(self._sessions[parity], lease)
             finally:
                 self._unhold_if_idle(parity)
@@ -147,7 +147,7 @@ class WorkerGate(Gate[Session]):
     def _set_current(self, generation: int) -> None:
         summary = read_description(self._control, generation, Summary)
         if summary is None:
-            raise ModelFailed(f"generation {generation} is served, and the keeper has not said which weights it is")
+            raise ModelFailed(f"generation {generation} is served, but the keeper has not said which weights that is")
         self._current = Version(self._sessions[generation % 2], generation, summary.identity)
         self._word = generation + 1
 
@@ -201,8 +201,8 @@ class WorkerModel(Model):
 
     def _refuse(self, what: str, *_: Any, **__: Any) -> NoReturn:
         raise Unsupported(
-            f"{what}: this process is one of several that serve the same memory, which their keeper changes. Publish "
-            "into the directory that it watches, or set what is desired at the place that it follows."
+            f"{what}: this process is one of several that serve the same memory, which only their keeper changes. "
+            "Publish to the directory that it watches, or set the desired state at the place that it follows."
         )
 
     stage = partialmethod(_refuse, "stage")

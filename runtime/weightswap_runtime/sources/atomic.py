@@ -40,7 +40,7 @@ def is_file(path: Path) -> bool:
 def check_replaceable(path: Path) -> None:
     """Raise Unsupported for a device, a pipe or a socket, and OSError if the path cannot be examined."""
     if kind := _SPECIAL.get(_kind(path)):
-        raise Unsupported(f"{path}: is {kind}, which no file replaces; name a file")
+        raise Unsupported(f"{path}: is {kind}, which weightswap never replaces; name a file")
 
 
 def _kind(path: Path) -> int:
@@ -75,7 +75,7 @@ def _sync_names(folder: Path) -> None:
         _sync(folder)
     except OSError as error:
         if error.errno not in _NOT_FOR_FOLDERS:
-            text = f"{folder}: written, but after a power failure it may not be there ({error.strerror})"
+            text = f"{folder}: written, but a power failure may lose it ({error.strerror})"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

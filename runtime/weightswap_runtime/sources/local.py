@@ -19,8 +19,8 @@ from .byte_source import between
 CLOCK_TICK_NS = 20_000_000  # twice the tick (up to 10 ms) of the kernel's clock for file times
 _REPLACE = "Replace files (os.replace), never rewrite them."
 _UNPROVEN = (
-    "which cannot be told from a write where no digests are compared. Try again, and let nobody make or remove names "
-    "of it meanwhile; a server takes a packed file all the same."
+    "which cannot be told from a write where no digests are compared. Try again while nobody adds or removes links "
+    "to it; a server accepts a packed file regardless."
 )
 
 
@@ -126,7 +126,7 @@ class LocalFile:
             raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
         # a write changes ctime even if mtime is set back; a change of the names does, too, and could hide a write
         if not proven and now != before:
-            names = f"from {before.links} to {now.links} names" if now.links != before.links else "its mode, or more"
+            names = f"from {before.links} to {now.links} links" if now.links != before.links else "its mode or more"
             raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
 
     def close(self) -> None:

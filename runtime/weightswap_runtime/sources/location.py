@@ -83,7 +83,7 @@ Location = Path | Url
 def check_writable(path: object) -> None:
     """Raise Unsupported for a URL, because files are only written locally, and for devices, pipes and sockets."""
     if is_url(path) or isinstance(path, Url):
-        raise Unsupported(f"{printable(path)}: files are written locally; write it here, then copy it there")
+        raise Unsupported(f"{printable(path)}: only local files can be written; write it here, then copy it there")
     if isinstance(path, str | os.PathLike):
         with suppress(OSError, ValueError):  # the write will raise it
             check_replaceable(Path(path))
@@ -136,7 +136,7 @@ def as_location(path: object) -> Location:
         return Path(path)
     url = Url(path)
     if "::" in path:
-        raise Unsupported(f"{url}: chained URLs are not read; name the object itself")
+        raise Unsupported(f"{url}: chained URLs are not supported; name the object itself")
     _check_encoded(url)
     return _local(url) if url.protocol == "file" else url
 
@@ -152,11 +152,11 @@ def check_scheme(path: str | os.PathLike[str]) -> None:
         return
     if scheme[1] in _MLFLOW:
         raise Unsupported(
-            f"{printable(text)}: a URI of MLflow, which is not read. Download it (mlflow.artifacts.download_artifacts) "
-            "and give the local path, or give the URL that it is stored under."
+            f"{printable(text)}: an MLflow URI, which is not supported. Download it "
+            "(mlflow.artifacts.download_artifacts) and give the local path, or give the URL where it is stored."
         )
     if isinstance(path, Path):
-        raise WeightFileError(f"{scheme[1]}{HIDDEN}: a URL as a Path, which drops a slash; give it as a text")
+        raise WeightFileError(f"{scheme[1]}{HIDDEN}: a URL as a Path, which drops a slash; give it as a string")
 
 
 def _check_encoded(url: Url) -> None:
@@ -164,7 +164,7 @@ def _check_encoded(url: Url) -> None:
     host, *rest = _END_OF_HOST.split(_user(url.raw), maxsplit=1)
     if url.is_web and rest and not _HOST.fullmatch(host):
         raise WeightFileError(
-            f"{url}: user and password cannot be told from the rest; write them percent-encoded "
+            f"{url}: user and password cannot be separated from the rest; percent-encode them "
             "(urllib.parse.quote(password, safe=''))"
         )
 

@@ -28,7 +28,7 @@ def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
     """
     source = find_source(path, check)
     if source is None:
-        raise WeightFileError(f"{as_location(path)}: cannot be opened (there is no such object)")
+        raise WeightFileError(f"{as_location(path)}: cannot be opened (no such object)")
     return source
 
 

@@ -21,8 +21,8 @@ def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequ
     """Raise GraphMismatch for a file that was packed for another graph."""
     if graph_id != manifest.graph_id and not request.allow_other_graph:
         raise GraphMismatch(
-            f"{where}: packed for the graph {graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
-            "Its tensors fit: pass allow_other_graph=True if that is meant, or pack the checkpoint for this one."
+            f"{where}: packed for the graph {graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
+            "Its tensors fit: pass allow_other_graph=True if that is intended, or pack the checkpoint for this one."
         )
 
 

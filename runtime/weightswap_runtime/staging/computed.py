@@ -50,7 +50,7 @@ def compute_weights(
         raise
     except Exception as error:
         if lacks_memory(error):
-            raise OutOfMemory(f"{weights.where}: no memory to compute a weight in ({error})") from error
+            raise OutOfMemory(f"{weights.where}: no memory to compute a weight ({error})") from error
         raise WeightsMismatch(
             weights.where,
             [f"the adapter cannot compute its weights: {type(error).__name__}: {error}"],

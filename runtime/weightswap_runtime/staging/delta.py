@@ -42,7 +42,7 @@ def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Stag
     digests = {**base.identity.digests, **changed.digests}
     identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
     if identity.weights_id != stamp.weights_id:
-        text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it says"
+        text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it claims"
         raise DigestMismatch(weights.where, [text], "Write the delta again, or copy it again.")
     contents = Contents(
         identity=identity,
@@ -64,7 +64,7 @@ def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
     Raises Unsupported, GraphMismatch, UnexpectedWeights and WeightsMismatch.
     """
     if staging.request.only:
-        raise Unsupported(f"{where}: a delta is taken whole; `only` is for files that hold full tensors")
+        raise Unsupported(f"{where}: a delta is applied as a whole; `only` is for files that hold full tensors")
     check_graph(stamp.graph_id, staging.manifest, where, staging.request)
     check_expected(stamp.weights_id, where, staging.request)
     rows = {weight.name: weight for weight in staging.manifest.weights}

@@ -39,7 +39,7 @@ def _lay_delta(
 ) -> Contents:
     """Lay a delta over the arena's weights, whose contents are `before`."""
     if stamp is None:
-        raise BaseMismatch(f"{weights.where}: is no delta by now; put back the one that was there, or swap a full file")
+        raise BaseMismatch(f"{weights.where}: is no longer a delta; restore it, or swap a full file")
     contents, patch = stage_delta(weights, stamp, Base(arena, before.identity), staging)
     patch.lay_over(arena, staging.workers, staging.job)
     return contents._replace(

@@ -48,7 +48,7 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
     if weights.holds_goldens:
-        raise WeightsMismatch(weights.where, ["holds recorded calls, no weights"], "Give the weight file beside it.")
+        raise WeightsMismatch(weights.where, ["holds recorded calls, not weights"], "Give the weight file beside it.")
     part = part_of(manifest, request.only) if request.only else manifest
     stamp = weights.stamp
     # in a file with a stamp names are FQNs; in other files they may also be checkpoint keys
@@ -117,7 +117,7 @@ def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
 def _verify(weights: WeightSet, match: Match, digests: dict[str, Blocks]) -> None:
     """Raise DigestMismatch or WeightsMismatch with all wrong digests and broken ties."""
     ties = [
-        f"{' and '.join(keys)} are one tensor in the graph, the file has different values for them"
+        f"{' and '.join(keys)} are one tensor in the graph, but the file has different values for them"
         for keys in match.found.values()
         if len({digests[key] for key in keys}) > 1
     ]

@@ -85,7 +85,7 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
         if goldens.bundled:
             return None
         raise GoldensError(
-            f"{goldens.where}: recorded for other weights: {goldens.weights_id[:12]}, those beside it are "
+            f"{goldens.where}: recorded for the weights {goldens.weights_id[:12]}, but those beside it are "
             f"{weights_id[:12]}. Record the goldens again with pack(..., goldens=...), or remove the file."
         )
     stated, there = goldens.record.tolerance, goldens.record.environment

@@ -74,7 +74,7 @@ class SwapRequest(NamedTuple):
     def check(self) -> None:
         """Raise Unsupported for invalid values."""
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
-            raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
+            raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
         check_mode(self.verify)

@@ -56,7 +56,7 @@ def array_content(array: NDArray[Any]) -> TensorBytes:
     """
     name = _safetensors_name(array.dtype)
     if name is None:
-        raise Unsupported(f"numpy's {array.dtype} is no dtype of the safetensors format")
+        raise Unsupported(f"numpy's {array.dtype} is not a dtype of the safetensors format")
     rows = np.ascontiguousarray(array, _little_endian(array.dtype))
     return TensorBytes(name, array.shape, rows.reshape(-1).view(np.uint8).data)
 

@@ -70,5 +70,5 @@ def tensor_content(tensor: torch.Tensor) -> TensorBytes:
     """
     name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
-        raise Unsupported(f"{tensor.dtype} is no dtype of the safetensors format")
+        raise Unsupported(f"{tensor.dtype} is not a dtype of the safetensors format")
     return TensorBytes(name, tuple(tensor.shape), tensor_bytes(tensor))

@@ -92,7 +92,7 @@ class Job:
         if self.cancelled:
             raise StageCancelled("the staging was cancelled; nothing was changed")
         if is_lost():
-            raise StageCancelled("the interpreter is ending")
+            raise StageCancelled("the interpreter is shutting down")
 
     def cancel(self) -> None:
         self.cancelled = True

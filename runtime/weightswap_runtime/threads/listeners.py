@@ -30,7 +30,7 @@ class Listeners(Generic[P]):
     def add(self, listener: Callable[P, object]) -> Stop:
         """Add a callback. Return a function that removes it again and is idempotent. Raises Unsupported."""
         if not callable(listener):
-            raise Unsupported(f"{listener!r} cannot be called; give a function")
+            raise Unsupported(f"{listener!r} is not callable; give a function")
         entry: list[Callable[P, object]] = [listener]
         with self._changing:
             self.all += (listener,)

@@ -198,7 +198,7 @@ def test_records_on_top_of_each_other_are_refused(exported: bytes, tmp_path: Pat
             if info.filename.endswith(("byteorder", "archive_version")):
                 info.header_offset = target.getinfo("archive/.data/serialization_id").header_offset
                 info.file_size = info.compress_size = 10_000
-    with pytest.raises(ArtifactError, match="its records lie on top of each other"):
+    with pytest.raises(ArtifactError, match="its records overlap"):
         check_records(written.getvalue(), "x")
 
 

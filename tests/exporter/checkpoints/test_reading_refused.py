@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "a file of something else": (
         lambda path: written(path / "a.txt", b"nothing of interest"),
-        "a.txt: damaged, or no safetensors file",
+        "a.txt: damaged, or not a safetensors file",
     ),
     "nothing": (lambda path: path / "nowhere.pt", "nowhere.pt: cannot be opened (No such file or directory)"),
     "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, but the metadata places tensors"),

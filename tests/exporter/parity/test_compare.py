@@ -330,7 +330,7 @@ def test_a_call_that_an_engine_refuses_is_a_mismatch_unless_it_was_generated(art
     torch_engine, onnx = asked.engines
     assert torch_engine.same
     assert not onnx.same
-    assert "ids: is empty, which the engine onnx does not take" in onnx.cases[0].error
+    assert "ids: is empty, which the engine 'onnx' does not accept" in onnx.cases[0].error
 
 
 class Named(nn.Module):

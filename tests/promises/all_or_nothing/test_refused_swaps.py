@@ -271,7 +271,7 @@ class Maps:
     [
         ("double", None, 1, 'residency="single"'),
         ("double", "host", 2, "without keep_previous"),
-        ("single", None, 0, "it serves from one set, and holds no other"),
+        ("single", None, 0, "the model holds only one set of weights"),
     ],
 )
 def test_advice_fits_what_lacks_memory_while_loading(

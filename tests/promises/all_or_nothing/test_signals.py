@@ -61,7 +61,7 @@ def test_an_interrupt_in_an_in_place_commit_leaves_a_model_that_says_that_it_fai
             change()
         assert not interrupts
         assert model.failed
-        with pytest.raises(ModelFailed, match="broke off"):
+        with pytest.raises(ModelFailed, match="in-place commit failed"):
             model(X)
     assert [type(event.error) for event in failures] == [KeyboardInterrupt, KeyboardInterrupt]
     model.rollback()

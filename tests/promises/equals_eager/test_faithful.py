@@ -168,5 +168,5 @@ def test_a_key_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
         assert torch.equal(load(artifact, path)(X), eager(X))
     del checkpoint["transposed"]
     safetensors.torch.save_file(checkpoint, path)
-    with pytest.raises(WeightsMismatch, match="transposed: missing; the loading code asks whether it is there"):
+    with pytest.raises(WeightsMismatch, match="transposed: missing; the loading code checks whether it is present"):
         load(artifact, path)

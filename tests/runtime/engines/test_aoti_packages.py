@@ -89,7 +89,7 @@ def test_a_processor_that_lacks_something_is_refused(mixtures: Mixtures, monkeyp
 
 def test_another_torch_is_refused(mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aoti_package, "version", lambda _: "2.99.0")
-    with pytest.raises(Unsupported, match=r"compiled with torch \d\.\d+, and this is torch 2\.99"):
+    with pytest.raises(Unsupported, match=r"compiled with torch \d\.\d+, but this is torch 2\.99"):
         load(mixtures.artifact, engine="aoti")
 
 
@@ -111,7 +111,7 @@ def tensor(note: dict[str, Any], fqn: str = "body.3.weight") -> list[Any]:
 
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "graph": (lambda note: note.update(graph_id="0" * 64), "made from the graph 000000000000, expected"),
-    "method": (lambda note: note.update(method="encode"), "says that it is 'encode'"),
+    "method": (lambda note: note.update(method="encode"), "claims to be 'encode'"),
     "target": (lambda note: note.update(target="cuda-sm90"), "'forward' for cuda-sm90"),
     "dtype": (lambda note: tensor(note).__setitem__(3, "F64"), r"'body.3.weight' as F64\[3, 16\]"),
     "shape": (lambda note: tensor(note).__setitem__(4, [16, 3]), r"'body.3.weight' as F32\[16, 3\]"),
@@ -179,7 +179,7 @@ def test_damaged_machine_code_is_refused(mixtures: Mixtures, tmp_path: Path) -> 
     damaged = replaced(mixtures.artifact, tmp_path / "a.artifact", zipped(parts))
     with pytest.raises(Unsupported, match=r"cannot be loaded by torch .* Compile it again"):
         load(damaged, engine="aoti")
-    with pytest.warns(RuntimeWarning, match=r"engine=\"auto\": the engine 'torch' serves, as .* cannot be loaded"):
+    with pytest.warns(RuntimeWarning, match=r"engine=\"auto\": using the engine 'torch' instead: .* cannot be loaded"):
         assert load(damaged, engine="auto").engine == "torch"
 
 
@@ -206,7 +206,7 @@ def test_machine_code_is_loaded_where_memory_cannot_be_executed(
     monkeypatch.setattr(aoti_library.tempfile, "TemporaryDirectory", nowhere)
     with pytest.raises(Unsupported, match=r"no usable temporary directory.*memfd_create.*TMPDIR"):
         load(mixtures.artifact, engine="aoti")
-    with pytest.warns(RuntimeWarning, match=r"the engine 'torch' serves"):
+    with pytest.warns(RuntimeWarning, match=r"using the engine 'torch' instead"):
         assert load(mixtures.artifact, engine="auto").engine == "torch"
 
 

@@ -147,7 +147,7 @@ class Writer(nn.Module):
 
 def test_a_weight_in_another_order_than_row_major_is_refused(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (ROW,), engines=["onnx"]), "flat": MethodSpec("flat")}
-    says = "flat was not compiled for the engine 'onnx', and 'torch' cannot run it beside that: turned was captured"
+    says = "flat was not compiled for the engine 'onnx', and 'torch' cannot run it alongside: turned was captured"
     with pytest.warns(UserWarning, match=f"could not be tried: {says}"):
         artifact = export(Turned(), methods=methods, out=tmp_path / "a")
     with pytest.raises(Unsupported, match=says):

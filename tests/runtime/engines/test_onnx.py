@@ -122,7 +122,7 @@ def test_other_inputs_are_refused(scaled: Model, wrong: Any, message: str) -> No
 
 def test_no_rows_at_all(scaled: Model) -> None:
     """ONNX Runtime could do this, but with an LSTM it ends the process."""
-    with pytest.raises(InputMismatch, match="x: is empty, which the engine onnx does not take; engine 'torch' does"):
+    with pytest.raises(InputMismatch, match="x: is empty, which the engine 'onnx' does not accept; 'torch' does"):
         scaled(X[:0])
     np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
 

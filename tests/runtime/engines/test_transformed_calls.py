@@ -38,7 +38,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
 def test_a_transformed_call_is_refused_by_name(transform: Transform, model: Model) -> None:
     with model.pin() as session, model.stage(model.history[-1].source) as staged:
         for call in (model, session, staged):
-            with pytest.raises(InputMismatch, match="transformations: within vmap give it the whole batch") as caught:
+            with pytest.raises(InputMismatch, match="transforms: instead of vmap, pass it the whole batch") as caught:
                 transform(call)
             assert caught.value.method == "forward"
             assert caught.value.problems
@@ -69,7 +69,7 @@ def test_a_compiled_function_may_call_it(model: Model, weight_file: WriteWeights
     assert torch.equal(compiled(X), TinyArtifact.eager(0, X) + 1)
     model.swap(weight_file(1))
     assert torch.equal(compiled(X), TinyArtifact.eager(1, X) + 1)
-    with pytest.raises(InputMismatch, match="transformations"):
+    with pytest.raises(InputMismatch, match="func's transforms: instead of vmap"):
         torch.compile(torch.vmap(lambda row: model(row[None])), backend="eager")(X)
     with forward_ad.dual_level(), pytest.raises(InputMismatch, match="dual tensors"):
         compiled(forward_ad.make_dual(X, torch.ones_like(X)))

@@ -139,7 +139,7 @@ def test_outputs_of_another_shape_are_a_mismatch(stage: Stage) -> None:
 
 def test_goldens_of_other_weights(stage: Stage) -> None:
     goldens = stage.open()
-    with pytest.raises(GoldensError, match=r"v1.goldens.safetensors: recorded for other weights: [0-9a-f]{12}, those"):
+    with pytest.raises(GoldensError, match=r"v1.goldens.safetensors: recorded for the weights [0-9a-f]{12}, but those"):
         stage.verify(goldens, seed=2)
     assert stage.verify(goldens, seed=2, mode="finite") == "finite"
     assert stage.verify(goldens._replace(bundled=True), seed=2) == "finite"
@@ -222,7 +222,7 @@ def test_an_output_of_a_dtype_that_no_file_has_is_a_mismatch(stage: Stage) -> No
     with pytest.raises(GoldenMismatch) as refused:
         stage.judge(Probe(lambda: [Y.to(torch.complex128)]))
     assert refused.value.problems == (
-        "case 0, forward, output: expected F32[2, 5], but torch.complex128 is no dtype of the safetensors format",
+        "case 0, forward, output: expected F32[2, 5], but torch.complex128 is not a dtype of the safetensors format",
     )
 
 
@@ -269,7 +269,7 @@ def test_without_torch_goldens_are_opened_and_compared(stage: Stage) -> None:
 
 def test_goldens_are_no_weights(stage: Stage) -> None:
     stage.open()
-    with pytest.raises(WeightsMismatch, match=r"holds recorded calls, no weights[\s\S]*Give the weight file beside it"):
+    with pytest.raises(WeightsMismatch, match=r"holds recorded calls, not weights\s*Give the weight file beside it"):
         load(stage.tiny.path, stage.path)
 
 

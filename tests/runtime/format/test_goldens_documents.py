@@ -34,9 +34,9 @@ def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], N
 
 BROKEN = {
     "another format": (change(("format_version",), 2), "goldens of format version 2; this runtime reads 1"),
-    "no format": (change(("format_version",), "1"), "are no goldens (Expected `int`"),
+    "no format": (change(("format_version",), "1"), "metadata is invalid (Expected `int`"),
     "an unknown field": (change(("more",), 1), "unknown field `more`"),
-    "another graph": (change(("graph_id",), "0" * 64), "recorded for the graph 000000000000, this model is"),
+    "another graph": (change(("graph_id",), "0" * 64), "recorded for the graph 000000000000, but this model has"),
     "another method": (change(("cases", 0, "method"), "encode"), "the method 'encode' is not among those"),
     "no cases": (change(("cases",), []), "it has no cases"),
     "an input too many": (
@@ -55,13 +55,13 @@ BROKEN = {
         change(("cases", 0, "outputs"), ["0.input.0"]),
         "output: expected F32[batch, 5], found F32[2, 3]",
     ),
-    "a list for a name": (change(("cases", 0, "inputs"), [["x"]]), "are no goldens"),
+    "a list for a name": (change(("cases", 0, "inputs"), [["x"]]), "metadata is invalid"),
     "a wrong digest": (change(("digests", "0.input.0"), "0" * 64), "the file records '000000000000', its bytes have"),
     "no digest": (change(("digests", "0.input.0"), "x"), "'0.input.0': the file records no BLAKE3 digest"),
-    "a digest of nothing": (change(("digests", "more"), "0" * 64), "'more' is not both a tensor and a digest"),
+    "a digest of nothing": (change(("digests", "more"), "0" * 64), "'more' lacks a tensor or a digest"),
     "a negative tolerance": (change(("tolerance",), [-1, 0]), "is not two finite numbers"),
-    "an infinite tolerance": (change(("tolerance",), [1e999, 0]), "are no goldens (JSON is malformed"),
-    "three tolerances": (change(("tolerance",), [1, 1, 1]), "are no goldens"),
+    "an infinite tolerance": (change(("tolerance",), [1e999, 0]), "metadata is invalid (JSON is malformed"),
+    "three tolerances": (change(("tolerance",), [1, 1, 1]), "metadata is invalid"),
 }
 
 
@@ -77,12 +77,12 @@ def test_broken_documents_are_refused_with_a_reason(alter: Callable[[Document], 
 def test_files_that_hold_no_goldens_are_refused_with_a_reason(stage: Stage, tmp_path: Path) -> None:
     manifest = stage.tiny.manifest
     written(stage.path, stage.tensors | {"0.more": X + 1}, stage.document)
-    with pytest.raises(GoldensError, match=r"'0.more' is not both .*'0.more' belongs to no case"):
+    with pytest.raises(GoldensError, match=r"'0.more' lacks a tensor or a digest.*'0.more' belongs to no case"):
         open_goldens(stage.path, manifest)
-    with pytest.raises(GoldensError, match="are no goldens"):
+    with pytest.raises(GoldensError, match="metadata is invalid"):
         open_goldens(stage.folder / "v1.safetensors", manifest)
     for text in ("[]", "{", "null", "", '"' * 9, "[" * 5000):
-        with pytest.raises(GoldensError, match="are no goldens"):
+        with pytest.raises(GoldensError, match="metadata is invalid"):
             open_goldens(written(stage.path, stage.tensors, text), manifest)
     safetensors.torch.save_file(stage.tensors, stage.path)
     with pytest.raises(GoldensError, match="has no `weightswap` metadata"):

@@ -51,7 +51,7 @@ BROKEN = {
     "a torch checkpoint": (b"PK\x03\x04" + b"\0" * 40, "weightswap pack"),
     "a git-lfs pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
-        "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull",
+        "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull",
     ),
     "metadata not strings": (raw_file({**GOOD, "__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
     "metadata a list": (raw_file({**GOOD, "__metadata__": []}), "__metadata__ is not an object of strings"),

@@ -105,13 +105,13 @@ def without_digest(stamp: dict[str, object]) -> object:
 
 
 STAMPS = {
-    "not JSON": (lambda stamp: "nope", "are not those of a weight file"),
-    "not an object": (lambda stamp: "[]", "are not those of a weight file"),
+    "not JSON": (lambda stamp: "nope", "is not that of a weight file"),
+    "not an object": (lambda stamp: "[]", "is not that of a weight file"),
     "no graph id": (
         lambda stamp: {k: v for k, v in stamp.items() if k != "graph_id"},
-        "are not those of a weight file",
+        "is not that of a weight file",
     ),
-    "labels not strings": (lambda stamp: {**stamp, "labels": {"step": 1}}, "are not those of a weight file"),
+    "labels not strings": (lambda stamp: {**stamp, "labels": {"step": 1}}, "is not that of a weight file"),
     "a digest missing": (without_digest, "lacks one BLAKE3 digest for each tensor (bias)"),
     "a digest too many": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "more": "0" * 64}},
@@ -119,9 +119,9 @@ STAMPS = {
     ),
     "a cast tensor that is not there": (
         lambda stamp: {**stamp, "cast": {"F32": ["bias", "more"]}},
-        "says that more were cast, which it does not hold",
+        "says that more were cast, which the file does not hold",
     ),
-    "casts of another kind": (lambda stamp: {**stamp, "cast": ["bias"]}, "are not those of a weight file"),
+    "casts of another kind": (lambda stamp: {**stamp, "cast": ["bias"]}, "is not that of a weight file"),
     "a digest of another kind": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "bias": "sha"}},
         "lacks one BLAKE3 digest for each tensor (bias)",
@@ -159,7 +159,7 @@ def test_writing_replaces_and_never_truncates(weight_file: Callable[[int], Path]
 def test_a_failed_write_leaves_the_old_file_and_no_other(weight_file: Callable[[int], Path], tmp_path: Path) -> None:
     path = weight_file(1)
     before, names = path.read_bytes(), sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="2 bytes came for a tensor of 3"):
+    with pytest.raises(ValueError, match="got 2 bytes for a tensor of 3"):
         write_weight_file(path, [TensorRow("a", "U8", (3,))], {"a": [memoryview(b"12")]}, graph_id="g")
     assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == names

@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "another kind of file": (escaping("weights.bin"), "names the shard 'weights.bin'; expected"),
     "a key in another shard": (contradicting({"a": "model-2.safetensors"}), "'a' is not in model-2.safetensors"),
     "a key nowhere": (contradicting({"e": "model-2.safetensors"}), "'e' is not in model-2.safetensors"),
-    "a tensor that it lacks": (lacking, "model-1.safetensors has 'd' (F32[2, 4]), it does not list that"),
+    "a tensor that it lacks": (lacking, "model-1.safetensors has 'd' (F32[2, 4]), the index does not list it"),
     "not JSON": (lambda folder: (folder / INDEX).write_text("{"), "not an index of safetensors shards"),
     "no map": (lambda folder: (folder / INDEX).write_text("{}"), "`weight_map`"),
     "a map of numbers": (lambda folder: write_index(folder, {"a": 1}), "Expected `str`, got `int`"),
@@ -164,7 +164,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "several files": (several, "holds 2 candidates (one.safetensors, two.safetensors) and no model.safetensors"),
     "a lost index": (
         lost(1, 2, 3),
-        "checkpoint: holds 3 of 3 shards, but not their index, model.safetensors.index.json. Copy that, too",
+        "checkpoint: holds 3 of 3 shards, but not their index, model.safetensors.index.json. Copy that too",
     ),
     "a lost index and shards": (lost(2), "holds 1 of 3 shards, but not their index"),
 }

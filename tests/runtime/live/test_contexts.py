@@ -227,7 +227,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
             assert refused
             with torch.no_grad():
                 assert torch.equal(model(X, context=own), files.eager(0)(X))
-            with pytest.raises(ContextClosed, match="a fork has lost the thread"):
+            with pytest.raises(ContextClosed, match="was lost in a fork"):
                 model(X, context=contexts[0])
 
         in_a_child(child)
@@ -298,7 +298,7 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
 def test_a_context_is_of_one_model_and_can_be_closed(model: Model, files: Files) -> None:
     with load(files.artifact, files.weights[0]) as other:
         context = other.new_context()
-        with pytest.raises(ContextMismatch, match="of another model"):
+        with pytest.raises(ContextMismatch, match="belongs to another model"):
             model(X, context=context)
         with context:
             other(X, context=context)

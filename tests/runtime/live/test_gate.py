@@ -145,7 +145,7 @@ def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
     committer = threading.Thread(target=commit)
     committer.start()
     committer.join(10)
-    assert "the time given for that was over" in str(failures[0])
+    assert "when the timeout expired" in str(failures[0])
     own = Claim()
     gate.release(gate.acquire(own).session, own)
     gate.release(place, lease)

@@ -105,7 +105,7 @@ def test_a_listener_that_swaps_is_refused_at_once(tiny: TinyArtifact, weight_fil
     stop = model.listen(listener)
     model.swap(weight_file(1))
     stop()
-    assert [str(error)[:26] for error in refused] == ["a listener is told of a sw", "another staging of this mo"]
+    assert [str(error)[:29] for error in refused] == ["a listener runs before its sw", "another staging of this model"]
     assert serves(model, 1)
     model.swap(weight_file(2))
     assert serves(model, 2)

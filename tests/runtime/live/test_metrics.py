@@ -200,7 +200,7 @@ def test_several_models_share_a_registry(tiny: TinyArtifact, weight_file: WriteW
 def test_a_name_is_taken_once(tiny: TinyArtifact, weight_file: WriteWeights, scrape: Scrape) -> None:
     model, other = load(tiny.path), load(tiny.path, weight_file(1))
     collector = ModelCollector(model, "digits", scrape.registry)
-    with pytest.raises(Unsupported, match="name='digits': another model of this registry"):
+    with pytest.raises(Unsupported, match="name='digits': another model in this registry"):
         ModelCollector(other, "digits", scrape.registry)
     assert not other._methods.observers.all
     collector.close()

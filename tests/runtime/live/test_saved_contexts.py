@@ -41,7 +41,7 @@ def model(files: Files) -> Model:
 
 def test_nothing_is_saved_to_a_url(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Unsupported, match=r"s3://bucket/c\.safetensors: files are written locally"):
+    with pytest.raises(Unsupported, match=r"s3://bucket/c\.safetensors: only local files can be written"):
         model.new_context().save("s3://bucket/c.safetensors")
     assert list(tmp_path.iterdir()) == []
 
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_refused_and_nothing_changes(model: Model, files: File
     tensors = safetensors.torch.load_file(path)
     renamed = {"totals": tensors["total"], "calls": tensors["calls"]}
     damages: dict[str, Callable[[], object]] = {
-        "bytes are not those": lambda: path.write_bytes(raw[:-1] + b"\x7f"),
+        "bytes differ from those": lambda: path.write_bytes(raw[:-1] + b"\x7f"),
         "it is truncated": lambda: path.write_bytes(raw[:-1]),
         "is not a context": lambda: safetensors.torch.save_file(tensors, path),
         "safetensors": lambda: path.write_bytes(b"nonsense"),
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_refused_and_nothing_changes(model: Model, files: File
     with pytest.raises(ContextFileError, match="not a safetensors header"):
         model.load_context(path)
     path.unlink()
-    with pytest.raises(ContextFileError, match="there is no such file"):
+    with pytest.raises(ContextFileError, match=": no such file"):
         model.load_context(path)
     model(X, context=context)
 

@@ -77,7 +77,7 @@ def test_a_file_that_is_half_rewritten_in_disguise_is_refused(
         names(path)
 
     while_read(path, meanwhile)
-    with pytest.raises(WeightFileError, match=r"changed while it was read \(from 2 to 1 names\).* Try again"):
+    with pytest.raises(WeightFileError, match=r"changed while it was read \(from 2 to 1 links\).* Try again"):
         model.swap(path)
     assert serves(model, 0)
     model.swap(path)

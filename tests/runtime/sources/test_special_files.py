@@ -87,7 +87,7 @@ def test_special_files_are_not_replaced(
         if linked:
             out.symlink_to(existing)
         before = existing.lstat()
-        with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), which no file replaces"):
+        with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), which weightswap never replaces"):
             write(rich, out)
         assert (existing.lstat().st_ino, existing.lstat().st_mode) == (before.st_ino, before.st_mode)
         assert out.is_symlink() == linked
@@ -101,7 +101,7 @@ def test_special_files_as_goldens_are_not_replaced(
     out = tmp_path / "v.safetensors"
     with special(goldens_path(out)):  # type: ignore[attr-defined]
         for write in (WRITERS["pack"], WRITERS["delta"]):
-            with pytest.raises(Unsupported, match="which no file replaces"):
+            with pytest.raises(Unsupported, match="which weightswap never replaces"):
                 write(rich, out)
             assert list(tmp_path.iterdir()) == [goldens_path(out)]
 
@@ -174,7 +174,7 @@ def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -
     with bound_socket(tmp_path / "socket"):
         done = CliRunner().invoke(inspect_command, [*command, str(tmp_path / "socket")])
     assert done.exit_code == 2
-    assert "no file replaces" in " ".join(done.output.replace("│", " ").split())
+    assert "weightswap never replaces" in " ".join(done.output.replace("│", " ").split())
     with device(tmp_path / "null"):
         done = CliRunner().invoke(inspect_command, [*command, str(tmp_path / "null")])
         assert done.exit_code == 0
@@ -203,7 +203,7 @@ def test_a_folder_that_is_not_synchronised_has_the_new_file_all_the_same(
 ) -> None:
     without_sync(errno.EIO, monkeypatch)
     out = tmp_path if name == "publish" else tmp_path / "v.safetensors"
-    with pytest.warns(RuntimeWarning, match="written, but after a power failure it may not be there") as warned:
+    with pytest.warns(RuntimeWarning, match="written, but a power failure may lose it") as warned:
         WRITERS[name](rich, out)
     assert all(str(tmp_path) in str(warning.message) for warning in warned)
     (written,) = tmp_path.glob("*.safetensors")

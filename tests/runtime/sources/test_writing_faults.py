@@ -93,7 +93,7 @@ def test_a_fault_leaves_the_old_file_or_the_new_one(
     for number in each_call(fault, lambda: write(files, tmp_path.with_name(f"{tmp_path.name}-new"), 2), 6):
         renamed = fault.name == "fsync" and number == 1  # that of the folder, where the new file is already
         expected: AbstractContextManager[object] = (
-            pytest.warns(RuntimeWarning, match="it may not be there")
+            pytest.warns(RuntimeWarning, match="a power failure may lose it")
             if renamed
             else pytest.raises((OSError, WeightswapError), match=r"No space|Input/output")
         )

@@ -271,7 +271,7 @@ def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
 
 def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta) -> None:
     model = load(tiny.path, weight_file(0))
-    with pytest.raises(Unsupported, match="a delta is taken whole"):
+    with pytest.raises(Unsupported, match="a delta is applied as a whole"):
         model.swap(delta(0, 1), only="bias")
     assert serves(model, 0)
 

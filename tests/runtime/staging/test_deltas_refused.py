@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
     "another result": (set_("weights_id", "1" * 64), DigestMismatch, "not to 111111111111"),
     "no ids": (set_("base", "nothing"), WeightFileError, "64 hexadecimal digits"),
     "no stamp": (lambda stamp, tensors: stamp.clear(), WeightFileError, "metadata cannot be read"),
-    "a lost tensor": (drop("runs:bias"), WeightFileError, "not those of the weights"),
+    "a lost tensor": (drop("runs:bias"), WeightFileError, "do not match the weights"),
     "bytes of another kind": (
         lambda stamp, tensors: tensors.update({"data:bias": np.zeros(3, np.int64)}),
         WeightFileError,
@@ -153,7 +153,7 @@ def test_files_without_a_possible_delta_are_refused(
     with pytest.raises(WeightFileError, match=r"not packed by weightswap.*weightswap pack CHECKPOINT"):
         write_delta(plain, weight_file(0), out)
     other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
-    with pytest.raises(GraphMismatch, match="two sets of weights for one graph"):
+    with pytest.raises(GraphMismatch, match="two sets of weights for the same graph"):
         write_delta(weight_file(0), other, out)
     fewer = save(tmp_path / "fewer.safetensors", {"a": np.ones(3, np.uint8)}, tiny.manifest.graph_id)
     with pytest.raises(WeightsMismatch, match="bias: not the same in both files"):
@@ -162,18 +162,18 @@ def test_files_without_a_possible_delta_are_refused(
     raw = weight_file(1).read_bytes()
     damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     for pair in ((damaged, weight_file(0)), (weight_file(0), damaged)):
-        with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
+        with pytest.raises(DigestMismatch, match="do not match the digest that the file records"):
             write_delta(*pair, out)
     assert not out.exists()
     before = weight_file(0).read_bytes()
     for place in (weight_file(0), weight_file(1)):
-        with pytest.raises(Unsupported, match="replace a file that it is made of"):
+        with pytest.raises(Unsupported, match="replace a file that it is made from"):
             write_delta(weight_file(0), weight_file(1), place)
     assert weight_file(0).read_bytes() == before
     delta_file = write_delta(weight_file(0), weight_file(1), out).path
     with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
         write_delta(delta_file, weight_file(1), tmp_path / "dd.safetensors")
-    with pytest.raises(Unsupported, match="files are written locally"):
+    with pytest.raises(Unsupported, match="only local files can be written"):
         write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
 
 

@@ -67,7 +67,7 @@ def test_tensors_without_memory_have_no_bytes() -> None:
 
 
 def test_what_torch_or_files_lack_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match=r"torch\.complex128 is no dtype of the safetensors format"):
+    with pytest.raises(Unsupported, match=r"torch\.complex128 is not a dtype of the safetensors format"):
         TorchEngine.content(torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(Unsupported, match=r"dtype F4: torch .* has no such type"):
         TorchEngine.tensor(TensorBytes("F4", (2,), memoryview(b"x")))
@@ -103,7 +103,7 @@ def test_arrays_of_the_engine_onnx_go_out_and_come_back(dtype: str) -> None:
         assert array.flags.writeable
         assert content_of(array) == content
         assert content_of(array.T).shape == content.shape[::-1]
-    with pytest.raises(Unsupported, match=r"numpy's complex64 is none of BOOL, U8, "):
+    with pytest.raises(Unsupported, match=r"numpy's complex64: expected one of BOOL, U8, "):
         content_of(np.zeros(2, np.complex64))
     with pytest.raises(Unsupported, match="dtype C64: ONNX Runtime has no such type"):
         OnnxEngine.tensor(TensorBytes("C64", (1,), memoryview(bytes(8))))
@@ -134,8 +134,8 @@ def test_npz_files_keep_what_numpy_has_and_refuse_the_rest_by_name(name: str, tm
 @pytest.mark.parametrize(
     ("array", "says"),
     [
-        (np.zeros(2, np.complex128), "x: numpy's complex128 is no dtype of the safetensors format"),
-        (np.array(["text"]), "x: numpy's <U4 is no dtype of the safetensors format"),
+        (np.zeros(2, np.complex128), "x: numpy's complex128 is not a dtype of the safetensors format"),
+        (np.array(["text"]), "x: numpy's <U4 is not a dtype of the safetensors format"),
         (np.array([None]), "cannot be read (Object arrays cannot be loaded"),
     ],
 )

@@ -148,7 +148,7 @@ def test_damaged_graphs_are_refused(tiny: TinyArtifact, change: Callable[[dict[s
 
 def test_files_that_are_no_archives_are_refused(tiny: TinyArtifact) -> None:
     artifact = with_graph(tiny, b"PK\x03\x04")
-    with pytest.raises(ArtifactError, match=r"not an archive that torch\.export writes"):
+    with pytest.raises(ArtifactError, match=r"not an archive written by torch\.export"):
         outline(artifact, artifact.manifest.methods["forward"])
 
 

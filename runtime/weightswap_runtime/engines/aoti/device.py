@@ -46,7 +46,7 @@ class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
 def target_of(device: torch.device) -> str:
     """Return the target of packages for a device. Raises Unsupported."""
     if device.type != "cuda" or torch.version.cuda is None:
-        raise Unsupported(f"the engine 'aoti' runs on the CPU and with CUDA; {str(device)!r} is neither here")
+        raise Unsupported(f"the engine 'aoti' runs on the CPU and on CUDA; {str(device)!r} is neither on this machine")
     if BESIDE_GPUS not in machine_targets():
-        raise Unsupported(f"the engine 'aoti' on a GPU needs {BESIDE_GPUS} beside it; this machine is {machine_name()}")
+        raise Unsupported(f"the engine 'aoti' on a GPU needs a {BESIDE_GPUS} host; this machine is {machine_name()}")
     return gpu_target(torch.cuda.get_device_capability(device))

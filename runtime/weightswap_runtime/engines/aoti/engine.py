@@ -79,7 +79,7 @@ class AotiGraph:
         self.outputs = leaves(signature.output)
         self.library = Library(package.library, package.where, device)
         if problems := list(self._problems()):
-            where = f"{package.where}: its machine code is not that of {package.note.method!r}"
+            where = f"{package.where}: its machine code is not for {package.note.method!r}"
             raise ArtifactError(f"{where}: {listed(problems, between='; ')}")
 
     def _problems(self) -> Iterator[str]:
@@ -89,7 +89,7 @@ class AotiGraph:
         yield from (f"it does not take {name!r}" for name in sorted(noted.keys() - constants.keys()))
         for name in noted.keys() & constants.keys():
             if constants[name].dtype != self.library.dtype_code(torch_dtype(noted[name].dtype)):
-                yield f"it takes {name!r} in another dtype than {noted[name].dtype}"
+                yield f"it takes {name!r} with a dtype other than {noted[name].dtype}"
         counts = [len([leaf for leaf in flat if _is_tensor(leaf)]) for flat in (self.inputs, self.outputs)]
         if counts != [self.library.inputs, self.library.outputs]:
             yield f"it has {self.library.inputs} inputs and {self.library.outputs} outputs, expected {counts}"

@@ -70,11 +70,11 @@ class Library:
                 getattr(self._calls, name)
         except OSError as error:
             raise Unsupported(
-                f"{where}: cannot be loaded by torch {torch.__version__} ({error}). Compile it again, or allow this "
-                "process machine code in memory (memfd_create) or in its temporary folder (TMPDIR)"
+                f"{where}: cannot be loaded by torch {torch.__version__} ({error}). Compile it again, or let this "
+                "process run machine code from memory (memfd_create) or its temporary folder (TMPDIR)"
             ) from error
         except AttributeError as error:
-            raise ArtifactError(f"{where}: is not what AOTInductor compiles ({error}). Compile it again.") from error
+            raise ArtifactError(f"{where}: was not compiled by AOTInductor ({error}). Compile it again.") from error
         self._run = getattr(self._calls, _RUN)
         self._run.argtypes = (_P, _P, ctypes.c_size_t, _P, ctypes.c_size_t, _P, _P)
         handle = self.create()

@@ -57,7 +57,7 @@ def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
     targets = ", ".join(sorted({target for name in lacking for target in offered[name]}))
     machine = f"this GPU is {gpu}" if gpu else f"this machine is {machine_name()}"
     raise Unsupported(
-        f"{artifact.path}: {who}was compiled for {targets}; {machine}. On a machine like this one: {command}"
+        f"{artifact.path}: {who}was compiled for {targets}; {machine}. Run on a machine like this one: {command}"
     )
 
 
@@ -93,7 +93,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
     if problems := list(_problems(artifact, target, method, note)):
         raise ArtifactError(f"{where}: is not the package of {method!r}: {listed(problems, between='; ')}")
     if (here := _minor(_installed())) != (there := _minor(note.torch)):
-        raise Unsupported(f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. {advice}")
+        raise Unsupported(f"{where}: was compiled with torch {there}, but this is torch {here or 'none'}. {advice}")
     return package
 
 
@@ -122,7 +122,7 @@ def _problems(artifact: Artifact, target: str, method: str, note: Note) -> Itera
     if note.graph_id != artifact.graph_id:
         yield f"it was made from the graph {note.graph_id[:12]}, expected {artifact.graph_id[:12]}"
     if (note.target, note.method) != (target, method):
-        yield f"it says that it is {note.method!r} for {note.target}"
+        yield f"it claims to be {note.method!r} for {note.target}"
     manifest = artifact.manifest
     yield from (text for bound in note.tensors if (text := _mismatch(manifest, method, bound)))
     names = [bound.fqn for bound in note.tensors]

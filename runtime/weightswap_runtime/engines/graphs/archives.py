@@ -27,7 +27,7 @@ def check_records(raw: bytes, where: str) -> None:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             problems = list(_record_problems(archive, len(raw)))
     except Exception as error:  # zip and JSON readers raise many types for crafted bytes
-        raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
+        raise ArtifactError(f"{where}: not an archive written by torch.export ({error})") from error
     if problems:
         raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
 
@@ -50,13 +50,13 @@ def _targets(value: Any) -> Iterator[str]:
 def _record_problems(archive: zipfile.ZipFile, size: int) -> Iterator[str]:
     members = archive.infolist()
     if len({info.filename for info in members}) != len(members):
-        yield "two records have one name"
+        yield "two records have the same name"
     elif len({info.filename.partition("/")[0] for info in members}) > 1:
         yield "its records are in several folders"
     elif any(info.compress_type != zipfile.ZIP_STORED for info in members):
         yield "its records are compressed"
     elif sum(info.file_size for info in members) > size:
-        yield "its records lie on top of each other"
+        yield "its records overlap"
     else:
         yield from _member_problems(archive)
 

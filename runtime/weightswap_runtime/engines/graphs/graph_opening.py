@@ -71,7 +71,7 @@ def _missing(targets: Iterable[str]) -> str:
         return f"needs {', '.join(missing)}, which torch {torch.__version__} lacks. Install the torch that exported it."
     return (
         f"needs {', '.join(missing)}, which this process lacks. Name what registers the operators of "
-        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it before; or export without it."
+        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it first; or export without it."
     )
 
 

@@ -140,10 +140,10 @@ def _overload(parts: list[str], target: str) -> Operator:
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
     if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
-        raise ForeignFunction(f"{target!r}, which reaches behind tensors")
+        raise ForeignFunction(f"{target!r}, which bypasses tensors")
     is_aten = name.startswith("aten::")
     if is_aten and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
-        raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
+        raise ForeignFunction(f"{target!r}, which changes the process, not a tensor")
     keywords = frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name))
     return Operator(
         _FASTER.get(torch_operator, torch_operator._op),

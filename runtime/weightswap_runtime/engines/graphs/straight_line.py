@@ -324,7 +324,7 @@ def _leave_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             outputs = call(*values)
             if depth_now() != depth:
-                raise DamagedGraph("a vmap begins and does not end")
+                raise DamagedGraph("a vmap begins but never ends")
             return outputs
         finally:
             leave(depth)

@@ -108,7 +108,7 @@ class OnnxCall:
         self.hoisted: list[torch.Tensor] = []
         self._pool: list[Any] = []
         if dtypes := sorted({dtype for _, leaf in self._outputs if (dtype := dtype_of(leaf)).startswith("F8")}):
-            raise Unsupported(f"engine 'onnx' on a device: it cannot hand over outputs of {', '.join(dtypes)}")
+            raise Unsupported(f"engine 'onnx' on a device: it cannot return outputs of type {', '.join(dtypes)}")
 
     def run_prologue(self) -> None:
         """Do nothing: ONNX Runtime keeps nothing that depends on weights."""

@@ -85,7 +85,7 @@ class OnnxGraph:
         if empty:
             raise InputMismatch(
                 self._method,
-                [f"{name}: is empty, which the engine onnx does not take; engine 'torch' does" for name in empty],
+                [f"{name}: is empty, which the engine 'onnx' does not accept; 'torch' does" for name in empty],
             )
 
     @property
@@ -118,8 +118,8 @@ class OnnxGraph:
             ) from error
         if provider not in (available := session.get_providers()):
             raise Unsupported(
-                f"{self._where}: asked for {provider}, ONNX Runtime {here} gives {', '.join(available)}. Install "
-                "onnxruntime-gpu for the CUDA of this machine, and cuDNN"
+                f"{self._where}: needs {provider}, but ONNX Runtime {here} offers {', '.join(available)}. Install "
+                "onnxruntime-gpu for this machine's CUDA, and cuDNN"
             )
         return session
 

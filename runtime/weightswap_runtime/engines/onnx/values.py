@@ -64,5 +64,5 @@ def content_array(content: TensorBytes) -> np.ndarray[Any, Any]:
 def content_of(array: np.ndarray[Any, Any]) -> TensorBytes:
     """Return the content of an array; it shares row-major memory. Raises Unsupported for dtypes ONNX Runtime lacks."""
     if array.dtype not in DTYPE_NAMES:
-        raise Unsupported(f"numpy's {array.dtype} is none of {', '.join(DTYPE_NAMES.values())}")
+        raise Unsupported(f"numpy's {array.dtype}: expected one of {', '.join(DTYPE_NAMES.values())}")
     return array_content(array)

@@ -85,7 +85,7 @@ def _zeros(leaf: Leaf, sizes: Sizes, device: torch.device) -> Any:
 
 def _described(method: Method) -> str:
     if method.has_state:
-        return "state, with which no call is captured"
+        return "state, and calls with state are never captured"
     signature = method.signature
     if not signature.dims:
         return "no named dimensions"

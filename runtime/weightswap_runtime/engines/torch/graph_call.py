@@ -137,7 +137,7 @@ class GraphCall:
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy `new` into the memory of `old`, also if elements overlap. Raises ValueError for another shape or layout."""
     if layout_of(old) != layout_of(new):
-        raise ValueError("a value computed from weights alone has another shape or layout than before")
+        raise ValueError("a value computed from weights alone has a different shape or layout than before")
     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory
         old.untyped_storage().copy_(new.untyped_storage())
 

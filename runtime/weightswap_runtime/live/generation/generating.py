@@ -44,7 +44,7 @@ def check(request: GenerationRequest, generation: TextGeneration) -> None:
     request.sampling.check()
     for name, value, least in (("max_new_tokens", request.most, 1), ("seed", request.seed, 0)):
         if value is not None and (type(value) is not int or value < least):
-            raise Unsupported(f"{name}={value!r}: expected an integer from {least}, or None")
+            raise Unsupported(f"{name}={value!r}: expected an integer of at least {least}, or None")
     if problems := list(_problems(request, generation)):
         raise InputMismatch("generate", problems)
 
@@ -56,12 +56,12 @@ def _problems(request: GenerationRequest, generation: TextGeneration) -> Iterato
     if min(lengths, default=1) < 1:
         yield "a prompt has no tokens"
     if (largest := max((token for prompt in request.prompts for token in prompt), default=0)) >= generation.vocabulary:
-        yield f"a prompt has the token {largest}, and the vocabulary {generation.vocabulary}"
+        yield f"a prompt has the token {largest}, but the vocabulary has {generation.vocabulary}"
     if max(lengths, default=0) > generation.length:
-        yield f"a prompt has {max(lengths)} tokens, and the cache holds {generation.length}"
+        yield f"a prompt has {max(lengths)} tokens, but the cache holds {generation.length}"
     elif request.most is not None and max(lengths, default=0) + request.most - 1 > generation.length:
         yield (
-            f"a prompt of {max(lengths)} tokens and {request.most} new ones do not fit into a cache of "
+            f"a prompt of {max(lengths)} tokens and {request.most} new ones do not fit in a cache of "
             f"{generation.length}"
         )
 
@@ -76,8 +76,8 @@ def check_position(method: str, flat: Sequence[Any], generation: TextGeneration)
         return
     first, tokens = int(position), ids.shape[1]
     if not 0 <= first <= generation.length - tokens:
-        problem = f"{tokens} tokens at position {first} do not fit into a cache of {generation.length}"
-        raise InputMismatch(method, [f"{problem}; begin again in a new context, or export with a larger length"])
+        problem = f"{tokens} tokens at position {first} do not fit in a cache of {generation.length}"
+        raise InputMismatch(method, [f"{problem}; start again in a new context, or export with a larger length"])
 
 
 def generate(

@@ -44,7 +44,7 @@ def choose(logits: Scores, seen: Sequence[int], sampling: Sampling, random: np.r
     scores = _penalised(logits, seen, sampling.repetition_penalty)
     best = scores.argmax()  # NaN wins; -inf forbids a token, but not all of them
     if not math.isfinite(scores[best]):
-        raise CallError(f"generate: the logits of the next token have no greatest number, but {scores[best]}")
+        raise CallError(f"generate: the largest logit of the next token must be finite, got {scores[best]}")
     if not sampling.temperature:
         return int(best)
     return int(random.choice(len(scores), p=probabilities(scores, sampling)))

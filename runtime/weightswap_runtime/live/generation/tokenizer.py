@@ -23,7 +23,7 @@ class Tokenizer:
         except ImportError as error:
             raise MissingExtra("text prompts", "text") from error
         self._file = Path(path, TOKENIZER) if Path(path).is_dir() else Path(path)
-        with self._errors(f"is no {TOKENIZER} that can be read"):
+        with self._errors(f"is not a readable {TOKENIZER}"):
             self._loaded: Any = Loaded.from_file(str(self._file))
             self._loaded.no_padding()  # as transformers does: training may have left these settings in the file
             self._loaded.no_truncation()

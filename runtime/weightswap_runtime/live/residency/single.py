@@ -160,7 +160,7 @@ class Single:
             self._gate.fail(f"{type(error).__name__}: {error}")
             advice = f" {RESTART}" if is_of_device(error) else ""
             raise ModelFailed(
-                f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
+                f"the in-place commit failed ({type(error).__name__}: {error}). The model refuses calls until a "
                 f"swap or a rollback succeeds.{advice}"
             ) from error
 

@@ -26,8 +26,8 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 16 << 20
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
-_UNKNOWN = "the graph does not take it"
-_OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
+_UNKNOWN = "not in the graph"
+_OF_THE_BASE = "belongs to the base, not to a variant: save_pretrained(..., save_embedding_layers=False)"
 _MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may backtrack for ever
 _MOST_ALTERNATIVES = 16
 _IRRELEVANT = {  # fields about the training, and those that the names and shapes of the file repeat
@@ -81,12 +81,12 @@ class Config(msgspec.Struct, kw_only=True):
             used.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
         used += sorted(set(others) - _IRRELEVANT)
         if used:
-            raise Unsupported(f"{where}: uses {listed(used)}; a variant is LoRA's A and B alone")
+            raise Unsupported(f"{where}: uses {listed(used)}; a variant can only be LoRA's A and B")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
             choices = len(re.findall(r"[*+?{(]", pattern))
             nested = re.search(r"\)[*+?{]", pattern)
             if choices > _MOST_CHOICES or pattern.count("|") > _MOST_ALTERNATIVES or nested:
-                raise Unsupported(f"{where}: the pattern {pattern!r} may take for ever; name the modules instead")
+                raise Unsupported(f"{where}: the pattern {pattern!r} may take forever; name the modules instead")
 
     def rank(self, module: str) -> int:
         """Return the rank of a module, given its name in the base."""
@@ -128,7 +128,7 @@ def read_config(folder: Location) -> Config | None:
         for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
             _pattern(pattern)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, re.error) as error:
-        raise WeightFileError(f"{where}: is not a configuration of PEFT's ({error})") from error
+        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
     if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
         raise WeightFileError(f"{where}: has a rank below 1")
     known = set(Config.__struct_fields__)
@@ -145,7 +145,7 @@ def match_peft(
     """
     keys = {key.removeprefix(_PREFIX): key for key in tensors}
     sources: list[RowSource] = []
-    problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
+    problems = [f"{key}: present both with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
         module = parsed["module"].removeprefix(_PREFIX) if parsed else ""
@@ -157,10 +157,10 @@ def match_peft(
     problems += _missing_halves(sources)
     problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _UNKNOWN}" for stem in sorted(keys)]
     if len(keys) == len(tensors):
-        problems.append(f"the graph wants tensors such as {listed([each.row.name for each in sources][:2])}")
+        problems.append(f"the graph expects tensors such as {listed([each.row.name for each in sources][:2])}")
     if problems:
         raise WeightsMismatch(
-            where, problems, "Give what was trained for this architecture, or export with its targets and rank."
+            where, problems, "Give an adapter trained for this architecture, or export with its targets and rank."
         )
     return sources
 
@@ -173,14 +173,14 @@ def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:
     for pair in pairs.values():
         missing = [source.row.name for source in pair if source.key is None]
         if 0 < len(missing) < len(pair):
-            yield f"{missing[0]}: missing, and the other half is there"
+            yield f"{missing[0]}: missing, but its other half is present"
 
 
 def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
     expected, actual = describe(row), describe(stored)
     rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
     if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
-        yield f"{row.name}: the graph wants {expected}, the file has {actual}"
+        yield f"{row.name}: the graph expects {expected}, the file has {actual}"
     elif stored.shape[rank_axis] > row.shape[rank_axis]:
         yield (
             f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({expected}), the file has rank "

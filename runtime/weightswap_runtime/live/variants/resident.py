@@ -107,7 +107,7 @@ class Variants:
     ) -> None:
         """most: the maximum of resident variants per group. emit: called with each receipt. Raises Unsupported."""
         if type(most) is not int or most < 1:
-            raise Unsupported(f"max_variants={most!r}: expected a number from 1")
+            raise Unsupported(f"max_variants={most!r}: expected 1 or more")
         self._manifest = manifest
         self._engine = engine
         self._memory = memory
@@ -156,14 +156,14 @@ class Variants:
             self.check_group(group)
         known = listed(list(self._residents[group])) or "none"
         raise UnknownVariant(
-            f"{group} has no {name!r} here, but {known}; whoever runs the model adds some (model.add_variant)"
+            f"{group} has no {name!r} here (resident: {known}); whoever runs the model can add it (model.add_variant)"
         )
 
     def check_group(self, group: Any) -> None:
         """Raise UnknownVariant for a group that the artifact does not declare."""
         if not isinstance(group, str) or group not in self._residents:
             raise UnknownVariant(
-                f"{group!r} is no group of variants of this artifact, which has {listed(self._residents)}"
+                f"{group!r} is not a group of variants of this artifact, which has {listed(self._residents)}"
             )
 
     def add(
@@ -175,7 +175,7 @@ class Variants:
         """
         self.check_group(group)
         if not isinstance(name, str) or not name:
-            raise Unsupported(f"a variant's name is a text, got {name!r}")
+            raise Unsupported(f"expected a non-empty string as a variant's name, got {name!r}")
         rows = self._manifest.variants[group]
         staged = stage_variant(rows, self._memory, self._workers, request, admit)
         chosen = self._engine.variant(rows, staged.arena)
@@ -198,8 +198,7 @@ class Variants:
         free = [each for each in self._residents[group].values() if not each.users]
         if not free:
             raise VariantsBusy(
-                f"{group}: calls use all {self._most} variants that may be resident; load with a larger max_variants, "
-                "or try again"
+                f"{group}: all {self._most} resident variants are in use; load with a larger max_variants, or try again"
             )
         return min(free, key=lambda each: each.used)
 

@@ -85,12 +85,12 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSou
     for row in rows:
         stored = tensors.get(row.name)
         if stored is None:
-            problems.append(f"{row.name}: missing, the graph wants {describe(row)}")
+            problems.append(f"{row.name}: missing, the graph expects {describe(row)}")
         elif stored.shape != row.shape or not _can_cast(stored.dtype, row.dtype):
-            problems.append(f"{row.name}: the graph wants {describe(row)}, the file has {describe(stored)}")
-    problems += [f"{name}: the graph does not take it" for name in sorted(tensors.keys() - {r.name for r in rows})]
+            problems.append(f"{row.name}: the graph expects {describe(row)}, the file has {describe(stored)}")
+    problems += [f"{name}: not in the graph" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
-        advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
+        advice = f"A PEFT directory has {CONFIG_NAME}; any other file uses the graph's names."
         raise WeightsMismatch(weights.where, problems, advice)
     return [RowSource(row, row.name) for row in rows]
 
@@ -105,7 +105,7 @@ def _read(
     """Read the tensors into a new arena that holds the rows."""
     if wrong := [s.key for s in sources if s.key and not _can_cast(weights.tensors[s.key].dtype, s.row.dtype)]:
         raise WeightsMismatch(
-            weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again."
+            weights.where, [f"{key}: not a floating-point tensor" for key in wrong], "Train it again."
         )
     arena = memory.arena(ArenaLayout(each.row for each in sources))
     as_is = [each for each in sources if _is_as_stored(each, weights)]

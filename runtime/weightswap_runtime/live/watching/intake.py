@@ -331,7 +331,7 @@ class Intake:
     def _skip_superseded(self, file: _File, target: WatchTarget) -> None:
         assert self._last_taken is not None
         where, later = printable(file.entry.path), self._last_taken.entry.name
-        error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
+        error = Superseded(f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}")
         file.settled, file.error = True, error
         target.tell("skipped", where, error)
 

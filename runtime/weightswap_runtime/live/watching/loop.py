@@ -176,7 +176,7 @@ class Loop:
         try:
             return looker.look(ModelTarget(model._methods, self))
         except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
-            _log.exception("a look failed")
+            _log.exception("a poll failed")
             looker.last_error = without_traceback(error)
             return self._interval
 
@@ -199,7 +199,7 @@ class ModelTarget:
 
     def check(self) -> None:
         if self._loop.stopping:
-            raise StageCancelled("the watching was stopped")
+            raise StageCancelled("watching was stopped")
 
     def serves(self, weights_id: str) -> bool:
         gate = self._store.gate
@@ -284,8 +284,8 @@ class ModelTarget:
         if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
             where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
             raise Superseded(
-                f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
-                f"{receipt.generation}). Write other weights, or swap these by hand."
+                f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
+                f"{receipt.generation}). Write other weights, or swap these in by hand."
             )
         return not self.serves(weights_id)
 

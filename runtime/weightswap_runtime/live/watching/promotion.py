@@ -50,7 +50,7 @@ class Promotion(NamedTuple):
         for weights in state.known:
             known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
             if known_folder == folder and order_of_names(known_name) > order_of_names(name):
-                raise Superseded(f"{printable(path)}: not promoted, as {known_name} comes later and was")
+                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
 
 
 def check_promotion_policy(policy: str) -> None:
@@ -62,9 +62,9 @@ def check_promotion_policy(policy: str) -> None:
 def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
     """Raise Unproven unless recorded outputs were reproduced by finite weights."""
     if nonfinite:
-        raise Unproven(f"{where}: not promoted, as {listed(nonfinite)} are not finite")
+        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
     if verified != "goldens":
         raise Unproven(
-            f"{where}: not promoted, as no outputs were recorded for these weights (verified: {verified!r}). Record "
-            "them, pack(goldens=...) or publish(goldens=...), or promote by policy='newest'"
+            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
+            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
         )

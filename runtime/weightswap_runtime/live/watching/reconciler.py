@@ -69,8 +69,8 @@ class Reconciler:
         before, state = self.state, self._place.read(check)
         if before is not None and state.revision < before.revision:
             raise DesiredError(
-                f"{self._place.where}: is at revision {state.revision}, and was at {before.revision}: what is there is "
-                f"an older copy, or was removed. Put back the newer one, or write until it is beyond {before.revision}."
+                f"{self._place.where}: is at revision {state.revision}, but was at {before.revision}: an older copy "
+                f"replaced it, or it was removed. Restore the newer one, or write until it is past {before.revision}."
             )
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None

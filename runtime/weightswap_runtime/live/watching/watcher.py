@@ -70,5 +70,5 @@ def _check_part(subject: Subject, promotion: Promotion | None) -> None:
         raise Unsupported("only, promote: a new process could not start from a part of a set; promote full sets")
     if subject.store.gate.current is None:
         raise Unsupported(
-            "only: a part of a set goes into weights that are served, and none are; load the model with weights first"
+            "only: a part of a set goes into served weights, and none are served; load the model with weights first"
         )

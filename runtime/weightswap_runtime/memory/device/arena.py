@@ -251,5 +251,5 @@ class DeviceArena(Region):
         index, part = max(enumerate(parts), key=lambda item: item[1].nbytes)
         if digests[index] == blake3(self.fetch(*part)).digest():
             return digests
-        self.device.distrust_hasher("the device has computed another for a block of weights")
+        self.device.distrust_hasher("the device computed a wrong digest for a block of weights")
         return None

@@ -38,7 +38,7 @@ class DeviceMemory:
             ring.allocate()
         except MemoryError as error:
             raise OutOfMemory(
-                f"{device.name}: no memory of the host can be page-locked, through which weights go there ({error})"
+                f"{device.name}: cannot page-lock host memory, through which weights reach the device ({error})"
             ) from error
 
     def arena(self, layout: ArenaLayout) -> DeviceArena:

@@ -196,7 +196,7 @@ class Accelerator:
         if not self._on_cuda or not stream.stream_id or stream.stream_id & 1 or is_ours(stream.stream_id):
             return False  # ids of torch's own streams are odd
         if name := _SPECIAL_HANDLES.get(stream.cuda_stream):
-            raise Unsupported(f"the current stream is {name}, a special handle of CUDA: call in one of torch's streams")
+            raise Unsupported(f"the current stream is {name}, a special CUDA handle: call on one of torch's streams")
         return True
 
     def is_capturing(self, stream: Any) -> bool:

@@ -69,7 +69,7 @@ class GenericObject:
             return None
         size = info.get("size")
         if not isinstance(size, int):
-            raise WeightFileError(f"{self._where}: its file system does not say how large it is")
+            raise WeightFileError(f"{self._where}: its file system does not report its size")
         return ObjectPin(size, *_identity(info))
 
     async def entries(self) -> list[Mapping[str, Any]]:

@@ -32,7 +32,7 @@ class ListedFile(NamedTuple):
 def check_listable(url: Url) -> None:
     """Raise Unsupported or MissingExtra for a kind of URL whose folders cannot be listed here."""
     if url.is_web:
-        raise Unsupported(f"{url}: a web server lists no files; watch a folder of a bucket, or a local one")
+        raise Unsupported(f"{url}: a web server cannot list files; watch a folder in a bucket, or a local one")
     try:
         from fsspec import get_filesystem_class
 

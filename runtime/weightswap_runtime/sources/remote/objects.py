@@ -53,7 +53,7 @@ class Landing:
         rest = memoryview(data)
         with self._lock:
             if self._closed:
-                raise StageCancelled("nobody waits for these bytes any more")
+                raise StageCancelled("nobody is waiting for these bytes any more")
             index = bisect_right(self._starts, position) - 1
             while rest:
                 begin = position - self._starts[index]
@@ -180,7 +180,7 @@ class _RangeRequest:
     async def _attempt(self) -> None:
         await self._source.fetch(self._at, self._stop, self._write)
         if self._at < self._stop:
-            raise Transient(f"the answer ends {self._stop - self._at} bytes early")
+            raise Transient(f"the response ends {self._stop - self._at} bytes early")
 
     def _write(self, data: bytes) -> None:
         if self._at + len(data) > self._stop:

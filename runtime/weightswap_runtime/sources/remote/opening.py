@@ -38,8 +38,8 @@ def replace_object(url: Url, content: bytes, tag: str | None, check: Check | Non
     transport = _transport(fs, path, url)
     if not isinstance(transport, Replaceable):
         raise Unsupported(
-            f"{url}: {url.protocol}:// is not written to, as two writers could not be told apart there. Write to a "
-            "local directory, or to s3://"
+            f"{url}: {url.protocol}:// is not written to, because concurrent writers would go unnoticed. Write to "
+            "a local directory, or to s3://"
         )
     work = persist(lambda: transport.replace(content, tag), lambda: f"{url}: cannot be written")
     return wait_for(loop_of(fs, url)(), work, check or never_cancel)
@@ -94,9 +94,9 @@ def unknown(url: Url, error: ValueError) -> Exception:
     from fsspec.registry import known_implementations
 
     if url.protocol in known_implementations:
-        return WeightFileError(f"{url}: not a URL of its kind ({redact(str(error), url.raw)})")
+        return WeightFileError(f"{url}: not a valid {url.protocol}:// URL ({redact(str(error), url.raw)})")
     known = ", ".join(sorted(known_implementations))
-    return Unsupported(f"{url}: {url.protocol}:// is not known to fsspec. Known are {known}.")
+    return Unsupported(f"{url}: fsspec does not know {url.protocol}://. It knows {known}.")
 
 
 def loop_of(fs: Any, url: Url) -> Loop:

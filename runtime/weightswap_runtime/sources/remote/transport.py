@@ -109,7 +109,7 @@ def status_error(where: str, status: int, reason: str, retry_after: str | None =
         return Transient(f"{status} {reason}".strip(), _seconds(retry_after))
     if status == 412:
         return changed(where)
-    text = f"{where}: the server refuses ({f'{status} {redact(reason)}'.strip()})."
+    text = f"{where}: the server refused ({f'{status} {redact(reason)}'.strip()})."
     if status in (401, 403):
         return AccessDenied(f"{text} Check the credentials, and whether a signed URL has expired.")
     return WeightFileError(f"{text} Check the URL.")
@@ -138,12 +138,12 @@ async def read_exactly(pieces: AsyncIterable[bytes], size: int, where: str) -> b
         if len(content) > size:
             raise too_many_bytes(where)
     if len(content) < size:
-        raise Transient(f"the answer has {len(content)} bytes, expected {size}")
+        raise Transient(f"the response has {len(content)} bytes, expected {size}")
     return bytes(content)
 
 
 def too_many_bytes(where: str) -> WeightFileError:
-    return WeightFileError(f"{where}: the server sends more bytes than it was asked for")
+    return WeightFileError(f"{where}: the server sent more bytes than requested")
 
 
 class ContentRange(NamedTuple):
@@ -158,7 +158,7 @@ def parse_content_range(text: str | None, where: str) -> ContentRange:
     """Parse a Content-Range header. RFC 9110, 14.4. Raises WeightFileError."""
     match = _CONTENT_RANGE.fullmatch((text or "").strip())
     if match is None:
-        raise WeightFileError(f"{where}: the server answers with the Content-Range {text!r}, which cannot be read")
+        raise WeightFileError(f"{where}: the server sent the Content-Range {text!r}, which cannot be parsed")
     start, end, total = (int(number) if number and number != "*" else None for number in match.groups())
     return ContentRange(start, None if end is None else end + 1, total)
 
@@ -166,7 +166,7 @@ def parse_content_range(text: str | None, where: str) -> ContentRange:
 def total_of(content_range: ContentRange, where: str) -> int:
     """Return the size of the object. Raises WeightFileError if the server does not say it."""
     if content_range.total is None:
-        raise WeightFileError(f"{where}: the server does not say how large it is")
+        raise WeightFileError(f"{where}: the server does not report its size")
     return content_range.total
 
 
@@ -174,6 +174,6 @@ def check_range(content_range: ContentRange, start: int, stop: int, where: str) 
     """Raise WeightFileError unless a response has the requested bytes."""
     if (content_range.start, content_range.stop) != (start, stop):
         raise WeightFileError(
-            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {content_range.start} to "
-            f"{content_range.stop}. Another server, or a proxy between, may do better."
+            f"{where}: the server was asked for bytes {start} to {stop}, but sent {content_range.start} to "
+            f"{content_range.stop}. Another server or proxy may do better."
         )

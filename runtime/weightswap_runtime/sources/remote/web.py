@@ -78,8 +78,7 @@ class WebObject:
 
     def _web_page(self) -> DamagedFile:
         return DamagedFile(
-            f"{self._where}: the server answers with a web page, not a file. Check the URL; a folder's ends with a "
-            "slash."
+            f"{self._where}: the server sent a web page, not a file. Check the URL; a folder's ends with a slash."
         )
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
@@ -125,7 +124,7 @@ class WebObject:
             retry_after = response.headers.get("Retry-After")
             raise status_error(self._where, response.status, response.reason or "", retry_after)
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise Unsupported(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
+            raise Unsupported(f"{self._where}: the server compresses it, so ranges of it cannot be read")
 
     def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
         if response.status == 200:  # the whole object
@@ -134,7 +133,7 @@ class WebObject:
 
     def _without_ranges(self) -> Unsupported:
         return Unsupported(
-            f"{self._where}: the server does not serve ranges of bytes. Use one that does, or copy the file and swap "
+            f"{self._where}: the server does not support range requests. Use one that does, or copy the file and swap "
             "the copy."
         )
 

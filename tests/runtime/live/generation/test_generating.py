@@ -302,7 +302,7 @@ def test_calls_outside_of_the_cache_are_refused_before_anything_runs(
 
     with model.new_context() as context:
         for method, tokens, position in [("decode", 1, 24), ("decode", 1, -1), ("prefill", 5, 20), ("prefill", 2, -2)]:
-            said = f"{method}.*{tokens} tokens at position {position} do not fit into a cache of 24"
+            said = f"{method}.*{tokens} tokens at position {position} do not fit in a cache of 24"
             for options in ({"context": context}, {}):
                 with pytest.raises(InputMismatch, match=said):
                     model.method(method)(*given(tokens, position), **options)
@@ -363,7 +363,7 @@ def test_weights_that_give_no_numbers_are_told(one: Exported, tmp_path: Path) ->
     torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
     model = load(one.artifact, pack(broken, one.artifact, out=tmp_path / "nan.safetensors").path)
     for temperature in (0.0, 1.0):
-        with pytest.raises(CallError, match="no greatest number, but nan"):
+        with pytest.raises(CallError, match="must be finite, got nan"):
             model.generate(PROMPT, temperature=temperature)
 
 
@@ -417,13 +417,13 @@ def test_sampling_is_seeded(one: Exported) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
-    "a long prompt": (lambda m: m.generate([1] * 25), InputMismatch, "has 25 tokens, and the cache holds 24"),
+    "a long prompt": (lambda m: m.generate([1] * 25), InputMismatch, "has 25 tokens, but the cache holds 24"),
     "too many": (lambda m: m.generate(PROMPT, max_new_tokens=22), InputMismatch, "22 new ones do not fit"),
     "no tokens": (lambda m: m.generate([]), InputMismatch, "no tokens"),
     "no prompts": (lambda m: m.generate([[]][1:]), InputMismatch, "no tokens"),
     "several": (lambda m: m.generate([[1], [2]]), InputMismatch, "expected 1 to 1 prompts, got 2"),
     "numbers": (lambda m: m.generate([1.5]), InputMismatch, "expected tokens"),
-    "unknown": (lambda m: m.generate([3, 64]), InputMismatch, "the token 64, and the vocabulary 64"),
+    "unknown": (lambda m: m.generate([3, 64]), InputMismatch, "the token 64, but the vocabulary has 64"),
     "negative": (lambda m: m.generate([[-1]]), InputMismatch, "expected tokens"),
     "no tokenizer": (lambda m: m.generate("text"), Unsupported, "tokenizer.json"),
     "a text to stop at": (lambda m: m.generate(PROMPT, stop=["."]), InputMismatch, "stop"),
@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
     "half a token": (lambda m: m.generate(PROMPT, max_new_tokens=2.5), Unsupported, r"max_new_tokens=2\.5"),
     "half a choice": (lambda m: m.generate(PROMPT, top_k=2.5), Unsupported, r"top_k=2\.5"),
     "seed": (lambda m: m.generate(PROMPT, seed=-1), Unsupported, "seed=-1"),
-    "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty text"),
+    "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty string"),
     "a flag to stop at": (lambda m: m.generate(PROMPT, stop=True), InputMismatch, "stop: expected tokens"),
     "bytes to stop at": (lambda m: m.generate(PROMPT, stop=b"."), InputMismatch, "stop: expected tokens"),
     "no stop": (lambda m: m.generate(PROMPT, stop=None), InputMismatch, "stop: expected tokens"),
@@ -466,21 +466,21 @@ def _input(method: str, place: int, part: str, value: Any) -> Callable[[Any], No
 NOT_GENERATING: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no prefill": (lambda document: document["methods"].pop("prefill"), "has no method prefill"),
     "no decode": (lambda document: document["methods"].pop("decode"), "has no method decode"),
-    "other ids": (_input("decode", 0, "dtype", "I32"), r"\['I64', 1, 1\], .* of decode, which has \[\['I32', 1, 1\]"),
-    "another mask": (_input("decode", 1, "shape", [1, 23]), r"\['I64', 1, 24\], .* which has .*\['I64', 1, 23\]"),
-    "a row of positions": (_input("prefill", 3, "shape", [1]), r"\['I64'\]\] of prefill, .*\['I64', 1\]\]"),
-    "prompts of one length": (_input("prefill", 0, "shape", [1, 2]), r"'prompt'\], .*which has \[\['I64', 1, 2\]"),
+    "other ids": (_input("decode", 0, "dtype", "I32"), r"decode needs .*\['I64', 1, 1\], .*has \[\['I32', 1, 1\]"),
+    "another mask": (_input("decode", 1, "shape", [1, 23]), r"\['I64', 1, 24\], .* but has .*\['I64', 1, 23\]"),
+    "a row of positions": (_input("prefill", 3, "shape", [1]), r"prefill needs .*\['I64'\]\], .*\['I64', 1\]\]"),
+    "prompts of one length": (_input("prefill", 0, "shape", [1, 2]), r"'prompt'\], .*but has \[\['I64', 1, 2\]"),
     "prompts not of one token": (_signature("prefill", "dims", {"prompt": {"min": 2, "max": 24}}), r"'1\.\.24'"),
     "prompts not as long": (_signature("prefill", "dims", {"prompt": {"min": 1, "max": 23}}), r"'1\.\.24'"),
     "inputs by keyword": (lambda document: _by_keyword(document, "decode"), "1 of them by keyword"),
-    "another batch": (lambda document: document["generation"].update(batch=2), r"\['I64', 2, 1\], .* of decode"),
+    "another batch": (lambda document: document["generation"].update(batch=2), r"so decode needs .*\['I64', 2, 1\], "),
     "two outputs": (
         _signature("decode", "output", {"type": "tuple", "items": []}),
-        r"of decode, which gives \['tuple'\]",
+        r"so decode must give .* but gives \['tuple'\]",
     ),
     "no logits": (
         _signature("prefill", "output", {"type": "tensor", "name": "output", "dtype": "I64", "shape": [1, 64]}),
-        r"logits \[1, vocabulary\] of prefill, which gives \['I64', 1, 64\]",
+        r"so prefill must give logits \[1, vocabulary\], but gives \['I64', 1, 64\]",
     ),
 }
 
@@ -496,7 +496,7 @@ def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
 ) -> None:
     document = json.loads((one.artifact.path / "manifest.json").read_bytes())
     alter(document)
-    with pytest.raises(ArtifactError, match=f"it generates, and .*{says}"):
+    with pytest.raises(ArtifactError, match=f"it generates, .*{says}"):
         decode_manifest(json.dumps(document).encode(), "manifest.json")
 
 
@@ -549,7 +549,7 @@ def test_text_in_and_out(one: Exported, tokenizer: Path) -> None:
 
 def test_a_penalty_that_overflows_is_refused() -> None:
     how = Sampling(temperature=1.0, repetition_penalty=1e-320)
-    with pytest.raises(CallError, match="no greatest number, but inf"):
+    with pytest.raises(CallError, match="must be finite, got inf"):
         choose(np.asarray([2.0, 1.0], np.float32), [0], how, np.random.default_rng(0))
 
 
@@ -602,8 +602,8 @@ def test_what_a_training_has_left_in_a_tokenizer_changes_no_prompt(one: Exported
 @pytest.mark.parametrize(
     ("broken", "prompt", "says"),
     [
-        ({"model": {"type": "BPE", "vocab": {"A": 0, "##": 1}, "merges": [["A", "A"]]}}, "A", "that can be read"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////8AAAAA"}}, "A", "that can be read"),
+        ({"model": {"type": "BPE", "vocab": {"A": 0, "##": 1}, "merges": [["A", "A"]]}}, "A", "not a readable"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////8AAAAA"}}, "A", "not a readable"),
         ({}, "\ud800", "gives no tokens"),
     ],
 )

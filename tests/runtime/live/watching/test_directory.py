@@ -186,7 +186,7 @@ def test_a_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://host/run/", "HTTPS://me:s3cret@host/run"])
 def test_a_web_server_is_not_watched(url: str) -> None:
-    with pytest.raises(Unsupported, match="a web server lists no files; watch a folder of a bucket") as refused:
+    with pytest.raises(Unsupported, match="a web server cannot list files; watch a folder in a bucket") as refused:
         open_directory(url)
     assert "s3cret" not in str(refused.value)
 

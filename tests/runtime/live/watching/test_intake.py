@@ -220,7 +220,7 @@ def test_what_comes_before_a_file_that_was_taken_is_passed_over(rig: IntakeRig) 
     rig.look()
     assert rig.committed == ["v3"]
     assert rig.reports[1:] == [("skipped v1", "Superseded"), ("skipped v2", "Superseded")]
-    assert "passed over, as v3.safetensors comes later" in str(rig.intake.skipped["v1.safetensors"])
+    assert "passed over, because v3.safetensors comes later" in str(rig.intake.skipped["v1.safetensors"])
     (rig.folder / "v1.safetensors").unlink()
     rig.look()
     assert list(rig.intake.skipped) == ["v2.safetensors"]

@@ -62,7 +62,7 @@ def test_altered_and_missing_files_and_other_folders_are_named(url: str, server:
     with pytest.raises(ArtifactError, match=f"^{at}: altered since the export"):
         load(url)
     del server.contents["/tiny.artifact/graphs/forward.pt2"]
-    with pytest.raises(ArtifactError, match=f"^{at}: listed in the manifest but not there. Export the artifact again"):
+    with pytest.raises(ArtifactError, match=f"^{at}: listed in the manifest but missing. Export the artifact again"):
         load(url)
     with pytest.raises(ArtifactError, match=r"/other: no artifact here \(expected a folder with a manifest\.json\)"):
         load(f"{server.url}/other")
@@ -80,5 +80,5 @@ def test_commands_take_the_url(url: str, tiny: TinyArtifact, weight_file: WriteW
 def test_weights_are_packed_for_it_and_nothing_is_written_to_it(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
     packed = pack(tiny.values(1), url, out=tmp_path / "v1.safetensors")
     assert serves(load(url, packed.path), 1)
-    with pytest.raises(Unsupported, match="nothing is written behind a URL; copy the artifact here first"):
+    with pytest.raises(Unsupported, match="cannot write to a URL; copy the artifact here first"):
         compile_engines(url, ["onnx"])

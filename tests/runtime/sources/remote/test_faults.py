@@ -83,17 +83,17 @@ LASTING: dict[str, tuple[Answer, str]] = {
     "truncates to nothing": (status(206, Content_Range="bytes 0-0/1"), "the object was changed while it was read"),
     "503": (status(503), r"after 6 attempt\(s\) \(503 Service Unavailable\)"),
     "503 for an hour": (status(503, Retry_After="3600"), r"after 1 attempt\(s\) \(503 Service Unavailable\)"),
-    "401": (status(401), "refuses .401 Unauthorized.. Check the credentials"),
-    "403": (status(403), "refuses .403 Forbidden.. Check the credentials, and whether a signed URL has expired"),
+    "401": (status(401), "refused .401 Unauthorized.. Check the credentials"),
+    "403": (status(403), "refused .403 Forbidden.. Check the credentials, and whether a signed URL has expired"),
     "404": (status(404), "the object was changed while it was read"),
     "412": (status(412), "the object was changed while it was read"),
     "416": (status(416), "the object was changed while it was read"),
-    "405": (status(405), "refuses .405 Method Not Allowed.. Check the URL"),
-    "another range": (other_range, r"asked for the bytes \d+ to \d+ and answers with \d+ to \d+"),
-    "everything": (everything, "does not serve ranges of bytes. Use one that does, or copy the file"),
-    "more": (too_much, "sends more bytes than it was asked for|changed|answers with"),
+    "405": (status(405), "refused .405 Method Not Allowed.. Check the URL"),
+    "another range": (other_range, r"asked for bytes \d+ to \d+, but sent \d+ to \d+"),
+    "everything": (everything, "does not support range requests. Use one that does, or copy the file"),
+    "more": (too_much, "sent more bytes than requested|changed|but sent"),
     "compressed": (compressed, "the server compresses it"),
-    "no range": (without_a_range, "the Content-Range None, which cannot be read"),
+    "no range": (without_a_range, "the Content-Range None, which cannot be parsed"),
     "a strange range": (status(206, Content_Range="lines 1-2/3"), "the Content-Range 'lines 1-2/3', which cannot"),
 }
 
@@ -113,16 +113,16 @@ def test_lasting_failures_are_refused_and_the_model_keeps_serving(
 
 
 OPENING: dict[str, tuple[Answer, str]] = {
-    "404": (status(404), "cannot be opened .there is no such object"),
-    "403": (status(403), "the server refuses .403 Forbidden"),
+    "404": (status(404), "cannot be opened .no such object"),
+    "403": (status(403), "the server refused .403 Forbidden"),
     "503": (status(503), r"cannot be opened, after 6 attempt\(s\) .503 Service Unavailable"),
     "empty": (status(416, Content_Range="bytes */0"), "0 bytes"),
-    "no size": (status(206, Content_Range="bytes 0-99/*"), "does not say how large it is"),
+    "no size": (status(206, Content_Range="bytes 0-99/*"), "does not report its size"),
     "truncated": (truncated, "cannot be opened, after 6 attempt"),
-    "another range": (other_range, "asked for the bytes 0 to 4100 and answers with 1 to 4101"),
-    "more": (too_much, "sends more bytes than it was asked for"),
-    "less": (shorter_than_requested, r"after 6 attempt\(s\) .the answer has 4099 bytes, expected 4100"),
-    "no end": (endless, "sends more bytes than it was asked for"),
+    "another range": (other_range, "asked for bytes 0 to 4100, but sent 1 to 4101"),
+    "more": (too_much, "sent more bytes than requested"),
+    "less": (shorter_than_requested, r"after 6 attempt\(s\) .the response has 4099 bytes, expected 4100"),
+    "no end": (endless, "sent more bytes than requested"),
 }
 
 
@@ -163,14 +163,14 @@ PAGES: dict[str, Answer] = {
 @pytest.mark.parametrize("answer", PAGES.values(), ids=PAGES)
 def test_a_web_page_is_named(answer: Answer, model: Model, server: WebServer) -> None:
     server.fault = lambda handler, request: answer(handler, request) is None
-    with pytest.raises(DamagedFile, match=r"/weights: the server answers with a web page.*a folder.s ends"):
+    with pytest.raises(DamagedFile, match=r"/weights: the server sent a web page.*a folder.s ends"):
         model.swap(f"{server.url}/weights")
     assert serves(model, 1)
 
 
 def test_only_web_pages_are_called_web_pages(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
     server.fault = lambda handler, request: of_unknown_length("text/plain")(handler, request) is None
-    with pytest.raises(WeightFileError, match="does not say how large it is"):
+    with pytest.raises(WeightFileError, match="does not report its size"):
         model.swap(f"{server.url}/v.safetensors")
     server.fault = lambda handler, request: "goldens" not in request.path and mistyped(handler, request) is None
     model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
@@ -184,7 +184,7 @@ def mistyped(handler: Handler, request: Request) -> None:
 
 
 LACKING: dict[str, tuple[Answer, str]] = {
-    "no ranges": (everything, "does not serve ranges of bytes. Use one that does"),
+    "no ranges": (everything, "does not support range requests. Use one that does"),
     "compressed": (compressed, "the server compresses it"),
 }
 
@@ -206,7 +206,7 @@ def test_a_server_that_lacks_what_is_needed_is_not_asked_again(
 
 
 OPENING_S3 = {what: OPENING[what] for what in ("no size", "another range", "more", "less", "no end")} | {
-    "everything": (everything, "asked for the bytes 0 to 4100 and answers with 0 to 9000"),
+    "everything": (everything, "asked for bytes 0 to 4100, but sent 0 to 9000"),
 }
 
 

@@ -37,13 +37,13 @@ def test_a_file_url_is_a_local_path(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 UNSUPPORTED = {
     "file://elsewhere/v.safetensors": "expected file:/// and an absolute path",
-    "simplecache::s3://a/b.safetensors": "chained URLs are not read",
-    "nothing://a/b.safetensors": "nothing:// is not known to fsspec. Known are .*s3",
+    "simplecache::s3://a/b.safetensors": "chained URLs are not supported",
+    "nothing://a/b.safetensors": "fsspec does not know nothing://. It knows .*s3",
     "abfs://a/b.safetensors": "needs another package .*adlfs",
-    "models:/classifier/3": r"^models:/classifier/3: a URI of MLflow, .* Download it \(mlflow",
-    "runs:/0123/model": "a URI of MLflow",
-    "mlflow-artifacts:/0/a": "a URI of MLflow",
-    "mlflow-artifacts://host/a": "a URI of MLflow",
+    "models:/classifier/3": r"^models:/classifier/3: an MLflow URI, .* Download it \(mlflow",
+    "runs:/0123/model": "an MLflow URI",
+    "mlflow-artifacts:/0/a": "an MLflow URI",
+    "mlflow-artifacts://host/a": "an MLflow URI",
 }
 
 
@@ -57,14 +57,14 @@ def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> Non
 
 @pytest.mark.parametrize("url", ["nothing://a/b", "models:/classifier/3", "https://h/a.pt"])
 def test_the_packed_source_is_named_too(url: str, tiny: TinyArtifact, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"copy it here|a URI of MLflow"):
+    with pytest.raises(Unsupported, match=r"copy it here|an MLflow URI"):
         pack(url, tiny.path, out=tmp_path / "v.safetensors")
     result = CliRunner().invoke(pack_command, [url, str(tiny.path), "-o", str(tmp_path / "v.safetensors")])
     assert (result.exit_code, url in result.stderr) == (2, True)
 
 
 def test_a_url_as_a_path_is_named(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = r"^s3:\*\*\*: a URL as a Path, which drops a slash; give it as a text$"
+    says = r"^s3:\*\*\*: a URL as a Path, which drops a slash; give it as a string$"
     for road in (model.swap, model.watch):
         with pytest.raises(WeightFileError, match=says):
             road(Path("s3://bucket/v.safetensors"))
@@ -122,7 +122,7 @@ def test_a_password_that_is_not_encoded_is_refused_and_not_shown(url: str, shown
     with pytest.raises(WeightFileError) as refused:
         model.swap(url)
     assert str(refused.value) == (
-        f"{shown}: user and password cannot be told from the rest; write them percent-encoded "
+        f"{shown}: user and password cannot be separated from the rest; percent-encode them "
         "(urllib.parse.quote(password, safe=''))"
     )
 
