@@ -111,7 +111,7 @@ def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Flee
     fleet.swap(first)
     fleet.asked.clear()
     with pytest.raises(
-        BaseMismatch, match=rf"from the weights {fleet.weights_id(0)[:12]}, and {fleet.weights_id(1)[:12]} "
+        BaseMismatch, match=rf"from the weights {fleet.weights_id(0)[:12]}, but {fleet.weights_id(1)[:12]} "
     ):
         fleet.swap(second)
     assert fleet.asked == []

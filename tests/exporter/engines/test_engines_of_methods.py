@@ -93,7 +93,7 @@ def test_the_trial_calls_compiled_methods_alone(files: Files, monkeypatch: pytes
 
 def test_inspect_shows_the_methods_of_each_engine(files: Files) -> None:
     said = CliRunner().invoke(inspect_command, [str(files.artifact.path)]).output
-    assert "torch, onnx (decode alone)" in said
+    assert "torch, onnx (decode only)" in said
     document = json.loads(CliRunner().invoke(inspect_command, [str(files.artifact.path), "--json"]).output)
     assert document["engines"] == ["torch", "onnx"]
     assert document["engine_methods"] == {"torch": ["prefill", "decode", "plain"], "onnx": ["decode"]}

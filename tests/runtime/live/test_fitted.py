@@ -134,7 +134,7 @@ def test_a_fit_over_another_base_or_with_a_part_gone_is_refused(files: Files, tm
         call(model, "fit", x, y, context=context)
         context.save(path)
     other = files.served(seed=1)
-    with pytest.raises(ContextMismatch, match=f"{str(model.weights_id)[:12]}, and {str(other.weights_id)[:12]}"):
+    with pytest.raises(ContextMismatch, match=f"{str(model.weights_id)[:12]}, but {str(other.weights_id)[:12]}"):
         other.load_context(path)
     with safetensors.safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
