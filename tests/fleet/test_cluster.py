@@ -311,7 +311,7 @@ def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
 def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:
     """All serve on; nothing is changed, and what an operator does elsewhere is done when it is there again."""
     fleet, files, _ = deployed
-    fleet.swap(files.weights[3])
+    soon(lambda: fleet.swap(files.weights[3]))
     away = files.folder.with_name("away")
     with calling(deployed) as clients:
         files.folder.rename(away)
