@@ -20,6 +20,7 @@ from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
 from weightswap_runtime.engines.torch.cpu import BoundTorch
 from weightswap_runtime.memory.device import own_streams
+from weightswap_runtime.memory.device.memory import RESERVE
 from weightswap_runtime.memory.device.torch_device import Accelerator, open_accelerator, ring_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
@@ -338,6 +339,29 @@ def test_after_a_call_that_cannot_be_captured_torch_is_in_order(
     torch.cuda.synchronize()
     after = torch.empty(1, device=device)  # here torch looks for memory that it can reuse
     assert torch.cuda.memory_stats()["active_bytes.all.current"] < before + (1 << 20), after
+
+
+@on_accelerator
+@on_cuda
+def test_the_memory_of_the_staging_before_is_free_for_the_next_on_a_full_device(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts it as active until something is allocated, as the commit's stream has used it."""
+    models = [different(lambda: nn.Linear(2048, 2048), seed) for seed in range(2)]
+    artifact = export(models[0], (torch.zeros(1, 2048),), out=tmp_path / "a")
+    files = [pack(each, artifact, out=tmp_path / f"v{index}.safetensors").path for index, each in enumerate(models)]
+    model = load(artifact, files[0], device=device, residency="single", staging="auto")
+    x = torch.ones(1, 2048, device=device)
+    model(x)
+    model.swap(files[1])
+    torch.cuda.synchronize()
+    total = torch.accelerator.get_memory_info()[1]
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (RESERVE, total))  # none for another set
+    for index in (0, 1):
+        receipt = model.swap(files[index])
+        assert receipt.staged_in.kind == "device", receipt.staged_in
+        assert torch.allclose(model(x).cpu(), models[index](x.cpu()), rtol=1e-3)
+        torch.cuda.synchronize()
 
 
 @on_accelerator

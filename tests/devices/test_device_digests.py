@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -295,9 +295,41 @@ def test_a_device_is_measured_warm_and_with_enough_blocks(nbytes: int, monkeypat
     count = min(nbytes // BLOCK, 1024)
     assert digests._seconds(Timed(torch.device("cpu")), buffer, count) == (2.0, count / 16)  # type: ignore[arg-type]
     assert requests == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
-    for quick in (True, False):
-        pauses = iter([1.0 if quick else 1000.0] * 4)
-        assert (digests._measured_hasher(torch.device("cpu"), buffer) is not None) == quick
+
+
+def test_a_device_that_was_slower_is_measured_again_until_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, made = Clock(monkeypatch), list[torch.device]()
+    pause = 1000.0
+
+    class Timed(DeviceHasher):
+        def __init__(self, device: torch.device) -> None:
+            made.append(device)
+
+        def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
+            clock.now += pause
+            return []
+
+    def on_host(block: bytes) -> Any:
+        clock.now += 1.0
+        return blake3(b"")
+
+    monkeypatch.setattr(digests, "_hashers", {})
+    monkeypatch.setattr(digests, "DeviceHasher", Timed)
+    monkeypatch.setattr(digests, "blake3", on_host)
+    monkeypatch.setattr(digests, "WorkerThreads", lambda: SimpleNamespace(threads=2))
+    device = torch.device("cpu")
+    small, large = (cast(Any, SimpleNamespace(nbytes=count * BLOCK)) for count in (64, 5000))
+    assert [digests.hasher_of(device, buffer) for buffer in (small, large)] == [None, None]
+    assert caplog.text.count("the host computes the digests of this set") == 2
+    pause = 1.0
+    hasher = digests.hasher_of(device, small)
+    assert hasher is not None
+    pause = 1000.0
+    assert digests.hasher_of(device, large) is hasher  # and not measured any more
+    assert made == [device]
+    assert caplog.text.count("the host computes") == 2
 
 
 def test_the_kernel_is_tried_again_after_a_lack_of_memory(

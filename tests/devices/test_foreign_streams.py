@@ -231,8 +231,8 @@ def test_collecting_an_arena_while_one_is_counted_does_not_block() -> None:
 @pytest.mark.parametrize("own", [0, 600])
 def test_calls_need_their_peak_less_arenas_and_present_memory(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = {
-        "active_bytes.all.peak": 1000 + own,
-        "active_bytes.all.current": 300 + own // 2,
+        "allocated_bytes.all.peak": 1000 + own,
+        "allocated_bytes.all.current": 300 + own // 2,
         "reserved_bytes.all.current": 900 + own // 2,
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
@@ -280,7 +280,7 @@ def test_the_peak_of_calls_is_kept_over_a_staging(monkeypatch: pytest.MonkeyPatc
         uses(nbytes)
         return torch.zeros(1)
 
-    statistics = lambda device: {f"active_bytes.all.{key}": value for key, value in used.items()}  # noqa: E731
+    statistics = lambda device: {f"allocated_bytes.all.{key}": value for key, value in used.items()}  # noqa: E731
     monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
     cuda: Any = object.__new__(Counted)
     cuda._on_cuda, cuda.torch = True, torch.device("cuda", 0)

@@ -30,7 +30,9 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 
 
 class DeviceHasher:
-    """A kernel compiled for a device."""
+    """A kernel compiled for a device. `was_faster`: it has been measured, and was faster than the host."""
+
+    was_faster = False
 
     def __init__(self, device: torch.device) -> None:
         """Raises whatever torch, NVRTC and the driver raise if compiling or loading fails."""
@@ -57,25 +59,29 @@ class DeviceHasher:
         return [row.tobytes() for row in on_host.numpy()]
 
 
-_hashers: dict[torch.device, DeviceHasher | None] = {}
+_hashers: dict[torch.device, DeviceHasher | None] = {}  # None: it cannot be used
 _lock = threading.Lock()
 
 
 def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    """Return the hasher of a device, compiled and measured on first use; None if it fails or is slower than the host.
+    """Return the hasher of a device, compiled on first use; None if it fails, or if it is slower than the host just now.
 
-    buffer: memory to measure it with, of at least a block; many blocks are more like a staging.
+    It is measured for each set until it has been faster once: a device that was busy, or few blocks, say little about
+    the next set. buffer: memory to measure it with, of at least a block; many blocks are more like a staging.
     """
     with _lock:
-        if device not in _hashers:
-            try:
-                _hashers[device] = _measured_hasher(device, buffer)
-            except Exception as error:
-                _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
-                if lacks_memory(error):  # the next attempt may have more memory
-                    return None
+        try:
+            if device not in _hashers:
+                _hashers[device] = DeviceHasher(device)
+            hasher = _hashers[device]
+            if hasher is not None and not hasher.was_faster:
+                hasher.was_faster = _is_faster(hasher, device, buffer)
+        except Exception as error:
+            _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
+            if not lacks_memory(error):  # the next attempt may have more memory
                 _hashers[device] = None
-        return _hashers[device]
+            return None
+        return hasher if hasher is not None and hasher.was_faster else None
 
 
 def distrust(device: torch.device, reason: str) -> None:
@@ -84,12 +90,15 @@ def distrust(device: torch.device, reason: str) -> None:
     _log.warning("%s: the host computes digests: %s", device, reason)
 
 
-def _measured_hasher(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    hasher = DeviceHasher(device)
+def _is_faster(hasher: DeviceHasher, device: torch.device, buffer: Buffer) -> bool:
     count = min(buffer.nbytes // BLOCK, MOST_MEASURED)
     on_device, on_host = _seconds(hasher, buffer, count)
-    _log.info("%s: digests of %d MiB: %.2g s on the device, %.2g s on the host", device, count, on_device, on_host)
-    return hasher if on_device < on_host else None
+    figures = f"digests of {count} MiB take {on_device:.2g} s on the device, {on_host:.2g} s on the host"
+    if on_device < on_host:
+        _log.info("%s: the device computes digests: %s", device, figures)
+        return True
+    _log.warning("%s: the host computes the digests of this set: %s; the next set is measured again", device, figures)
+    return False
 
 
 def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, float]:

@@ -24,6 +24,8 @@ except ImportError as error:
 from .own_streams import is_ours, lend_stream
 
 _LOW, _HIGH = 0, -1  # priorities
+# not "active_bytes", where a freed arena that was lent to another stream counts until the next allocation
+_HELD, _MOST_HELD = "allocated_bytes.all.current", "allocated_bytes.all.peak"
 _SPECIAL_HANDLES = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # which stand for other streams
 SPARE = 4  # buffers that are being copied, beside those that threads fill
 URGENT = 8  # buffers for copies that calls wait for
@@ -132,7 +134,7 @@ class Accelerator:
         """
         free, _ = torch.accelerator.get_memory_info(self.torch)
         statistics = self._statistics()
-        kept = statistics.get("reserved_bytes.all.current", 0) - statistics.get("active_bytes.all.current", 0)
+        kept = statistics.get("reserved_bytes.all.current", 0) - statistics.get(_HELD, 0)
         return int(free) + max(0, min(self._dropped, kept))
 
     def needed_by_calls(self) -> int:
@@ -140,12 +142,12 @@ class Accelerator:
         with self._account.growing:
             statistics = self._statistics()
             self._account.note(self._peak(statistics))
-            now = statistics.get("active_bytes.all.current", 0) - self._account.held
+            now = statistics.get(_HELD, 0) - self._account.held
         return max(0, self._account.calls - now) if statistics else 0
 
     @staticmethod
     def _peak(statistics: Mapping[str, int]) -> int:
-        return statistics.get("active_bytes.all.peak", 0)
+        return statistics.get(_MOST_HELD, 0)
 
     def _statistics(self) -> Mapping[str, int]:
         try:
