@@ -28,6 +28,7 @@ NAMED = (
     "elsewhere",
     "verify",
     "cuda",
+    "constants",
     "diff",
     "state",
     "variants",
@@ -52,7 +53,9 @@ class Progress:
     def write(self) -> str:
         self.facts["percent_used_by_others"] = self._others.percent()
         text = json.dumps(document(self.facts, self._settings, self.groups), indent=2) + "\n"
-        self._path.write_text(text)
+        temporary = self._path.with_name(f".{self._path.name}")
+        temporary.write_text(text)
+        temporary.replace(self._path)
         return text
 
     def measure(self, name: str, settings: Settings) -> None:

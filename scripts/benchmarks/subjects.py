@@ -99,7 +99,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Stored:
-    """Model as an artifact with two weight files, and the first weights as a `torch.save` file."""
+    """Model as an artifact with two weight files, and (if asked for) the first weights as a `torch.save` file."""
 
     nbytes: int
     artifact: Artifact
@@ -144,16 +144,16 @@ def close(output: np.ndarray[Any, Any] | torch.Tensor, expected: torch.Tensor, w
         raise WrongOutput(f"{where}: the output differs from eager's by {gap} of its largest value")
 
 
-def stored(nbytes: int) -> AbstractContextManager[Stored]:
-    return _stored(Stack, nbytes)
+def stored(nbytes: int, *, pickling: bool = True) -> AbstractContextManager[Stored]:
+    return _stored(Stack, nbytes, pickling=pickling)
 
 
 def tabled(nbytes: int) -> AbstractContextManager[Stored]:
-    return _stored(Table, nbytes)
+    return _stored(Table, nbytes, pickling=True)
 
 
 @contextmanager
-def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
+def _stored(kind: type[Stack | Table], nbytes: int, *, pickling: bool) -> Iterator[Stored]:
     """Files for the weights in a temporary folder (under $TMPDIR), removed when the block ends."""
     with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
         root = Path(folder)
@@ -162,10 +162,12 @@ def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
         tokens = torch.arange(4)
         with quiet():
             artifact = export(model, (tokens,), out=root / "stack.artifact")
-        eager = kind(nbytes).eval()
-        _fill(eager, 0)
+        with torch.device("meta"):  # initial values would take longer than all the rest
+            eager = kind(nbytes).eval()
+        _fill(eager.to_empty(device="cpu"), 0)
         pickled = root / "0.pt"
-        torch.save(eager.state_dict(), pickled)
+        if pickling:
+            torch.save(eager.state_dict(), pickled)
         first = _pack(eager, artifact, tokens, root / "0.safetensors")
         _fill(eager, 1)
         second = _pack(eager, artifact, tokens, root / "1.safetensors")

@@ -1,4 +1,7 @@
-"""Prints facts about the machine and its software, as JSON. Exits with 1 if torch finds no GPU."""
+"""Writes facts about the machine and its software to a JSON file. Exits with 1 if torch finds no GPU.
+
+They are read while the GPU works, as an idle one lowers its clocks and its link's generation.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,65 @@ import platform
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max"
+ASKED = {
+    "driver": ("driver_version",),
+    "clocks at work, MHz (SM, memory)": ("clocks.sm", "clocks.mem"),
+    "highest clocks, MHz (SM, memory)": ("clocks.max.sm", "clocks.max.mem"),
+    "PCIe at work (generation, lanes)": ("pcie.link.gen.current", "pcie.link.width.current"),
+    "PCIe at most (generation, lanes)": ("pcie.link.gen.max", "pcie.link.width.max"),
+    "power at work and at most, W": ("power.draw", "power.limit"),
+}
+WORK = 3_000_000_000  # cycles: some two seconds
 
 
-def main() -> int:
+def main(path: Path) -> int:
     start = time.perf_counter()
     import torch
 
-    took = time.perf_counter() - start
+    imported = time.perf_counter()
     if not torch.cuda.is_available():
         print("scripts/test_cuda needs a GPU, but torch finds none here", file=sys.stderr)
         return 1
+    x = torch.zeros(256, 256, device="cuda")
+    (x @ x).sum().item()  # loads what the first kernels need
+    started = time.perf_counter()
     properties = torch.cuda.get_device_properties(0)
     facts = {
         "GPU": f"{properties.name}, {properties.total_memory / 1e9:.1f} GB, sm_{properties.major}{properties.minor}",
-        QUERY: _smi(),
+        **_smi(torch),
         "cores": len(os.sched_getaffinity(0)),
         "memory, GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        "seconds for the first import of torch": round(took, 1),
+        "files are in": os.environ.get("TMPDIR", "the default temporary folder"),
+        "seconds for the first import of torch": round(imported - start, 1),
+        "seconds for the first kernels": round(started - imported, 1),
     }
-    print(json.dumps(facts))
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(facts, indent=1))
+    temporary.replace(path)
     return 0
 
 
-def _smi() -> str:
-    command = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
+def _smi(torch) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    """Ask the driver's program, while the GPU is busy and bytes cross its link."""
+    torch.cuda._sleep(WORK)
+    locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(100):  # half a second
+            locked.to("cuda", non_blocking=True)
+    fields = [field for asked in ASKED.values() for field in asked]
+    command = ("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"not known ({type(error).__name__})"
+        return dict.fromkeys(ASKED, f"not known ({type(error).__name__})")
+    values = iter(done.stdout.strip().split(", "))
+    return {name: ", ".join(next(values, "?") for _ in asked) for name, asked in ASKED.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

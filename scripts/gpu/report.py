@@ -8,36 +8,67 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from running import Result
+from running import LEFT_OUT, NOT_REACHED, Result
 
 ARCHIVE = "all.tar.gz"
+MOST_NAMED = 100
 
 
-def write(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> None:
+def write(out: Path, results: Sequence[Result]) -> None:
     """Write `report.md`, and the archive of the folder and of the steps' output."""
-    _replace(out / "report.md", _text(out, facts, results).encode())
-    _pack(out, [result.log for result in results if result.log.exists()])
+    temporary = out / ".report.md"
+    temporary.write_text(_text(out, results))
+    temporary.replace(out / "report.md")
+    _pack(out, [path for result in results for path in (result.log, result.outcomes_file) if path.exists()])
 
 
-def _text(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> str:
-    parts = ["# A run on a GPU", _table(("", ""), [(name, str(value)) for name, value in facts.items()])]
-    rows = [(result.step.name, _bold(result), f"{result.seconds:.0f}", result.detail) for result in results]
-    parts += ["## Steps", _table(("step", "result", "seconds", ""), rows)]
-    if ceilings := _ceilings(out / "ceilings.json"):
-        parts += ["## What the machine can do", _table(("what", "figure", "unit"), ceilings)]
-    if benchmarks := _benchmarks(out / "bench.json"):
+def _text(out: Path, results: Sequence[Result]) -> str:
+    parts = ["# A run on a GPU", _steps(results)]
+    for title, names in (("Failed", _failed(results)), ("Running", _running(results))):
+        if names:
+            parts += [f"## {title}", "\n".join(f"- `{name}`" for name in names[:MOST_NAMED])]
+    if facts := _json(out / "facts.json"):
+        parts += ["## The machine", _table(("", ""), [(name, str(value)) for name, value in facts.items()])]
+    if benchmarks := _json(out / "bench.json"):
         heads = ("what", "median", "p99", "unit", "goal", "met", "peer", "peer's median", "ratio")
-        parts += ["## Beside peers", _table(heads, benchmarks)]
-    if (out / "cuda.svg").exists():
-        parts += ["![Ours beside its peers](cuda.svg)"]
+        parts += ["## Beside peers", _table(heads, [_benchmark(row) for row in benchmarks["rows"]])]
+    if ceilings := _json(out / "ceilings.json"):
+        rows = [(row["what"], f"{row['value']:.4g}", row["unit"]) for row in ceilings]
+        parts += ["## What the machine can do", _table(("what", "figure", "unit"), rows)]
     for result in results:
-        if result.log.exists():
-            parts += [f"## {result.step.name}: {_bold(result)}", f"```\n{result.tail()}\n```"]
+        if tail := result.tail():
+            parts += [f"## {result.step.name}: {_state(result)}", f"```\n{tail}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _bold(result: Result) -> str:
-    return result.state if result.passed else f"**{result.state}**"
+def _steps(results: Sequence[Result]) -> str:
+    rows, sums = [], [0, 0, 0, 0]
+    for result in results:
+        counts = [len(names) for names in result.outcomes[:4]]
+        sums = [one + other for one, other in zip(sums, counts, strict=True)]
+        known = any(counts)
+        cells = [str(count) if known else "" for count in counts]
+        if result.step.tests and not known and result.state not in (LEFT_OUT, "skipped"):
+            cells[3] = "all"
+        seconds = f"{result.seconds:.0f}" if result.seconds else ""
+        detail = ", in ".join([result.detail, *result.outcomes.running]).removeprefix(", ")
+        rows.append((result.step.name, _state(result), *cells, seconds, detail))
+    rows.append(("", "", *map(str, sums), f"{sum(result.seconds for result in results):.0f}", ""))
+    heads = ("step", "result", "tests passed", "failed", "skipped", NOT_REACHED, "seconds", "")
+    return _table(heads, rows)
+
+
+def _state(result: Result) -> str:
+    return result.state if result.is_right else f"**{result.state}**"
+
+
+def _failed(results: Sequence[Result]) -> list[str]:
+    return [name for result in results for name in result.outcomes.failed]
+
+
+def _running(results: Sequence[Result]) -> list[str]:
+    """Return the tests that had begun and not ended, whether they still run or were ended with their step."""
+    return [name for result in results for name in result.outcomes.running]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,16 +76,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _ceilings(path: Path) -> list[tuple[str, str, str]]:
-    if not path.exists():
-        return []
-    return [(row["what"], f"{row['value']:.4g}", row["unit"]) for row in json.loads(path.read_text())]
-
-
-def _benchmarks(path: Path) -> list[list[str]]:
-    if not path.exists():
-        return []
-    return [_benchmark(row) for row in json.loads(path.read_text())["rows"]]
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _benchmark(row: Mapping[str, Any]) -> list[str]:
@@ -68,16 +91,10 @@ def _benchmark(row: Mapping[str, Any]) -> list[str]:
 
 def _pack(out: Path, logs: Sequence[Path]) -> None:
     temporary = out / f".{ARCHIVE}"
-    with tarfile.open(temporary, "w:gz") as archive:
+    with tarfile.open(temporary, "w:gz", compresslevel=1) as archive:
         for path in sorted(out.iterdir()):
             if path.is_file() and path.name != ARCHIVE and not path.name.startswith("."):
                 archive.add(path, path.name)
         for path in logs:
             archive.add(path, f"steps/{path.name}")
     temporary.replace(out / ARCHIVE)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(content)
-    temporary.replace(path)

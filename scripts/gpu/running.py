@@ -1,41 +1,51 @@
-"""Steps as processes, started together and ended at their time limits, with their results."""
+"""Steps as processes: started in groups, ended at their time limits, judged by their exit codes and tests."""
 
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib import invalidate_caches
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import outcomes
 from steps import Step
 
 ROOT = Path(__file__).parents[2]
-GRACE = 10.0  # seconds from the first signal to the second
+GRACE = 10.0  # seconds from the first signal to the second: pytest needs some to end a test that waits for the device
 TICK = 0.1
-COUNTS = re.compile(
-    r"^(?:=+ )?((?:\d+ \w+, )*\d+ (?:passed|failed|skipped|deselected|errors?)\b.* in [\d.]+s.*?)(?: =+)?$"
-)
+MORTAL = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()  # it ends with a run that is killed
+LEAST = 1.0  # seconds between two reports
+NOT_REACHED, LEFT_OUT = "not reached", "left out"
 
 
 @dataclass
 class Result:
-    """State of a step. `state` begins with a word: waiting, running, passed, failed, ended, skipped."""
+    """State of a step, and why: not reached, running, passed, failed, ended, skipped or left out."""
 
     step: Step
     log: Path
-    state: str = "waiting"
+    state: str = NOT_REACHED
     detail: str = ""
     seconds: float = 0.0
 
     @property
-    def passed(self) -> bool:
-        return self.state == "passed"
+    def is_right(self) -> bool:
+        return self.state in ("passed", LEFT_OUT)
+
+    @property
+    def outcomes_file(self) -> Path:
+        return self.log.with_suffix(".outcomes")
+
+    @property
+    def outcomes(self) -> outcomes.Outcomes:
+        return outcomes.read(self.outcomes_file)
 
     def tail(self, lines: int = 40) -> str:
         """Return the last lines of the output."""
@@ -46,21 +56,25 @@ class Result:
 
 @dataclass
 class Run:
-    """Run of every step of a plan until `end` (of time.monotonic). The callback `changed` is called at each change."""
+    """Run of every step of a plan until `end` (of time.monotonic). `report` is called whenever there is more to tell.
+
+    The steps' output is in the folder `logs`, their figures are files in the folder `out`.
+    """
 
     groups: Sequence[Sequence[Step]]
     logs: Path
+    out: Path
     end: float
-    changed: Callable[[], None] = lambda: None
-    every: float = 15.0  # seconds between two calls of `changed` while nothing ends
+    report: Callable[[], None] = lambda: None
     results: list[Result] = field(init=False)
 
     def __post_init__(self) -> None:
         steps = [step for group in self.groups for step in group]
         self.results = [Result(step, self.logs / f"{step.name.replace(' ', '-')}.txt") for step in steps]
+        self._reported, self._told = 0.0, ""
 
     def go(self) -> None:
-        """Run group after group. The steps' processes end with this one, unless it is killed by SIGKILL."""
+        """Run group after group. The steps' processes end with this one."""
         waiting = iter(self.results)
         for group in self.groups:
             started: list[_Process] = []
@@ -70,35 +84,64 @@ class Run:
                 self._wait(started)
             except BaseException:
                 for process in started:
-                    process.end("interrupted")
-                self.changed()
+                    process.kill()
                 raise
+            if any(result.state == "failed" and result.step.vital for result in self.results):
+                return
 
     def _wait(self, running: list[_Process]) -> None:
-        self.changed()
-        reported = time.monotonic()
-        while running:
-            remaining = [process for process in running if not process.ended()]
-            if len(remaining) < len(running) or time.monotonic() > reported + self.every:
-                self.changed()
-                reported = time.monotonic()
-            running = remaining
-            time.sleep(TICK if running else 0)
+        while running := [process for process in running if not process.ended()]:
+            self._tell()
+            time.sleep(TICK)
+        self.report()
+
+    def _tell(self) -> None:
+        """Report if anything has been written since the last report."""
+        files = [path for result in self.results for path in (result.log, result.outcomes_file)]
+        files += sorted(self.out.glob("*.json"))
+        told = repr([(result.state, result.detail) for result in self.results] + [_stamp(path) for path in files])
+        if told != self._told and time.monotonic() > self._reported + LEAST:
+            self.report()
+            self._told, self._reported = told, time.monotonic()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else (0, 0)
 
 
 def _started(result: Result, end: float) -> list[_Process]:
-    """Start a step's process. Return none if the step is skipped."""
+    """Start a step's process. Return none if the step is not run."""
     step = result.step
-    limit = min(step.limit, end - time.monotonic() - GRACE - step.leaves)
-    lacks = [name for name in step.packages if not find_spec(name)]
-    lacks += [name for name in step.files if not (ROOT / name).exists()]
-    if limit < 1:
-        lacks = ["time"]
-    if lacks:
+    if lacks := list(_missing(step.only_with)):
+        result.state, result.detail = LEFT_OUT, f"needs {', '.join(lacks)}"
+        return []
+    if lacks := list(_missing(step.needs)):
         result.state, result.detail = "skipped", f"missing here: {', '.join(lacks)}"
+        return []
+    limit = min(step.limit, end - time.monotonic() - GRACE)
+    if limit < 1:
+        result.detail = "no time was left"
         return []
     result.state = "running"
     return [_Process(result, limit)]
+
+
+def _missing(needs: Iterable[str]) -> Iterable[str]:
+    """Yield the files, and the distributions with their least versions, that are not here."""
+    invalidate_caches()  # some are installed while this runs
+    for need in needs:
+        name, _, least = need.partition(">=")
+        try:
+            here = Path(name).exists() if "/" in name else _numbers(version(name)) >= _numbers(least or "0")
+        except PackageNotFoundError:
+            here = False
+        if not here:
+            yield need
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the first two numbers of a version."""
+    return [int(part) for part in text.split(".")[:2] if part.isdigit()]
 
 
 class _Process:
@@ -107,9 +150,16 @@ class _Process:
     def __init__(self, result: Result, limit: float) -> None:
         self._result, self._limit = result, limit
         self._start, self._interrupted_at = time.monotonic(), 0.0
+        environment = os.environ | {"OUTCOMES": str(result.outcomes_file)}
         with result.log.open("wb") as log:
             self._process = subprocess.Popen(
-                result.step.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+                (*MORTAL, *result.step.command),
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
             )
 
     def ended(self) -> bool:
@@ -128,29 +178,27 @@ class _Process:
             self._signal(signal.SIGKILL)
         return False
 
-    def end(self, why: str) -> None:
-        """Kill the process if it is still running."""
+    def kill(self) -> None:
+        """End the process if it is still running."""
         if self._result.state == "running":
             self._signal(signal.SIGKILL)
             self._process.wait()
-            self._result.state, self._result.detail = "ended", why
+            self._result.state, self._result.detail = "ended", "with the run"
 
     def _judge(self, code: int) -> None:
-        result = self._result
-        result.detail = counts = _test_counts(result.tail()) if result.step.tests else ""
-        if self._interrupted_at:
-            result.state = f"ended after {self._limit:.0f} s"
-        elif result.step.tests and code in (0, 5) and not re.search(r"\b\d+ passed", counts):
-            result.state, result.detail = "skipped", f"no test ran: {counts or 'none was found'}"
+        """Judge what was proven before the time that it took: a process that hangs at its end has passed its tests."""
+        result, found = self._result, self._result.outcomes
+        late = f"after {self._limit:.0f} s" if self._interrupted_at else ""
+        proven = bool(found.passed) and not found.failed and not found.missing
+        if result.step.tests and code in (0, 5) and not found.passed:
+            result.state, result.detail = "skipped", "no test ran"
+        elif code == 0 or (late and result.step.tests and proven):
+            result.state, result.detail = "passed", late and f"its process was ended {late}"
+        elif late:
+            result.state, result.detail = "ended", late
         else:
-            result.state = "passed" if code == 0 else f"failed ({code})"
+            result.state, result.detail = "failed", f"exit code {code}"
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-
-def _test_counts(text: str) -> str:
-    """Return pytest's last line, with the number of tests that passed, failed and were skipped."""
-    lines = [match[1] for line in text.splitlines() if (match := COUNTS.match(line))]
-    return lines[-1] if lines else ""

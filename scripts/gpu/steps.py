@@ -1,82 +1,102 @@
-"""The steps of a run on a GPU, in order, with their requirements. Steps of one group run at the same time."""
+"""The steps of a run on a GPU, what matters most first. Steps of one group run beside each other."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 LIBRARY = ("torch", "numpy", "ml_dtypes", "msgspec", "blake3", "safetensors", "rich", "typer")
 TESTS = (*LIBRARY, "pytest", "hypothesis")
-PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-vv", "-ra")
+PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-p", "outcomes", "-vv", "-ra")
 # warnings about the machine, such as torch's about pynvml, must not fail tests
 PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
-
-FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # for torch on the CPU, as these steps share the processors
+FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # for torch on the CPU, where steps share the processors
+AOTI = ("torch>=2.13", "triton")
+ONNX = ("onnx", "onnxscript", "onnxruntime-gpu")
+# one by one if that fails, as a wheel for another interpreter would stop the others
+INSTALL = """
+install() { "$0" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$@"; }
+site=$1; shift
+install "$site" "$@" || for wheel in "$@"; do install "$site" "$wheel" || echo "$wheel is not installed"; done
+"""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command with its limit in seconds, from its own start. It is skipped if a package or file is missing.
+    """A command with its limit in seconds, from its own start.
 
-    tests: its last line counts tests; if none passed, the step counts as skipped. leaves: seconds kept for the rest.
+    needs: distributions with their least versions, and files; without one of them the step is skipped. only_with:
+    distributions without which it cannot pass on this machine, and is left out. tests: pytest runs it.
+    vital: if it fails, the run ends.
     """
 
     name: str
     command: tuple[str, ...]
     limit: float
-    packages: tuple[str, ...] = LIBRARY
-    files: tuple[str, ...] = ()
+    needs: tuple[str, ...] = LIBRARY
+    only_with: tuple[str, ...] = ()
     tests: bool = False
-    leaves: float = 0
+    vital: bool = False
 
 
-_ONNX = ("onnx", "onnxruntime", "onnxscript")
-
-
-def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
-    """Return a step with the tests that are marked `cuda` in some files."""
-    return Step(name, (*FEW_THREADS, *PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
+def first_steps(out: Path, site: Path, wheels: Sequence[Path]) -> list[Step]:
+    """Return what comes before all else: the first import of torch, and meanwhile wheels are installed in `site`."""
+    facts = Step("facts", (sys.executable, "scripts/gpu/facts.py", str(out / "facts.json")), 120, (), vital=True)
+    command = ("bash", "-c", INSTALL, sys.executable, str(site), *map(str, wheels))
+    return [facts, *([Step("packages", command, 60, ())] if wheels else [])]
 
 
 def all_steps(out: Path) -> list[list[Step]]:
-    """Return groups of steps. A step that measures time is alone in its group, and writes to `out`."""
+    """Return the groups of steps. What is bound by latency, or measures time, is alone: processes share a GPU in turns.
+
+    `out`: the folder that figures are written to.
+    """
     return [
-        [python("ceilings", 90, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
+        [_tests("slow streams", 150, "tests/devices/test_slow_streams.py")],
+        [_tests("storm", 80, "tests/promises/never_a_mixture/test_storm.py")],
+        [_tests("large swaps", 90, "tests/devices/test_large_swaps.py")],
+        [_tests("hashing on the device", 40, "tests/devices/test_device_digests.py")],
+        [_benchmarks(out)],
+        [_python("ceilings", 60, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [
-            marked("slow streams", 200, "tests/devices/test_slow_streams.py"),
-            marked("large swaps", 180, "tests/devices/test_large_swaps.py"),
-            marked("devices", 180, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py"),
-            marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py"),
-            marked("hashing on the device", 120, "tests/devices/test_device_digests.py"),
-            marked("models", 150, "tests/zoo/test_zoo.py", packages=("transformers", "xdist"), also=("-n", "6")),
-            marked("parity", 120, "tests/exporter/parity/test_compare.py"),
-            marked("aoti", 150, "tests/devices/test_aoti.py", packages=("triton",)),
-            marked("onnx", 120, "tests/devices/test_onnx.py", packages=_ONNX),
-            marked(
+            _beside("devices", 180, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py"),
+            _beside("parity", 120, "tests/exporter/parity/test_compare.py", only_with=("onnx", "onnxscript")),
+            _beside("models", 200, "tests/zoo/test_zoo.py", "-n", "6", only_with=("transformers", "pytest-xdist")),
+            _beside("aoti", 150, "tests/devices/test_aoti.py", only_with=AOTI),
+            _beside("onnx", 120, "tests/devices/test_onnx.py", only_with=ONNX),
+            _beside(
                 "engines beside each other",
                 150,
                 "tests/runtime/engines/test_methods_engines.py",
                 "tests/runtime/engines/test_statistics.py",
-                packages=("triton", *_ONNX),
+                only_with=(*AOTI, *ONNX),
             ),
         ],
-        [_benchmarks(out)],
-        [python("plot", 60, "scripts/benchmarks/plot.py", str(out), packages=("matplotlib", "torch", "rich"))],
         *([[_memcheck()]] if os.environ.get("MEMCHECK") else []),
     ]
 
 
-def python(name: str, limit: float, *arguments: str, packages: tuple[str, ...] = LIBRARY, leaves: float = 0) -> Step:
-    return Step(name, (sys.executable, *arguments), limit, packages, leaves=leaves)
+def _tests(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
+    """Return a step with the tests that are marked `cuda` in some files."""
+    return Step(name, (*PYTEST, *arguments), limit, TESTS, only_with, tests=True)
+
+
+def _beside(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
+    return Step(name, (*FEW_THREADS, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
+
+
+def _python(name: str, limit: float, *arguments: str) -> Step:
+    return Step(name, (sys.executable, *arguments), limit)
 
 
 def _benchmarks(out: Path) -> Step:
-    size, rounds = os.environ.get("SIZE_MB", "8000"), os.environ.get("ROUNDS", "5")
+    size, rounds = os.environ.get("SIZE_MB", "4000"), os.environ.get("ROUNDS", "3")
     options = ("--size-mb", size, "--rounds", rounds, "--out", str(out))
-    return python("benchmarks", 400, "scripts/benchmarks/main.py", "cuda", *options, leaves=20)
+    return _python("benchmarks", 200, "scripts/benchmarks/main.py", "cuda", *options)
 
 
 def _memcheck() -> Step:
@@ -84,6 +104,5 @@ def _memcheck() -> Step:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
     files = ("tests/devices/test_accelerator.py", "tests/devices/test_device_digests.py")
-    existing = tuple(file for file in files if Path(file).exists())
-    command = (program, *options, *PYTEST, *existing, "-k", "streams or every_kind or digests")
-    return Step("memcheck", command, 240, TESTS, (program,), tests=True)
+    command = (program, *options, *PYTEST, *files, "-k", "streams or every_kind or digests")
+    return Step("memcheck", command, 240, (*TESTS, program), tests=True)

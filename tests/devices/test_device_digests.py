@@ -320,7 +320,7 @@ def test_a_device_that_was_slower_is_measured_again_until_it_is_faster(
     monkeypatch.setattr(digests, "blake3", on_host)
     monkeypatch.setattr(digests, "WorkerThreads", lambda: SimpleNamespace(threads=2))
     device = torch.device("cpu")
-    small, large = (cast(Any, SimpleNamespace(nbytes=count * BLOCK)) for count in (64, 5000))
+    small, large = (cast("Any", SimpleNamespace(nbytes=count * BLOCK)) for count in (64, 5000))
     assert [digests.hasher_of(device, buffer) for buffer in (small, large)] == [None, None]
     assert caplog.text.count("the host computes the digests of this set") == 2
     pause = 1.0

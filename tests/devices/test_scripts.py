@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -12,7 +12,10 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +27,15 @@ GPU = ROOT / "scripts" / "gpu"
 RUN = f"""
 import sys
 sys.path.insert(0, {str(GPU)!r})
-import main
+import main, running
 from steps import Step
 
-def step(name, text, limit=30, packages=(), files=(), tests=False):
-    return Step(name, ("bash", "-c", text), limit, packages, files, tests)
+running.GRACE = 1.0
 
-main._facts = lambda: {{"GPU": "none | at all"}}
-main.all_steps = lambda out: PLAN
+first = main.first_steps
+steps = lambda group: [Step(**fields) for fields in group]
+main.first_steps = lambda *arguments: steps(FIRST) if FIRST is not None else first(*arguments)[1:]
+main.all_steps = lambda out: [steps(group) for group in PLAN]
 sys.exit(main.main())
 """
 
@@ -43,18 +47,41 @@ def test_without_a_gpu_nothing_is_reported_as_passed(tmp_path: Path) -> None:
     command = [str(SCRIPT), str(tmp_path / "report")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip() == "scripts/test_cuda needs a GPU, but torch finds none here"
-    assert not (tmp_path / "report").exists()
+    assert "scripts/test_cuda needs a GPU, but torch finds none here" in done.stdout
+    found = states(done.stdout)
+    assert found.pop("facts") == "**failed**"
+    assert set(found.values()) == {"**not reached**"}
+
+
+Fields = dict[str, Any]
+
+
+def step(name: str, text: str = "true", limit: float = 30, **others: Any) -> Fields:
+    """Return the fields of a step that runs a text in a shell."""
+    return {"name": name, "command": ("bash", "-c", text), "limit": limit, "needs": (), **others}
 
 
 class Running:
-    """The program with steps of the test's own."""
+    """The program with steps of the test's own; `first` is its first group, which None leaves as it is."""
 
-    def __init__(self, folder: Path, plan: str, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *groups: list[Fields],
+        first: Sequence[Fields] | None = (),
+        steps: str = "",
+        **environment: str,
+    ) -> None:
         self.folder = folder / "report"
-        command = [sys.executable, "-c", RUN.replace("PLAN", plan), str(self.folder), *arguments]
-        known = os.environ | environment
-        self.process = subprocess.Popen(command, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        code = RUN.replace("FIRST", repr(first)).replace("PLAN", repr(groups))
+        known = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""} | environment
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(self.folder), "--steps", steps],
+            env=known,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def end(self) -> tuple[int, str]:
         """Wait for the end. Return the exit code, and the report that was printed."""
@@ -68,9 +95,9 @@ class Running:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        """Wait until the report contains a text, and the archive that report."""
+        """Wait until the report contains a text."""
         until = time.monotonic() + 60
-        while text not in (report := self.report) or self.archived().get("report.md") != report:
+        while text not in self.report:
             assert time.monotonic() < until, self.report
             time.sleep(0.05)
 
@@ -83,100 +110,199 @@ class Running:
             return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
+def states(report: str) -> dict[str, str]:
+    """Return the states of the steps in a report."""
+    heads, table, *_ = report.split("\n\n")
+    assert heads == "# A run on a GPU"
+    head, _, *rows, sums = table.splitlines()
+    assert head == "| step | result | tests passed | failed | skipped | not reached | seconds |  |"
+    assert sums.startswith("|  |  | ")
+    return {row.split(" | ")[0].strip("| "): row.split(" | ")[1].strip() for row in rows}
+
+
+def row(report: str, name: str) -> list[str]:
+    """Return the cells of a step behind its name."""
+    [line] = re.findall(rf"^\| {name} \| (.*) \|$", report, re.MULTILINE)
+    return [cell.strip() for cell in line.split(" | ")]
+
+
+SUITE = """
+import atexit, os, time, pytest
+
+@pytest.fixture
+def broken():
+    raise ValueError
+
+@pytest.fixture
+def late():
+    yield
+    raise ValueError
+
+def test_passes(): pass
+def test_fails(): raise ValueError
+@pytest.mark.skip
+def test_is_skipped(): pass
+def test_of_a_broken_setup(broken): pass
+def test_of_a_broken_end(late): pass
+def test_hangs(): time.sleep(300)
+def test_after(): pass
+def test_dies(): os._exit(3)
+def test_stays(): atexit.register(time.sleep, 300)
+"""
+
+
+def suite(folder: Path, name: str, names: str, *options: str, limit: float = 30) -> Fields:
+    """Return the fields of a step with those tests of SUITE that match a pattern of names."""
+    path = folder / "test_suite.py"
+    path.write_text(SUITE)
+    lone = ("-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(folder), "-p", "outcomes")
+    command = (sys.executable, "-m", "pytest", *lone, str(path), "-k", names, *options)
+    return {"name": name, "command": command, "limit": limit, "needs": (), "tests": True}
+
+
 def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
-    late = "main.FACTS, main.FACTS_LIMIT = ('sleep', '60'), 0.1"
-    code = RUN.replace("PLAN", f"[[{PASSING}]]")
-    code = re.sub(r"main\._facts = .*", late, code)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "| facts | none: scripts/gpu/facts.py took longer than 0 s |" in done.stdout
-    assert "| one | passed |" in done.stdout
+    code, report = Running(tmp_path, [step("one")], first=[step("facts", "sleep 60", 1, vital=True)]).end()
+    assert (code, states(report)) == (1, {"facts": "**ended**", "one": "passed"})
 
 
-PASSING = "step('one', 'echo ==== 3 passed, 1 skipped in 0.12s ====', tests=True)"
+def test_without_its_vital_step_nothing_runs(tmp_path: Path) -> None:
+    first = [step("facts", "echo no GPU here; exit 1", vital=True), step("packages")]
+    code, report = Running(tmp_path, [step("one")], first=first).end()
+    assert (code, states(report)) == (1, {"facts": "**failed**", "packages": "passed", "one": "**not reached**"})
+    assert "```\nno GPU here\n```" in report
+
+
+def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(tmp_path: Path) -> None:
+    failing, hanging = step("one", "echo wrong output; exit 3"), step("two", "echo begun; exec sleep 300", 1)
+    code, report = Running(tmp_path, [step("zero"), failing], [hanging], [step("three")]).end()
+    assert code == 1
+    assert states(report) == {"zero": "passed", "one": "**failed**", "two": "**ended**", "three": "passed"}
+    assert (row(report, "one")[-1], row(report, "two")[-1]) == ("exit code 3", "after 1 s")
+    assert "## one: **failed**\n\n```\nwrong output\n```\n" in report
+    assert "## two: **ended**\n\n```\nbegun\n```\n" in report
 
 
 @pytest.mark.slow
-def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(tmp_path: Path) -> None:
-    hanging = "step('two', 'echo begun; exec sleep 300')"
-    failing = "step('three', 'echo wrong output; exit 3')"
-    code, report = Running(tmp_path, f"[[{PASSING}, {failing}], [{hanging}], [{PASSING}]]", TIME_S="14").end()
+def test_what_has_no_time_left_is_not_reached(tmp_path: Path) -> None:
+    plan = [step("two", "exec sleep 300")], [step("one")], [suite(tmp_path, "three", "passes")]
+    code, report = Running(tmp_path, *plan, TIME_S="10").end()
     assert code == 1
-    assert "| one | passed | 0 | 3 passed, 1 skipped in 0.12s |" in report
-    assert re.search(r"^\| two \| \*\*ended after \d+ s\*\* \| \d+ \|  \|$", report, re.MULTILINE)
-    assert re.search(r"^## two: \*\*ended after \d+ s\*\*\n\n```\nbegun\n```$", report, re.MULTILINE)
-    assert "## three: **failed (3)**\n\n```\nwrong output\n```\n" in report
-    assert "| one | **skipped** | 0 | missing here: time |" in report
-    assert "| GPU | none \\| at all |" in report
+    assert states(report) == {"two": "**ended**", "one": "**not reached**", "three": "**not reached**"}
+    assert row(report, "three") == ["**not reached**", "", "", "", "all", "", "no time was left"]
+
+
+def test_every_test_has_its_place_in_the_report(tmp_path: Path) -> None:
+    dying, hanging = suite(tmp_path, "die", "passes or dies"), suite(tmp_path, "hang", "not dies and not stays")
+    running = Running(tmp_path, [dying], [hanging])
+    running.wait_for("- `test_suite.py::test_hangs`\n")
+    running.process.terminate()
+    code, report = running.end()
+    assert code == 1
+    died, hung = row(report, "die"), row(report, "hang")
+    assert died[:5] == ["**failed**", "1", "0", "0", "1"], report
+    assert died[6] == "exit code 3, in test_suite.py::test_dies"
+    assert hung[:5] == ["**ended**", "1", "3", "1", "2"], report
+    assert hung[6] == "with the run, in test_suite.py::test_hangs"
+    failed = "\n".join(f"- `test_suite.py::test_{name}`" for name in ("fails", "of_a_broken_setup", "of_a_broken_end"))
+    assert f"## Failed\n\n{failed}\n" in report
+    assert "## Running\n\n- `test_suite.py::test_dies`\n- `test_suite.py::test_hangs`\n" in report
+
+
+def test_tests_of_several_workers_are_counted_once(tmp_path: Path) -> None:
+    some = suite(tmp_path, "some", "passes or fails or skipped", "-p", "xdist", "-n", "2")
+    _, report = Running(tmp_path, [some]).end()
+    assert row(report, "some")[:5] == ["**failed**", "1", "1", "1", "0"], report
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_end_after_its_tests_has_passed_them(tmp_path: Path) -> None:
+    code, report = Running(tmp_path, [suite(tmp_path, "stays", "passes or stays", limit=15)]).end()
+    assert (code, states(report)) == (0, {"stays": "passed"})
+    assert row(report, "stays")[-1] == "its process was ended after 15 s"
 
 
 def test_what_lacks_something_or_ran_no_test_is_skipped_and_never_passed(tmp_path: Path) -> None:
     steps = [
-        "step('package', 'echo 1 passed in 1.00s', packages=('json', 'no_such', 'nor_this'))",
-        "step('file', 'echo 1 passed in 1.00s', files=('README.md', 'tests/nowhere.py'))",
-        "step('all', 'echo 12 skipped, 3 deselected in 0.50s', tests=True)",
-        "step('none', 'echo no tests ran in 0.01s; exit 5', tests=True)",
-        "step('some', 'echo 1 passed, 12 skipped, 3 warnings in 71.50s \\(0:01:11\\)', tests=True)",
-        "step('silent', 'true', tests=True)",
-        "step('failed', 'echo 1 failed, 2 passed in 0.50s; exit 1', tests=True)",
-        "step('broken', 'echo 1 error in 0.50s; exit 2', tests=True)",
+        step("package", needs=("pytest", "no-such", "torch>=99.1")),
+        step("file", needs=("/bin/true", "/nowhere/program")),
+        suite(tmp_path, "all", "skipped"),
+        suite(tmp_path, "none", "nothing"),
+        suite(tmp_path, "failed", "fails"),
+        suite(tmp_path, "broken", "passes", "--no-such-option"),
     ]
-    code, report = Running(tmp_path, f"[[{', '.join(steps)}]]").end()
+    code, report = Running(tmp_path, steps).end()
     assert code == 1
-    found = dict(re.findall(r"^\| (\w+) \| (.*) \| \d+ \| ", report, re.MULTILINE))
-    skipped = dict.fromkeys(("package", "file", "all", "none", "silent"), "**skipped**")
-    assert found == {**skipped, "some": "passed", "failed": "**failed (1)**", "broken": "**failed (2)**"}
-    assert "missing here: no_such, nor_this |" in report
-    assert "missing here: tests/nowhere.py |" in report
-    assert "no test ran: 12 skipped, 3 deselected in 0.50s |" in report
+    skipped = dict.fromkeys(("package", "file", "all", "none"), "**skipped**")
+    assert states(report) == {**skipped, "failed": "**failed**", "broken": "**failed**"}
+    assert row(report, "package")[-1] == "missing here: no-such, torch>=99.1"
+    assert row(report, "file")[-1] == "missing here: /nowhere/program"
+    assert (row(report, "all")[-1], row(report, "none")[-1]) == ("no test ran", "no test ran")
+
+
+def test_what_cannot_pass_here_is_left_out_and_is_no_failure(tmp_path: Path) -> None:
+    newer = step("two", "false", needs=("no-such",), only_with=("pytest>=7", "torch>=99", "nor-this"))
+    code, report = Running(tmp_path, [step("one"), newer]).end()
+    assert (code, states(report)) == (0, {"one": "passed", "two": "left out"})
+    assert row(report, "two")[-1] == "needs torch>=99, nor-this"
 
 
 @pytest.mark.slow
 def test_steps_of_a_group_run_beside_each_other_each_within_its_own_limit(tmp_path: Path) -> None:
-    waiting = "step('a', 'touch a; while [ ! -e b ]; do sleep 0.05; done', 20)"
-    other = "step('b', 'touch b; while [ ! -e a ]; do sleep 0.05; done', 20)"
-    start = f"cd {tmp_path}; "
-    late = "[step('first', 'sleep 1.5')], [step('second', 'sleep 1.5', 2)]"
-    plan = f"[[{waiting}, {other}], {late}]".replace("'touch", f"'{start}touch")
-    code, report = Running(tmp_path, plan).end()
+    one, other = (
+        step(mine, f"cd {tmp_path}; touch {mine}; while [ ! -e {its} ]; do sleep 0.05; done", 20)
+        for mine, its in ("ab", "ba")
+    )
+    code, report = Running(tmp_path, [one, other], [step("first", "sleep 1.5")], [step("second", "sleep 1.5", 2)]).end()
     assert code == 0, report
-    assert re.search(r"^\| second \| passed \| [12] \| ", report, re.MULTILINE)
 
 
-def test_a_killed_run_leaves_its_report_and_an_archive(tmp_path: Path) -> None:
-    running = Running(tmp_path, f"[[{PASSING}], [step('two', 'echo begun; exec sleep 5')], [{PASSING}]]")
-    running.wait_for("| two | **running** |")
+def test_results_are_reported_as_they_come(tmp_path: Path) -> None:
+    running = Running(tmp_path, [suite(tmp_path, "some", "passes or hangs")])
+    running.wait_for("| some | **running** | 1 | 0 | 0 | 1 |")
+    running.wait_for("## Running\n\n- `test_suite.py::test_hangs`")
+    running.process.terminate()
+    running.end()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_a_run_that_is_killed_at_any_time_leaves_a_whole_report(seed: int, tmp_path: Path) -> None:
+    figures = json.dumps([{"what": "cores", "value": 16, "unit": ""}] * 50)
+    loud = f"cd {tmp_path}; for i in $(seq 100); do echo line $i; echo '{figures}' >new; "
+    steps = [step(f"step {index}", f"{loud}mv new report/ceilings.json; sleep 0.02; done") for index in range(3)]
+    running = Running(tmp_path, *([each] for each in steps))
+    running.wait_for("# A run on a GPU")
+    time.sleep(random.Random(seed).random() * (8 if seed else 2))
     running.process.kill()
     running.process.communicate()
-    states = re.findall(r"^\| (?:one|two) \| (.*?) \|", running.report, re.MULTILINE)
-    assert states == ["passed", "**running**", "**waiting**"]
-    archived = running.archived()
-    assert archived["steps/one.txt"] == "==== 3 passed, 1 skipped in 0.12s ====\n"
-    assert archived["report.md"] == running.report
-    assert len(list(running.folder.iterdir())) == 2
+    report, archived = running.report, running.archived()
+    assert list(states(report)) == [each["name"] for each in steps]
+    assert report.endswith("\n")
+    assert report.count("```") % 2 == 0
+    assert list(states(archived["report.md"])) == list(states(report))
+    assert set(archived) <= {"report.md", "ceilings.json", *(f"steps/step-{index}.txt" for index in range(3))}
 
 
 def test_an_interrupted_run_ends_its_processes(tmp_path: Path) -> None:
-    running = Running(tmp_path, f"[[step('two', 'trap \"\" INT; echo $$ >{tmp_path}/pid; sleep 300; true')]]")
+    pid = tmp_path / "pid"
+    running = Running(tmp_path, [step("two", f'trap "" INT; echo $$ >{pid}; sleep 300; true')])
     running.wait_for("**running**")
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+    while not pid.exists() or not pid.read_text().strip():
         time.sleep(0.05)
     running.process.terminate()
     code, report = running.end()
-    assert code == 1
-    assert "| two | **ended** |" in report
+    assert (code, states(report)) == (1, {"two": "**ended**"})
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_some_steps_alone_are_run_if_they_are_named(tmp_path: Path) -> None:
-    code, report = Running(tmp_path, f"[[{PASSING}, step('two', 'exit 1')]]", "--steps", "one").end()
-    assert (code, "two" in report) == (0, False)
+    code, report = Running(tmp_path, [step("one"), step("two", "exit 1")], steps="one").end()
+    assert (code, states(report)) == (0, {"one": "passed"})
 
 
 def test_figures_are_tables_of_the_report_as_far_as_they_were_measured(tmp_path: Path) -> None:
     goal = {"figure": "ratio", "sense": "at most", "limit": 0.25}
-    row = {
+    measured = {
         "what": "swap",
         "unit": "ms",
         "median": 12.345,
@@ -185,53 +311,69 @@ def test_figures_are_tables_of_the_report_as_far_as_they_were_measured(tmp_path:
         "peer_median": 100,
         "ratio": 0.12,
     }
-    (tmp_path / "bench.json").write_text(json.dumps({"rows": [row | {"goal": goal, "met": True}]}))
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": [measured | {"goal": goal, "met": True}]}))
     (tmp_path / "ceilings.json").write_text(json.dumps([{"what": "cores", "value": 16, "unit": ""}]))
-    text = f"cp {tmp_path}/*.json {tmp_path}/report; exec sleep 300"
-    _, report = Running(tmp_path, f"[[step('benchmarks', '{text}', 1)]]").end()
+    (tmp_path / "facts.json").write_text(json.dumps({"GPU": "none | at all"}))
+    _, report = Running(tmp_path, [step("benchmarks", f"cp {tmp_path}/*.json {tmp_path}/report; sleep 300", 1)]).end()
+    assert "| GPU | none \\| at all |" in report
     assert "| cores | 16 |  |" in report
     assert "| swap | 12.35 |  | ms | ratio at most 0.25 | yes | a copy | 100 | 0.12 |" in report
 
 
+def test_figures_of_an_earlier_run_are_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "report").mkdir()
+    for name, content in (("ceilings.json", '[{"what": "old", "value": 1, "unit": ""}]'), ("mine.json", "{}")):
+        (tmp_path / "report" / name).write_text(content)
+    _, report = Running(tmp_path, [step("one")]).end()
+    assert "old" not in report
+    assert (tmp_path / "report" / "mine.json").exists()
+
+
 @pytest.mark.slow
 def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:
-    facts = {
+    contents = {
         "lent_package.py": "print('lent')",
         "lent_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: lent-package\nVersion: 1.0\n",
         "lent_package-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         "lent_package-1.0.dist-info/RECORD": "",
     }
     with zipfile.ZipFile(tmp_path / "lent_package-1.0-py3-none-any.whl", "w") as wheel:
-        for name, text in facts.items():
+        for name, text in contents.items():
             wheel.writestr(name, text)
     shutil.copy(tmp_path / "lent_package-1.0-py3-none-any.whl", tmp_path / "a_package-1.0-cp27-cp27m-win32.whl")
-    text = f"{sys.executable} -c \\'import lent_package\\'"
-    plan = f"[[step('lent', '{text}', packages=('lent_package',))]]"
-    code, report = Running(tmp_path, plan, WHEELS=str(tmp_path)).end()
+    lent = step("lent", f"{sys.executable} -c 'import lent_package'", needs=("lent-package",))
+    code, report = Running(tmp_path, [lent], first=None, WHEELS=str(tmp_path)).end()
     assert code == 0, report
-    # a wheel for another interpreter is ignored
+    assert "## packages: passed" in report
+    assert "a_package-1.0-cp27-cp27m-win32.whl is not installed" in report
     assert "## lent: passed\n\n```\nlent\n```" in report
 
 
-def test_every_step_has_a_name_of_its_own_and_fits_the_time() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import steps, pathlib\n"
-    code += "for group in steps.all_steps(pathlib.Path('out')): print([(step.name, step.limit) for step in group])"
+@cache
+def planned() -> list[list[Fields]]:
+    """Return the groups of steps as they are."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import dataclasses, json, pathlib, steps\n"
+    code += "groups = steps.all_steps(pathlib.Path('out'))\n"
+    code += "print(json.dumps([[dataclasses.asdict(step) for step in group] for group in groups]))"
     done = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True)
-    groups: list[list[tuple[str, float]]] = [ast.literal_eval(line) for line in done.stdout.splitlines()]
-    names = [name for group in groups for name, _ in group]
-    assert len(set(names)) == len(names)
-    timed = next(place for place, group in enumerate(groups) if group[0][0] == "benchmarks")
-    before = sum(max(limit for _, limit in group) for group in groups[:timed])
-    assert before <= 300, "the benchmarks would have no time"
+    groups: list[list[Fields]] = json.loads(done.stdout)
+    return groups
+
+
+def test_what_matters_most_comes_first_and_what_measures_time_is_alone() -> None:
+    names = [[each["name"] for each in group] for group in planned()]
+    first = ["slow streams", "storm", "large swaps", "hashing on the device", "benchmarks", "ceilings"]
+    assert names[: len(first)] == [[name] for name in first]
+    flat = [name for group in names for name in group]
+    assert len(set(flat)) == len(flat)
+    before = sum(group[0]["limit"] for group in planned()[: first.index("benchmarks")])
+    assert before <= 360, "the benchmarks would have no time"
 
 
 def test_tests_beside_each_other_leave_processors_to_each_other() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import steps, pathlib\n"
-    code += "print([step.command[:2] for group in steps.all_steps(pathlib.Path('out')) for step in group[1:]])"
-    done = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True)
-    commands = ast.literal_eval(done.stdout)
+    commands = [each["command"][:2] for group in planned() for each in group if len(group) > 1]
     assert len(commands) > 3
-    assert set(commands) == {("env", "OMP_NUM_THREADS=4")}
+    assert all(command == ["env", "OMP_NUM_THREADS=4"] for command in commands)
 
 
 BARE = """

@@ -1,41 +1,51 @@
-"""Swaps and calls on an accelerator, normally CUDA. Each peer does the same with torch alone."""
+"""Stagings, commits and calls on an accelerator, beside copies of the same size and torch alone."""
 
 from __future__ import annotations
 
 import gc
-import os
+import logging
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import median
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Event, Thread
+from typing import Any
 from unittest import mock
-from zipfile import ZipFile
 
 import safetensors.torch
 import torch
 from report import Goal, Row, compared, spread
 from settings import Settings
 from subjects import Encoder, Stack, Stored, close, quiet, stored
-from timing import in_turn, per_call, percentile, seconds
+from timing import calling, in_turn, per_call, percentile, seconds
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
+from weightswap_runtime.memory.available import available
+from weightswap_runtime.memory.device.arena import DeviceArena
 from weightswap_runtime.memory.device.torch_device import Accelerator
 
 COMMITS = 100  # for each round
 CALLS = 200  # for each percentile
+LARGER = 4  # times the size: fixed costs of a commit in place matter less there
+MUCH = 15e9  # bytes from which the goal holds: below, fixed costs matter
+PIECE = 1 << 30  # page-locked bytes that are copied again and again, as locking more takes seconds
 
-NEARLY_A_COPY = Goal("ratio", "at least", 0.8)
-ONE_COPY = Goal("ratio", "at most", 1.053)  # goal: at least 0.95 of its rate
-FROM_THE_HOST = Goal("ratio", "at least", 0.9)
-INSTANT = Goal("p99", "at most", 50)
-UNDISTURBED = Goal("ratio", "at most", 1.15)
+NEARLY_A_COPY = Goal("ratio", "at least", 0.95)
+ONE_COPY = Goal("ratio", "at most", 1.02)
+FROM_THE_HOST = Goal("ratio", "at least", 0.95)
+INSTANT = Goal("p99", "at most", 20)
+UNDISTURBED = Goal("ratio", "at most", 1.05)
 FOUR_TIMES = Goal("ratio", "at most", 0.25)
+LITTLE_MORE = Goal("median", "at most", 0.15)
+SHORT = Goal("median", "at most", 12)
+IN_SECONDS = Goal("median", "at least", 61 / 1.2)  # 61 GB in 1.2 s
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -47,22 +57,70 @@ def rows(settings: Settings) -> Iterator[Row]:
     if accelerator is None:
         raise SystemExit("scripts/bench cuda needs a GPU, but torch finds none here")
     device, errors = accelerator.type, list[Exception]()
-    with stored(settings.megabytes * 1_000_000) as large:
-        parts = [
-            partial(part, large) for part in (_staging, _commits, _in_place, _from_host, _calls, _whole, _constants)
-        ]
-        for part in (_encoder, *parts):
-            try:
-                yield from part(device, settings.rounds)
-            except Exception as error:
-                errors.append(error.with_traceback(None))  # the error's frames would keep a model alive
-            gc.collect()
-            torch.accelerator.empty_cache()
+    log = logging.getLogger("weightswap.device")  # says who computes digests, and why
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
+
+    def measured(part: Callable[[str, int], Iterator[Row]]) -> Iterator[Row]:
+        try:
+            yield from part(device, settings.rounds)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            errors.append(error.with_traceback(None))  # the error's frames would keep a model alive
+        gc.collect()
+        torch.accelerator.empty_cache()
+
+    yield from measured(_encoder)
+    nbytes = settings.megabytes * 1_000_000
+    with stored(nbytes) as large:
+        for part in (_in_place, _across, _staging, _commits, _from_host, _calls, _whole):
+            yield from measured(partial(part, large))
+    if lacks := _lacks(LARGER * nbytes):
+        print(f"skipped: the parts with {LARGER * nbytes / 1e9:.2f} GB, which need {lacks}", file=sys.stderr)
+    else:
+        with stored(LARGER * nbytes, pickling=False) as largest:
+            for part in (_in_place, _across, _swaps):
+                yield from measured(partial(part, largest))
     if errors:
         raise ExceptionGroup("the benchmarks on the accelerator", errors)
 
 
-def _settled(function: Callable[[], object]) -> float:
+def _lacks(nbytes: int) -> str | None:
+    """Return what is missing for a model of that size: two files and eager on the host, four sets on the device."""
+    here = {
+        "of the device's memory": (torch.accelerator.get_memory_info()[0], 4.2),
+        "of memory": (available() or 0, 4),
+        "in the temporary folder": (shutil.disk_usage(gettempdir()).free, 2.2),
+    }
+    lacks = [f"{share * nbytes / 1e9:.1f} GB {what}" for what, (free, share) in here.items() if free < share * nbytes]
+    return " and ".join(lacks) or None
+
+
+@contextmanager
+def _hashers() -> Iterator[set[str]]:
+    """Yield the set of who has computed the digests of the block's stagings."""
+    found: set[str] = set()
+    computes, digests = DeviceArena.computes_digests.fget, DeviceArena.digests  # type: ignore[attr-defined]
+
+    def asked(arena: DeviceArena) -> bool:
+        result = bool(computes(arena))
+        if not result:
+            found.add("the host")
+        return result
+
+    def computed(arena: DeviceArena, parts: Any) -> list[bytes] | None:
+        result = digests(arena, parts)
+        found.add("the host" if result is None else "the device's kernel")
+        return result
+
+    with (
+        mock.patch.object(DeviceArena, "computes_digests", property(asked)),
+        mock.patch.object(DeviceArena, "digests", computed),
+    ):
+        yield found
+
+
+def settled(function: Callable[[], object]) -> float:
     """Return the seconds until the device has done all its work."""
     torch.accelerator.synchronize()
 
@@ -85,27 +143,40 @@ def _answered(function: Callable[[], object]) -> float:
     return seconds(work)
 
 
-def _opened(stored: Stored, device: str, **options: object) -> Model:
+def opened(stored: Stored, device: str, **options: object) -> Model:
     model = load(stored.artifact, stored.versions[0].path, device=device, **options)  # type: ignore[arg-type]
-    _check(stored, model)
+    check(stored, model)
     return model
 
 
-def _check(stored: Stored, model: Model) -> None:
+def check(stored: Stored, model: Model) -> None:
     [version] = [version for version in stored.versions if version.weights_id == model.weights_id]
     output = model(stored.tokens.to(model.device)).cpu()
     close(output, version.expected, f"{version.path.name}, generation {model.generation}")
 
 
-def _paths(stored: Stored) -> Iterator[Path]:
+def paths_of(stored: Stored) -> Iterator[Path]:
     return cycle(version.path for version in reversed(stored.versions))
+
+
+def _copies(nbytes: int, device: str) -> Callable[[], float]:
+    """Return a measure of copying so many bytes from page-locked memory to the device."""
+    piece = min(nbytes, PIECE)
+    locked = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(piece, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        for begin in range(0, nbytes, piece):
+            size = min(piece, nbytes - begin)
+            there[:size].copy_(locked[:size], non_blocking=True)
+
+    return partial(settled, copy)
 
 
 def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure staging from the page cache to the device with digests, beside one copy from page-locked memory."""
-    model, paths = _opened(stored, device), _paths(stored)
-    locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    model, paths = opened(stored, device), paths_of(stored)
+    hashers: set[str] = set()
 
     def stage() -> float:
         start = time.perf_counter()
@@ -114,22 +185,29 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         staged.commit()
         return elapsed
 
+    def stage_and_ask() -> float:
+        with _hashers() as found:
+            elapsed = stage()
+        hashers.update(found)
+        return elapsed
+
     def stage_hashing_on_host() -> float:
         with mock.patch.object(Accelerator, "hasher", return_value=None):
             return stage()
 
-    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
-    timings = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
+    measures = {"stage": stage_and_ask, "copy": _copies(stored.nbytes, device), "on host": stage_hashing_on_host}
+    timings = in_turn(measures, rounds)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
+    what = f"stage {stored.size}, digests by {' or '.join(sorted(hashers))}"
     peer = "page-locked copy_ to the device"
-    yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
-    yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], "digests on the host", rate["on host"])
-    _check(stored, model)
+    yield compared(what, "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
+    yield compared(what, "GB/s", rate["stage"], "digests by the host", rate["on host"])
+    check(stored, model)
 
 
 def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure the wait of a commit's caller in double residency, while the device is busy with calls."""
-    model = _opened(stored, device)
+    model = opened(stored, device)
     model.swap(stored.versions[1].path)
     tokens, seen = stored.tokens.to(device), []
     for _ in range(COMMITS * rounds):
@@ -138,32 +216,76 @@ def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         model.rollback()
         seen.append((time.perf_counter() - start) * 1e6)
     yield spread(f"commit in double residency, the caller's time, {stored.size}", "us", seen, INSTANT)
-    _check(stored, model)
+    check(stored, model)
 
 
 def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure commits in single residency, staged on the device, until the copy is done there."""
-    model, paths = _opened(stored, device, residency="single", staging="device"), _paths(stored)
+    model, paths = opened(stored, device, residency="single", staging="device"), paths_of(stored)
     one, other = (torch.empty(stored.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     held: list[float] = []
+    kinds: set[str] = set()
 
     def commit() -> float:
         staged = model.stage(next(paths))
-        return _settled(lambda: held.append(staged.commit().seconds_paused))
 
-    timings = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
+        def work() -> None:
+            receipt = staged.commit()
+            held.append(receipt.seconds_paused)
+            kinds.add(receipt.staged_in.kind)
+
+        return settled(work)
+
+    timings = in_turn({"commit": commit, "copy": partial(settled, lambda: one.copy_(other))}, rounds)
     millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
-    what = f"commit in single residency, {stored.size}"
-    yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], ONE_COPY)
+    what = f"commit in single residency, staged in memory of the {' or '.join(sorted(kinds))}, {stored.size}"
+    goal = ONE_COPY if stored.nbytes > MUCH else None
+    yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], goal)
     yield spread(f"{what}: new calls could wait", "us", [second * 1e6 for second in held])
-    _check(stored, model)
+    check(stored, model)
+
+
+def _across(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """Measure the longest call while a commit in place copies, beside one copy and one call."""
+    model, paths = opened(stored, device, residency="single", staging="device"), paths_of(stored)
+    one, other = (torch.empty(stored.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    tokens, spans = stored.tokens.to(device), list[tuple[float, float]]()
+
+    def call() -> None:
+        start = time.perf_counter()
+        model(tokens)
+        torch.accelerator.current_stream().synchronize()
+        spans.append((start, time.perf_counter()))
+
+    def longest_across() -> float:
+        staged = model.stage(next(paths))
+        spans.clear()
+        with calling(call, 1):
+            while len(spans) < 3:
+                time.sleep(0.001)
+            begin = time.perf_counter()
+            staged.commit()
+            end = time.perf_counter()
+        return max(stop - start for start, stop in spans if stop > begin and start < end)
+
+    measures = {
+        "across": longest_across,
+        "copy": partial(settled, lambda: one.copy_(other)),
+        "call": lambda: median(_answered(lambda: model(tokens)) for _ in range(20)),
+    }
+    timings = in_turn(measures, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
+    both = [copy + call for copy, call in zip(millis["copy"], millis["call"], strict=True)]
+    what, peer = f"longest call across a commit in place, {stored.size}", "one copy_ on the device and one call"
+    yield compared(what, "ms", millis["across"], peer, both)
+    more = [across - least for across, least in zip(millis["across"], both, strict=True)]
+    yield spread(f"{what}, less {peer}", "ms", more, LITTLE_MORE)
+    check(stored, model)
 
 
 def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure commits in single residency, staged in host memory, beside a copy of page-locked memory to the device."""
-    model, paths = _opened(stored, device, residency="single", staging="host"), _paths(stored)
-    locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+    model, paths = opened(stored, device, residency="single", staging="host"), paths_of(stored)
     kinds: set[str] = set()
 
     def commit() -> float:
@@ -173,17 +295,28 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         torch.accelerator.synchronize()
         return time.perf_counter() - start
 
-    copy = partial(_settled, lambda: on_device.copy_(locked, non_blocking=True))
-    timings = in_turn({"commit": commit, "copy": copy}, rounds)
+    timings = in_turn({"commit": commit, "copy": _copies(stored.nbytes, device)}, rounds)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
-    what = f"commit in single residency from host memory ({', '.join(sorted(kinds))}), {stored.size}"
+    what = f"commit in single residency, staged in memory of the {' or '.join(sorted(kinds))}, {stored.size}"
     yield compared(what, "GB/s", rate["commit"], "page-locked copy_ to the device", rate["copy"], FROM_THE_HOST)
-    _check(stored, model)
+    check(stored, model)
+
+
+def _swaps(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """Measure the rate from a path in the page cache to served weights."""
+    model, paths = opened(stored, device), paths_of(stored)
+    with _hashers() as hashers:
+        measures = {"swap": lambda: settled(lambda: model.swap(next(paths))), "copy": _copies(stored.nbytes, device)}
+        timings = in_turn(measures, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
+    what = f"swap {stored.size}, double residency, digests by {' or '.join(sorted(hashers))}"
+    yield compared(what, "GB/s", rate["swap"], "page-locked copy_ to the device", rate["copy"], IN_SECONDS)
+    check(stored, model)
 
 
 def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure from a path to served weights; the plain way is done when they are copied over the served ones."""
-    model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
+    model, paths, first = opened(stored, device), paths_of(stored), stored.versions[0]
     with torch.no_grad():
         eager = Stack(stored.nbytes).eval().to(device)
     plain = "load_state_dict(load_file())"
@@ -194,84 +327,19 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     if device == "cuda":  # safetensors loads to no other accelerator
         load_first = partial(safetensors.torch.load_file, first.path, device=device)
         peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(load_first())
-    measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
-    measures |= {name: partial(_settled, work) for name, work in peers.items()}
+    measures = {"swap": lambda: settled(lambda: model.swap(next(paths)))}
+    measures |= {name: partial(settled, work) for name, work in peers.items()}
     timings = in_turn(measures, rounds)
     millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         goal = FOUR_TIMES if name == plain else None
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name], goal)
-    _check(stored, model)
-
-
-def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
-    """Measure AOTInductor's ways to take new weights: over the served ones, or beside them and exchanged."""
-    if device != "cuda":
-        return
-    if lacks := _lacks():
-        print(f"skipped: AOTInductor's ways to take new weights, which need {lacks}", file=sys.stderr)
-        return
-    model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
-    package = _compiled(stored, device)
-    with quiet():
-        loaded = torch._inductor.aoti_load_package(str(package))
-    with ZipFile(package) as archive:
-        (member,) = (name for name in archive.namelist() if name.endswith(".so"))
-        library = archive.extract(member, package.parent)
-    runner = torch._C._aoti.AOTIModelContainerRunnerCuda(library, 1, device)
-    names = {fqn: name for name, fqn in runner.get_constant_names_to_original_fqns().items()}
-    tokens = stored.tokens.to(device)
-
-    def load_constants() -> None:
-        loaded.load_constants(safetensors.torch.load_file(first.path, device=device), check_full_update=True)
-
-    def swap_constants() -> None:
-        tensors = safetensors.torch.load_file(first.path, device=device)
-        runner.update_constant_buffer({names[fqn]: tensor for fqn, tensor in tensors.items()}, True, True)
-        runner.swap_constant_buffer()
-
-    peers = {"AOTInductor, load_constants": load_constants, "AOTInductor, swap_constant_buffer": swap_constants}
-    for (name, work), call in zip(peers.items(), (loaded, lambda x: runner.run([x])[0]), strict=True):
-        work()
-        close(call(tokens).cpu(), first.expected, name)
-    measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
-    timings = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
-    for name in peers:
-        yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
-    _check(stored, model)
-
-
-def _lacks() -> str | None:
-    """Return what AOTInductor needs to compile and is missing here."""
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        return "a C++ compiler"
-    try:
-        from torch.utils.cpp_extension import CUDA_HOME
-    except ImportError as error:
-        return f"a module that torch imports ({error})"
-    return None if CUDA_HOME else "the CUDA toolkit, with its folder in CUDA_HOME"
-
-
-def _compiled(stored: Stored, device: str) -> Path:
-    with torch.device(device), torch.no_grad():
-        eager = Stack(stored.nbytes).eval()
-    with quiet(), torch.no_grad():
-        program = torch.export.export(eager, (stored.tokens.to(device),))
-        package = torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(stored.pickled.with_name("compiled.pt2")),
-            inductor_configs={
-                "aot_inductor.package_constants_in_so": False,
-                "aot_inductor.embed_kernel_binary": True,
-            },
-        )
-    return Path(package)
+    check(stored, model)
 
 
 def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure calls during a staging without pauses."""
-    model, paths, tokens = _opened(stored, device), _paths(stored), stored.tokens.to(device)
+    model, paths, tokens = opened(stored, device), paths_of(stored), stored.tokens.to(device)
 
     def slowest() -> float:
         timings = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
@@ -322,9 +390,12 @@ def _encoder(device: str, rounds: int) -> Iterator[Row]:
             return call
 
         calls = {"eager": settled(eager)} | {name: settled(model) for name, model in models.items()}
-        timings = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
+        asking = {f"{name}, asking": per_call(partial(model, on_device), 50) for name, model in models.items()}
+        timings = in_turn({name: per_call(call, 50) for name, call in calls.items()} | asking, rounds)
     micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     for name in models:
         goal = FOUR_TIMES if name == "captured" else None
         what = f"model(x), 12-layer encoder, {name}"
         yield compared(what, "us", micros[name], "eager module", micros["eager"], goal)
+        goal = SHORT if name == "captured" else None
+        yield spread(f"{what}: the host's time", "us", micros[f"{name}, asking"], goal)

@@ -64,7 +64,7 @@ _lock = threading.Lock()
 
 
 def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    """Return the hasher of a device, compiled on first use; None if it fails, or if it is slower than the host just now.
+    """Return the hasher of a device, compiled on first use; None if it fails, or is slower than the host just now.
 
     It is measured for each set until it has been faster once: a device that was busy, or few blocks, say little about
     the next set. buffer: memory to measure it with, of at least a block; many blocks are more like a staging.
