@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import ROOT
 from tests.support import warm
@@ -289,15 +290,44 @@ def test_plots_are_drawn_again_from_the_report(tmp_path: Path) -> None:
             "import torch.utils.cpp_extension as found; found.CUDA_HOME = None",
             "the CUDA toolkit, with its folder in CUDA_HOME",
         ),
-        ("sys.modules['torch.utils.cpp_extension'] = None", "a module that torch imports (import of "),
+        (
+            "sys.modules['torch.utils.cpp_extension'] = None",
+            "a module that torch imports (import of torch.utils.cpp_extension halted; None in sys.modules)",
+        ),
     ],
 )
-def test_what_nothing_here_compiles_is_left_out(change: str, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_compiles_says_what_it_lacks(
+    change: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bare GPU servers have neither g++ nor the toolkit."""
     monkeypatch.setenv("CXX", sys.executable)
-    done = python(f"{change}\nfrom groups.cuda import _constants\nprint(list(_constants(None, 'cuda', 1)))")
-    assert done.stdout.strip() == "[]", done.stderr
-    assert f"skipped: AOTInductor's ways to take new weights, which need {lacks}" in done.stderr
+    done = python(f"{change}\nimport torch\ntorch.cuda.is_available = lambda: True\n{MAIN}", "constants")
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith(lacks), done.stderr
+
+
+@pytest.mark.parametrize("group", ["cuda", "constants"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_so(group: str, tmp_path: Path) -> None:
+    done = bench(group, "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"scripts/bench {group} needs a GPU, but torch finds none here"
+
+
+def test_the_document_is_replaced_and_never_half_written(tmp_path: Path) -> None:
+    """Others read it meanwhile."""
+    program = f"""
+import os
+from main import *
+progress = Progress(Path({str(tmp_path)!r}), Settings(1, 1))
+first = progress.write()
+os.link({str(tmp_path / "bench.json")!r}, {str(tmp_path / "kept")!r})
+progress.groups["call"] = [Row("a call", "us", 2.0, 3)]
+assert progress.write() != first
+assert Path({str(tmp_path / "kept")!r}).read_text() == first
+"""
+    done = python(program)
+    assert done.returncode == 0, done.stderr
 
 
 TOKENS = """

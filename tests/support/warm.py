@@ -160,6 +160,8 @@ def run() -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     if to_the_end:
