@@ -29,11 +29,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `median`, `p99` and `peer_median` are in `unit`; `ratio` is subject over peer."""
+    """One measurement. `median`, `p99` and `peer_median` are in `unit`; `ratio` is subject over peer.
+
+    Without a median nothing was measured, and a goal is not met.
+    """
 
     what: str
     unit: str
-    median: float
+    median: float | None
     samples: int
     p99: float | None = None
     goal: Goal | None = None

@@ -5,7 +5,9 @@ They are read while the GPU works, as an idle one lowers its clocks and its link
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import platform
 import subprocess
@@ -21,7 +23,7 @@ ASKED = {
     "PCIe at most (generation, lanes)": ("pcie.link.gen.max", "pcie.link.width.max"),
     "power at work and at most, W": ("power.draw", "power.limit"),
 }
-WORK = 3_000_000_000  # cycles: some two seconds
+WORK = 3_000_000_000  # cycles: more than a second
 
 
 def main(path: Path) -> int:
@@ -44,6 +46,7 @@ def main(path: Path) -> int:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        "seconds to write 1 GB of new memory": round(_first_touch(), 2),
         "files are in": os.environ.get("TMPDIR", "the default temporary folder"),
         "seconds for the first import of torch": round(imported - start, 1),
         "seconds for the first kernels": round(started - imported, 1),
@@ -56,19 +59,28 @@ def main(path: Path) -> int:
 
 def _smi(torch) -> dict[str, str]:  # type: ignore[no-untyped-def]
     """Ask the driver's program, while the GPU is busy and bytes cross its link."""
-    torch.cuda._sleep(WORK)
     locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(100):  # half a second
-            locked.to("cuda", non_blocking=True)
+    there, stream = locked.to("cuda"), torch.cuda.Stream()
     fields = [field for asked in ASKED.values() for field in asked]
     command = ("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    torch.cuda._sleep(WORK)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while process.poll() is None:
+                with torch.cuda.stream(stream):
+                    there.copy_(locked, non_blocking=True)
+                stream.synchronize()
+            values = iter(process.communicate()[0].strip().split(", "))
+    except OSError as error:
         return dict.fromkeys(ASKED, f"not known ({type(error).__name__})")
-    values = iter(done.stdout.strip().split(", "))
     return {name: ", ".join(next(values, "?") for _ in asked) for name, asked in ASKED.items()}
+
+
+def _first_touch() -> float:
+    """Return the seconds in which a GB of new memory is written: files of the benchmarks are such memory."""
+    start = time.perf_counter()
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 10**9))), 0, 10**9)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

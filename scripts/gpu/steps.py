@@ -11,12 +11,16 @@ from pathlib import Path
 
 LIBRARY = ("torch", "numpy", "ml_dtypes", "msgspec", "blake3", "safetensors", "rich", "typer")
 TESTS = (*LIBRARY, "pytest", "hypothesis")
+# A connection for each stream: with fewer some wait for each other, which hides a wait that is missing.
+ENVIRONMENT = ("env", "CUDA_DEVICE_MAX_CONNECTIONS=32", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1")
+FEW_THREADS = "OMP_NUM_THREADS=4"  # for torch on the CPU, where steps share the processors
 PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-p", "outcomes", "-vv", "-ra")
-# warnings about the machine, such as torch's about pynvml, must not fail tests
-PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
-FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # for torch on the CPU, where steps share the processors
+# warnings about the machine, such as torch's about pynvml, must not fail tests; a thread that dies must
+PYTEST += ("-W", "default", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning")
+PYTEST += ("-o", "faulthandler_timeout=60")
 AOTI = ("torch>=2.13", "triton")
 ONNX = ("onnx", "onnxscript", "onnxruntime-gpu")
+ZOO = ("transformers>=5.23", "pytest-xdist")
 # one by one if that fails, as a wheel for another interpreter would stop the others
 INSTALL = """
 install() { "$0" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$@"; }
@@ -61,11 +65,11 @@ def all_steps(out: Path) -> list[list[Step]]:
         [_tests("large swaps", 90, "tests/devices/test_large_swaps.py")],
         [_tests("hashing on the device", 40, "tests/devices/test_device_digests.py")],
         [_benchmarks(out)],
+        [_tests("devices", 120, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py")],
         [_python("ceilings", 60, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [
-            _beside("devices", 180, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py"),
             _beside("parity", 120, "tests/exporter/parity/test_compare.py", only_with=("onnx", "onnxscript")),
-            _beside("models", 200, "tests/zoo/test_zoo.py", "-n", "6", only_with=("transformers", "pytest-xdist")),
+            _beside("models", 200, "tests/zoo/test_zoo.py", "-p", "xdist", "-n", "6", only_with=ZOO),
             _beside("aoti", 150, "tests/devices/test_aoti.py", only_with=AOTI),
             _beside("onnx", 120, "tests/devices/test_onnx.py", only_with=ONNX),
             _beside(
@@ -82,11 +86,11 @@ def all_steps(out: Path) -> list[list[Step]]:
 
 def _tests(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
     """Return a step with the tests that are marked `cuda` in some files."""
-    return Step(name, (*PYTEST, *arguments), limit, TESTS, only_with, tests=True)
+    return Step(name, (*ENVIRONMENT, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
 
 
 def _beside(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
-    return Step(name, (*FEW_THREADS, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
+    return Step(name, (*ENVIRONMENT, FEW_THREADS, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
 
 
 def _python(name: str, limit: float, *arguments: str) -> Step:
@@ -96,7 +100,7 @@ def _python(name: str, limit: float, *arguments: str) -> Step:
 def _benchmarks(out: Path) -> Step:
     size, rounds = os.environ.get("SIZE_MB", "4000"), os.environ.get("ROUNDS", "3")
     options = ("--size-mb", size, "--rounds", rounds, "--out", str(out))
-    return _python("benchmarks", 200, "scripts/benchmarks/main.py", "cuda", *options)
+    return _python("benchmarks", 220, "scripts/benchmarks/main.py", "cuda", *options)
 
 
 def _memcheck() -> Step:

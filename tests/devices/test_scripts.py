@@ -362,7 +362,7 @@ def planned() -> list[list[Fields]]:
 
 def test_what_matters_most_comes_first_and_what_measures_time_is_alone() -> None:
     names = [[each["name"] for each in group] for group in planned()]
-    first = ["slow streams", "storm", "large swaps", "hashing on the device", "benchmarks", "ceilings"]
+    first = ["slow streams", "storm", "large swaps", "hashing on the device", "benchmarks", "devices", "ceilings"]
     assert names[: len(first)] == [[name] for name in first]
     flat = [name for group in names for name in group]
     assert len(set(flat)) == len(flat)
@@ -371,9 +371,9 @@ def test_what_matters_most_comes_first_and_what_measures_time_is_alone() -> None
 
 
 def test_tests_beside_each_other_leave_processors_to_each_other() -> None:
-    commands = [each["command"][:2] for group in planned() for each in group if len(group) > 1]
+    commands = [each["command"] for group in planned() for each in group if len(group) > 1]
     assert len(commands) > 3
-    assert all(command == ["env", "OMP_NUM_THREADS=4"] for command in commands)
+    assert all("OMP_NUM_THREADS=4" in command for command in commands)
 
 
 BARE = """

@@ -77,12 +77,14 @@ def eager_answers(entry: Entry, model: nn.Module, device: str) -> list[Any]:
 @contextmanager
 def deterministic(device: str) -> Iterator[None]:
     """A block in which a GPU gives the same bits each time, where it can."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions with it are not near the CPU's
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def prove(

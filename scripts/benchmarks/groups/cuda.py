@@ -14,7 +14,6 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, gettempdir
-from threading import Event, Thread
 from typing import Any
 from unittest import mock
 
@@ -33,6 +32,8 @@ from weightswap_runtime.memory.device.torch_device import Accelerator
 
 COMMITS = 100  # for each round
 CALLS = 200  # for each percentile
+MORE_ROUNDS = 7  # of what is compared to within a hundredth
+PATIENCE = 30.0  # seconds to wait for another thread
 LARGER = 4  # times the size: fixed costs of a commit in place matter less there
 MUCH = 15e9  # bytes from which the goal holds: below, fixed costs matter
 PIECE = 1 << 30  # page-locked bytes that are copied again and again, as locking more takes seconds
@@ -61,7 +62,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
 
-    def measured(part: Callable[[str, int], Iterator[Row]]) -> Iterator[Row]:
+    for part in _parts(settings.megabytes * 1_000_000):
         try:
             yield from part(device, settings.rounds)
         except Exception as error:
@@ -69,20 +70,29 @@ def rows(settings: Settings) -> Iterator[Row]:
             errors.append(error.with_traceback(None))  # the error's frames would keep a model alive
         gc.collect()
         torch.accelerator.empty_cache()
-
-    yield from measured(_encoder)
-    nbytes = settings.megabytes * 1_000_000
-    with stored(nbytes) as large:
-        for part in (_in_place, _across, _staging, _commits, _from_host, _calls, _whole):
-            yield from measured(partial(part, large))
-    if lacks := _lacks(LARGER * nbytes):
-        print(f"skipped: the parts with {LARGER * nbytes / 1e9:.2f} GB, which need {lacks}", file=sys.stderr)
-    else:
-        with stored(LARGER * nbytes, pickling=False) as largest:
-            for part in (_in_place, _across, _swaps):
-                yield from measured(partial(part, largest))
     if errors:
         raise ExceptionGroup("the benchmarks on the accelerator", errors)
+
+
+def _parts(nbytes: int) -> Iterator[Callable[[str, int], Iterator[Row]]]:
+    """Yield what is measured, what matters most first: functions of a device and the number of rounds."""
+    yield _encoder
+    with stored(nbytes, pickling=False) as large:
+        yield from (partial(part, large) for part in (_in_place, _across, _staging, _commits))
+        yield from _larger_parts(LARGER * nbytes)
+        yield from (partial(part, large) for part in (_from_host, _calls, _whole))
+
+
+def _larger_parts(nbytes: int) -> Iterator[Callable[[str, int], Iterator[Row]]]:
+    if lacks := _lacks(nbytes):
+        yield partial(_not_measured, f"not measured with {nbytes / 1e9:.2f} GB, for lack of {lacks}")
+        return
+    with stored(nbytes, pickling=False) as larger:
+        yield from (partial(part, larger) for part in (_in_place, _across, _swaps))
+
+
+def _not_measured(what: str, _device: str, _rounds: int) -> Iterator[Row]:
+    yield Row(what, "", None, 0, goal=ONE_COPY)
 
 
 def _lacks(nbytes: int) -> str | None:
@@ -143,6 +153,16 @@ def _answered(function: Callable[[], object]) -> float:
     return seconds(work)
 
 
+def _asked(function: Callable[[], object]) -> float:
+    """Return the host's seconds for a call, the median of some blocks that are too short to fill the device's queue."""
+    torch.accelerator.synchronize()
+    blocks = []
+    for _ in range(20):
+        blocks.append(per_call(function, 5)())
+        torch.accelerator.synchronize()
+    return median(blocks)
+
+
 def opened(stored: Stored, device: str, **options: object) -> Model:
     model = load(stored.artifact, stored.versions[0].path, device=device, **options)  # type: ignore[arg-type]
     check(stored, model)
@@ -197,12 +217,12 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
     measures = {"stage": stage_and_ask, "copy": _copies(stored.nbytes, device), "on host": stage_hashing_on_host}
     timings = in_turn(measures, rounds)
+    check(stored, model)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"stage {stored.size}, digests by {' or '.join(sorted(hashers))}"
     peer = "page-locked copy_ to the device"
     yield compared(what, "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
     yield compared(what, "GB/s", rate["stage"], "digests by the host", rate["on host"])
-    check(stored, model)
 
 
 def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -215,8 +235,8 @@ def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         start = time.perf_counter()
         model.rollback()
         seen.append((time.perf_counter() - start) * 1e6)
-    yield spread(f"commit in double residency, the caller's time, {stored.size}", "us", seen, INSTANT)
     check(stored, model)
+    yield spread(f"commit in double residency, the caller's time, {stored.size}", "us", seen, INSTANT)
 
 
 def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -236,13 +256,14 @@ def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
 
         return settled(work)
 
-    timings = in_turn({"commit": commit, "copy": partial(settled, lambda: one.copy_(other))}, rounds)
+    measures = {"commit": commit, "copy": partial(settled, lambda: one.copy_(other))}
+    timings = in_turn(measures, max(rounds, MORE_ROUNDS))
+    check(stored, model)
     millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, staged in memory of the {' or '.join(sorted(kinds))}, {stored.size}"
     goal = ONE_COPY if stored.nbytes > MUCH else None
     yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], goal)
     yield spread(f"{what}: new calls could wait", "us", [second * 1e6 for second in held])
-    check(stored, model)
 
 
 def _across(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -260,27 +281,23 @@ def _across(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     def longest_across() -> float:
         staged = model.stage(next(paths))
         spans.clear()
-        with calling(call, 1):
-            while len(spans) < 3:
+        with calling(call, 1):  # which raises its error in the end
+            soon = time.perf_counter() + PATIENCE
+            while len(spans) < 3 and time.perf_counter() < soon:
                 time.sleep(0.001)
             begin = time.perf_counter()
             staged.commit()
             end = time.perf_counter()
         return max(stop - start for start, stop in spans if stop > begin and start < end)
 
-    measures = {
-        "across": longest_across,
-        "copy": partial(settled, lambda: one.copy_(other)),
-        "call": lambda: median(_answered(lambda: model(tokens)) for _ in range(20)),
-    }
-    timings = in_turn(measures, rounds)
-    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
-    both = [copy + call for copy, call in zip(millis["copy"], millis["call"], strict=True)]
-    what, peer = f"longest call across a commit in place, {stored.size}", "one copy_ on the device and one call"
-    yield compared(what, "ms", millis["across"], peer, both)
-    more = [across - least for across, least in zip(millis["across"], both, strict=True)]
-    yield spread(f"{what}, less {peer}", "ms", more, LITTLE_MORE)
+    measures = {"across": longest_across, "both": partial(settled, lambda: (one.copy_(other), model(tokens)))}
+    timings = in_turn(measures, max(rounds, MORE_ROUNDS))
     check(stored, model)
+    millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
+    what, peer = f"longest call across a commit in place, {stored.size}", "one copy_ on the device and one call"
+    yield compared(what, "ms", millis["across"], peer, millis["both"])
+    more = [across - least for across, least in zip(millis["across"], millis["both"], strict=True)]
+    yield spread(f"{what}, less {peer}", "ms", more, LITTLE_MORE)
 
 
 def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -296,10 +313,10 @@ def _from_host(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         return time.perf_counter() - start
 
     timings = in_turn({"commit": commit, "copy": _copies(stored.nbytes, device)}, rounds)
+    check(stored, model)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"commit in single residency, staged in memory of the {' or '.join(sorted(kinds))}, {stored.size}"
     yield compared(what, "GB/s", rate["commit"], "page-locked copy_ to the device", rate["copy"], FROM_THE_HOST)
-    check(stored, model)
 
 
 def _swaps(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -310,19 +327,18 @@ def _swaps(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         timings = in_turn(measures, rounds)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
     what = f"swap {stored.size}, double residency, digests by {' or '.join(sorted(hashers))}"
-    yield compared(what, "GB/s", rate["swap"], "page-locked copy_ to the device", rate["copy"], IN_SECONDS)
     check(stored, model)
+    yield compared(what, "GB/s", rate["swap"], "page-locked copy_ to the device", rate["copy"], IN_SECONDS)
 
 
 def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """Measure from a path to served weights; the plain way is done when they are copied over the served ones."""
     model, paths, first = opened(stored, device), paths_of(stored), stored.versions[0]
-    with torch.no_grad():
-        eager = Stack(stored.nbytes).eval().to(device)
+    with torch.no_grad(), torch.device(device):
+        eager = Stack(stored.nbytes).eval()
     plain = "load_state_dict(load_file())"
     peers: dict[str, Callable[[], object]] = {
         plain: lambda: eager.load_state_dict(safetensors.torch.load_file(first.path)),
-        "load_state_dict(torch.load())": lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True)),
     }
     if device == "cuda":  # safetensors loads to no other accelerator
         load_first = partial(safetensors.torch.load_file, first.path, device=device)
@@ -330,11 +346,11 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     measures = {"swap": lambda: settled(lambda: model.swap(next(paths)))}
     measures |= {name: partial(settled, work) for name, work in peers.items()}
     timings = in_turn(measures, rounds)
+    check(stored, model)
     millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
     for name in peers:
         goal = FOUR_TIMES if name == plain else None
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name], goal)
-    check(stored, model)
 
 
 def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
@@ -345,20 +361,20 @@ def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         timings = [_answered(lambda: model(tokens)) for _ in range(CALLS)]
         return percentile(timings, 0.99)
 
+    stagings: list[float] = []
+
     def slowest_while_staging() -> float:
-        stop = Event()
+        begun = len(stagings)
 
         def stage() -> None:
-            while not stop.is_set():
-                model.stage(next(paths)).discard()
+            model.stage(next(paths)).discard()
+            stagings.append(time.perf_counter())
 
-        thread = Thread(target=stage)
-        thread.start()
-        try:
+        with calling(stage, 1):
+            soon = time.perf_counter() + PATIENCE
+            while len(stagings) == begun and time.perf_counter() < soon:  # the first one may allocate
+                time.sleep(0.001)
             return slowest()
-        finally:
-            stop.set()
-            thread.join()
 
     timings = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
     micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
@@ -390,7 +406,7 @@ def _encoder(device: str, rounds: int) -> Iterator[Row]:
             return call
 
         calls = {"eager": settled(eager)} | {name: settled(model) for name, model in models.items()}
-        asking = {f"{name}, asking": per_call(partial(model, on_device), 50) for name, model in models.items()}
+        asking = {f"{name}, asking": partial(_asked, partial(model, on_device)) for name, model in models.items()}
         timings = in_turn({name: per_call(call, 50) for name, call in calls.items()} | asking, rounds)
     micros = {name: [second * 1e6 for second in values] for name, values in timings.items()}
     for name in models:
