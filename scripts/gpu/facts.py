@@ -1,4 +1,4 @@
-"""Writes facts about the machine and its software to a JSON file. Exits with 1 if torch finds no GPU.
+"""Writes facts about the machine and its software to a JSON file. Exits with NO_GPU if torch finds none.
 
 They are read while the GPU works, as an idle one lowers its clocks and its link's generation.
 """
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from steps import NO_GPU
 
 ASKED = {
     "driver": ("driver_version",),
@@ -33,7 +35,7 @@ def main(path: Path) -> int:
     imported = time.perf_counter()
     if not torch.cuda.is_available():
         print("scripts/test_cuda needs a GPU, but torch finds none here", file=sys.stderr)
-        return 1
+        return NO_GPU
     x = torch.zeros(256, 256, device="cuda")
     (x @ x).sum().item()  # loads what the first kernels need
     started = time.perf_counter()
@@ -78,8 +80,10 @@ def _smi(torch) -> dict[str, str]:  # type: ignore[no-untyped-def]
 
 def _first_touch() -> float:
     """Return the seconds in which a GB of new memory is written: files of the benchmarks are such memory."""
+    memory = mmap.mmap(-1, 10**9)
+    first = ctypes.c_char.from_buffer(memory)
     start = time.perf_counter()
-    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 10**9))), 0, 10**9)
+    ctypes.memset(ctypes.addressof(first), 0, len(memory))
     return time.perf_counter() - start
 
 

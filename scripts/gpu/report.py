@@ -51,11 +51,16 @@ def _steps(results: Sequence[Result]) -> str:
         if result.step.tests and not known and result.state not in (LEFT_OUT, "skipped"):
             cells[3] = "all"
         seconds = f"{result.seconds:.0f}" if result.seconds else ""
-        detail = ", in ".join([result.detail, *result.outcomes.running]).removeprefix(", ")
+        detail = ", ".join(filter(None, [result.detail, _in(result.outcomes.running)]))
         rows.append((result.step.name, _state(result), *cells, seconds, detail))
     rows.append(("", "", *map(str, sums), "", ""))
     heads = ("step", "result", "tests passed", "failed", "skipped", NOT_REACHED, "seconds", "")
     return _table(heads, rows)
+
+
+def _in(names: Sequence[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"in {names[0]}{others}" if names else ""
 
 
 def _state(result: Result) -> str:

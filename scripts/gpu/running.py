@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import outcomes
-from steps import Step
+from steps import NO_GPU, Step
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0  # seconds from the first signal to the second: pytest needs some to end a test that waits for the device
@@ -77,16 +77,16 @@ class Run:
         """Run group after group. The steps' processes end with this one."""
         waiting = iter(self.results)
         for group in self.groups:
-            started: list[_Process] = []
+            processes: list[_Process] = []
             try:
                 for result in [next(waiting) for _ in group]:
-                    started += _started(result, self.end)
-                self._wait(started)
+                    processes += _started(result, self.end)
+                self._wait(processes)
             except BaseException:
-                for process in started:
+                for process in processes:
                     process.kill()
                 raise
-            if any(result.state == "failed" and result.step.vital for result in self.results):
+            if any(process.code == NO_GPU for process in processes):
                 return
 
     def _wait(self, running: list[_Process]) -> None:
@@ -162,14 +162,17 @@ class _Process:
                 process_group=0,
             )
 
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
     def ended(self) -> bool:
         """Return whether the process has ended. Interrupt it at its limit, and kill it after `GRACE`."""
         now = time.monotonic()
         self._result.seconds = now - self._start
-        code = self._process.poll()
-        if code is not None:
+        if self.code is not None:
             self._signal(signal.SIGKILL)  # ends remaining processes of its group
-            self._judge(code)
+            self._judge(self.code)
             return True
         if not self._interrupted_at and now > self._start + self._limit:
             self._interrupted_at = now

@@ -29,13 +29,15 @@ install "$site" "$@" || for wheel in "$@"; do install "$site" "$wheel" || echo "
 """
 
 
+NO_GPU = 69  # exit code of a step after which nothing else can pass; a step that fails in another way stops nothing
+
+
 @dataclass(frozen=True)
 class Step:
     """A command with its limit in seconds, from its own start.
 
     needs: distributions with their least versions, and files; without one of them the step is skipped. only_with:
     distributions without which it cannot pass on this machine, and is left out. tests: pytest runs it.
-    vital: if it fails, the run ends.
     """
 
     name: str
@@ -44,12 +46,11 @@ class Step:
     needs: tuple[str, ...] = LIBRARY
     only_with: tuple[str, ...] = ()
     tests: bool = False
-    vital: bool = False
 
 
 def first_steps(out: Path, site: Path, wheels: Sequence[Path]) -> list[Step]:
     """Return what comes before all else: the first import of torch, and meanwhile wheels are installed in `site`."""
-    facts = Step("facts", (sys.executable, "scripts/gpu/facts.py", str(out / "facts.json")), 120, (), vital=True)
+    facts = Step("facts", (sys.executable, "scripts/gpu/facts.py", str(out / "facts.json")), 120, ())
     command = ("bash", "-c", INSTALL, sys.executable, str(site), *map(str, wheels))
     return [facts, *([Step("packages", command, 60, ())] if wheels else [])]
 

@@ -160,13 +160,14 @@ def suite(folder: Path, name: str, names: str, *options: str, limit: float = 30)
     return {"name": name, "command": command, "limit": limit, "needs": (), "tests": True}
 
 
-def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
-    code, report = Running(tmp_path, [step("one")], first=[step("facts", "sleep 60", 1, vital=True)]).end()
-    assert (code, states(report)) == (1, {"facts": "**ended**", "one": "passed"})
+def test_facts_that_are_late_or_fail_keep_nothing_from_running(tmp_path: Path) -> None:
+    for late, state in ((step("facts", "sleep 60", 1), "ended"), (step("facts", "kill -SEGV $$"), "failed")):
+        code, report = Running(tmp_path, [step("one")], first=[late]).end()
+        assert (code, states(report)) == (1, {"facts": f"**{state}**", "one": "passed"})
 
 
-def test_without_its_vital_step_nothing_runs(tmp_path: Path) -> None:
-    first = [step("facts", "echo no GPU here; exit 1", vital=True), step("packages")]
+def test_without_a_gpu_nothing_else_runs(tmp_path: Path) -> None:
+    first = [step("facts", "echo no GPU here; exit 69"), step("packages")]
     code, report = Running(tmp_path, [step("one")], first=first).end()
     assert (code, states(report)) == (1, {"facts": "**failed**", "packages": "passed", "one": "**not reached**"})
     assert "```\nno GPU here\n```" in report
