@@ -25,6 +25,7 @@ ASKED = {
     "PCIe at most (generation, lanes)": ("pcie.link.gen.max", "pcie.link.width.max"),
     "power at work and at most, W": ("power.draw", "power.limit"),
 }
+SMI_LIMIT = 20.0  # seconds
 WORK = 3_000_000_000  # cycles: more than a second
 
 
@@ -68,7 +69,10 @@ def _smi(torch) -> dict[str, str]:  # type: ignore[no-untyped-def]
     torch.cuda._sleep(WORK)
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            late = time.perf_counter() + SMI_LIMIT
             while process.poll() is None:
+                if time.perf_counter() > late:
+                    process.kill()
                 with torch.cuda.stream(stream):
                     there.copy_(locked, non_blocking=True)
                 stream.synchronize()

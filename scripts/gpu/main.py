@@ -23,9 +23,15 @@ SETS = 4  # times SIZE_MB: files of the benchmarks, which measure nothing larger
 def main() -> int:
     """Return 0 if every step has passed that can pass here."""
     end = time.monotonic() + float(os.environ.get("TIME_S", "470"))
-    options = _parser().parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parser = _parser()
+    options = parser.parse_args()
+    chosen = list(filter(None, options.steps.split(",")))
     out = options.folder.resolve()
+    groups = all_steps(out)
+    known = [step.name for group in groups for step in group]
+    if unknown := set(chosen) - set(known):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
     for name in FIGURES:  # those of an earlier run
         (out / name).unlink(missing_ok=True)
@@ -33,8 +39,8 @@ def main() -> int:
         site = Path(folder, "site")
         _prepare(site)
         wheels = sorted((ROOT / os.environ.get("WHEELS", ".whl")).glob("*.whl"))
-        selected = [[step for step in group if _is_selected(step.name, options.steps)] for group in all_steps(out)]
-        run = Run([first_steps(out, site, wheels), *selected], Path(folder), out, end)
+        groups = [[step for step in group if step.name in (chosen or known)] for group in groups]
+        run = Run([first_steps(out, site, wheels), *groups], Path(folder), out, end)
         run.report = partial(report.write, out, run.results)
         try:
             run.report()
@@ -53,10 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", default="", help="the names of some, with commas; else all")
     return parser
-
-
-def _is_selected(name: str, names: str) -> bool:
-    return not names or name in names.split(",")
 
 
 def _prepare(site: Path) -> None:

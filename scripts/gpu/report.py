@@ -24,7 +24,7 @@ def write(out: Path, results: Sequence[Result]) -> None:
 
 def _text(out: Path, results: Sequence[Result]) -> str:
     parts = ["# A run on a GPU", _steps(results)]
-    for title, names in (("Failed", _failed(results)), ("Running", _running(results))):
+    for title, names in (("Failed", _failed(results)), ("Begun and not ended", _running(results))):
         if names:
             parts += [f"## {title}", "\n".join(f"- `{name}`" for name in names[:MOST_NAMED])]
     if facts := _json(out / "facts.json"):
@@ -72,7 +72,7 @@ def _failed(results: Sequence[Result]) -> list[str]:
 
 
 def _running(results: Sequence[Result]) -> list[str]:
-    """Return the tests that had begun and not ended, whether they still run or were ended with their step."""
+    """Return the tests that still run, or were ended with their step."""
     return [name for result in results for name in result.outcomes.running]
 
 

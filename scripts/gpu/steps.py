@@ -85,12 +85,13 @@ def all_steps(out: Path) -> list[list[Step]]:
     ]
 
 
-def _tests(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
+def _tests(name: str, limit: float, *arguments: str) -> Step:
     """Return a step with the tests that are marked `cuda` in some files."""
-    return Step(name, (*ENVIRONMENT, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
+    return Step(name, (*ENVIRONMENT, *PYTEST, *arguments), limit, TESTS, tests=True)
 
 
-def _beside(name: str, limit: float, *arguments: str, only_with: tuple[str, ...] = ()) -> Step:
+def _beside(name: str, limit: float, *arguments: str, only_with: tuple[str, ...]) -> Step:
+    """Return a step with tests that run beside others."""
     return Step(name, (*ENVIRONMENT, FEW_THREADS, *PYTEST, *arguments), limit, TESTS, only_with, tests=True)
 
 

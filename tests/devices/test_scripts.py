@@ -206,7 +206,7 @@ def test_every_test_has_its_place_in_the_report(tmp_path: Path) -> None:
     assert hung[6] == "with the run, in test_suite.py::test_hangs"
     failed = "\n".join(f"- `test_suite.py::test_{name}`" for name in ("fails", "of_a_broken_setup", "of_a_broken_end"))
     assert f"## Failed\n\n{failed}\n" in report
-    assert "## Running\n\n- `test_suite.py::test_dies`\n- `test_suite.py::test_hangs`\n" in report
+    assert "## Begun and not ended\n\n- `test_suite.py::test_dies`\n- `test_suite.py::test_hangs`\n" in report
 
 
 def test_tests_of_several_workers_are_counted_once(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_steps_of_a_group_run_beside_each_other_each_within_its_own_limit(tmp_pa
 def test_results_are_reported_as_they_come(tmp_path: Path) -> None:
     running = Running(tmp_path, [suite(tmp_path, "some", "passes or hangs")])
     running.wait_for("| some | **running** | 1 | 0 | 0 | 1 |")
-    running.wait_for("## Running\n\n- `test_suite.py::test_hangs`")
+    running.wait_for("## Begun and not ended\n\n- `test_suite.py::test_hangs`")
     running.process.terminate()
     running.end()
 
@@ -299,6 +299,14 @@ def test_an_interrupted_run_ends_its_processes(tmp_path: Path) -> None:
 def test_some_steps_alone_are_run_if_they_are_named(tmp_path: Path) -> None:
     code, report = Running(tmp_path, [step("one"), step("two", "exit 1")], steps="one").end()
     assert (code, states(report)) == (0, {"one": "passed"})
+
+
+def test_a_step_that_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
+    process = Running(tmp_path, [step("one"), step("slow streams")], steps="one,slow stream").process
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said.endswith("error: no step is called slow stream; there are one, slow streams\n")
+    assert not (tmp_path / "report").exists()
 
 
 def test_figures_are_tables_of_the_report_as_far_as_they_were_measured(tmp_path: Path) -> None:

@@ -136,10 +136,9 @@ def test_a_call_after_a_commit_waits_for_late_copies(
         staged = model.stage(files.files[served])
         thread = threading.Thread(target=staged.commit)
         thread.start()
-        while (
-            model.generation != generation and thread.is_alive()
-        ):  # from here on calls have the new weights, which are on their way
+        while model.generation != generation and thread.is_alive():
             time.sleep(0.0002)
+        # from here on calls have the new weights, which are on their way
         output = delayed.call(0)
         thread.join()
         assert delayed.numbers(output) == [served]

@@ -314,6 +314,24 @@ def test_what_needs_a_gpu_says_so(group: str, tmp_path: Path) -> None:
     assert done.stderr.strip() == f"scripts/bench {group} needs a GPU, but torch finds none here"
 
 
+def test_what_there_is_no_room_for_is_a_goal_that_is_not_met() -> None:
+    program = """
+import json, torch
+from groups.cuda import _larger_parts
+from report import document, line, table
+torch.accelerator.get_memory_info = lambda: (0, 0)
+[part] = _larger_parts(16_000_000_000)
+rows = list(part("cuda", 1))
+table("cuda", rows)
+print(line(rows[0]))
+print(json.dumps(document({}, {}, {"cuda": rows})["rows"][0]["met"]))
+"""
+    done = python(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not measured with 16.00 GB, for lack of 67.2 GB of the device's memory")
+    assert done.stdout.endswith("\nfalse\n")
+
+
 def test_the_document_is_replaced_and_never_half_written(tmp_path: Path) -> None:
     """Others read it meanwhile."""
     program = f"""

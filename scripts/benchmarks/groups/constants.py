@@ -24,7 +24,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         raise SystemExit("scripts/bench constants needs a GPU, but torch finds none here")
     if lacks := _lacks():
         raise SystemExit(f"scripts/bench constants needs {lacks}")
-    with stored(settings.megabytes * 1_000_000) as large:
+    with stored(settings.megabytes * 1_000_000, pickling=False) as large:
         yield from _constants(large, "cuda", settings.rounds)
 
 
@@ -56,9 +56,9 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     measures = {"swap": lambda: settled(lambda: model.swap(next(paths)))}
     timings = in_turn(measures | {name: partial(settled, work) for name, work in peers.items()}, rounds)
     millis = {name: [second * 1e3 for second in values] for name, values in timings.items()}
+    check(stored, model)
     for name in peers:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
-    check(stored, model)
 
 
 def _lacks() -> str | None:
