@@ -76,7 +76,7 @@ def _smi(torch) -> dict[str, str]:  # type: ignore[no-untyped-def]
                 with torch.cuda.stream(stream):
                     there.copy_(locked, non_blocking=True)
                 stream.synchronize()
-            values = iter(process.communicate()[0].strip().split(", "))
+            values = iter(filter(None, process.communicate()[0].strip().split(", ")))
     except OSError as error:
         return dict.fromkeys(ASKED, f"not known ({type(error).__name__})")
     return {name: ", ".join(next(values, "?") for _ in asked) for name, asked in ASKED.items()}
