@@ -21,6 +21,7 @@ from weightswap_runtime.engines.graphs.straight_line import compile_graph
 from weightswap_runtime.errors import ArtifactError, CaptureError
 from weightswap_runtime.format.signature import Dict, Items, Key, Node, Signature, Tuple, key_text, leaves, unflatten
 
+from .fixed_dtypes import fix_dtypes
 from .reopening import checked_archive
 
 _KEPT_METADATA = frozenset({"nn_module_stack"})
@@ -46,6 +47,7 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
 
 def program_archive(program: ExportedProgram) -> bytes:
     """Return the content of an archive for a program whose tensors have no values."""
+    fix_dtypes(program)
     program._example_inputs = None
     saved = io.BytesIO()
     with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes

@@ -17,13 +17,15 @@ from weightswap_runtime.errors import CaptureError
 
 from .programs import graphs
 
+Bodies = dict[str, Graph]
+
 
 def inline_operators(program: ExportedProgram) -> None:
     """Replace other packages' composed operators by torch's: a server need not have those packages."""
-    bodies: dict[str, Graph] = {}
+    bodies: Bodies = {}
     for module in graphs(program):
         for node in filter(_is_composed_operator, list(module.graph.nodes)):
-            _inline(node, bodies)
+            inline(node, bodies)
         module.recompile()
 
 
@@ -32,8 +34,11 @@ def _is_composed_operator(node: Node) -> bool:
     return isinstance(target, OpOverload) and target.namespace not in OF_TORCH and is_composed(target)
 
 
-def _inline(node: Node, bodies: dict[str, Graph]) -> None:
-    """Replace a node by the operator's body. `bodies` caches them by operator and types of its arguments."""
+def inline(node: Node, bodies: Bodies) -> list[Node]:
+    """Replace a node by its composed operator's body, and return the new nodes.
+
+    `bodies` caches them by operator and types of its arguments.
+    """
     inputs = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
     types = [_type(item.meta["val"]) for item in inputs]
     key = str((node.target, pytree.tree_map_only(Node, type, (node.args, node.kwargs)), types))
@@ -41,9 +46,11 @@ def _inline(node: Node, bodies: dict[str, Graph]) -> None:
     copies = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):
         results = node.graph.graph_copy(body, copies)
-    for item in copies.keys() - set(body.find_nodes(op="placeholder")):
-        copies[item].meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
-    _replace(node, results)
+    new = [copies[item] for item in body.nodes if item in copies and item.op != "placeholder"]
+    for item in new:
+        item.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+    _replace(node, results, new)
+    return new
 
 
 def _type(value: Any) -> Any:
@@ -60,16 +67,22 @@ def _body(node: Node, inputs: list[Node]) -> Graph:
         return target.decompose(*args, **kwargs)
 
     body: Graph = make_fx(run)(*(item.meta["val"] for item in inputs)).graph
+    body.eliminate_dead_code()  # sizes that the operator only looked at
     if body.find_nodes(op="get_attr"):
         raise CaptureError(f"{target} keeps a tensor of its own, which a graph cannot hold without its package")
     return body
 
 
-def _replace(node: Node, results: Any) -> None:
+def _replace(node: Node, results: Any, new: list[Node]) -> None:
+    """Replace a node by the results of its body, under the same names: the program's outputs are listed by name."""
     if isinstance(results, Node):
+        if results not in new:  # an argument
+            with node.graph.inserting_before(node):
+                results = node.graph.call_function(torch.ops.aten.alias.default, (results,))
+            results.meta = dict(node.meta)
         node.replace_all_uses_with(results)
+        results.name = node.name
     else:
         for user in list(node.users):  # each is a getitem
-            user.replace_all_uses_with(results[user.args[1]])
-            user.graph.erase_node(user)
+            _replace(user, results[user.args[1]], new)
     node.graph.erase_node(node)
