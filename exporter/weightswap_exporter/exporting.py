@@ -213,6 +213,8 @@ def _artifact(
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_leftovers(captured)
+    for text in dict.fromkeys(text for method in captured.values() for text in method.frozen):
+        warnings.warn(text, stacklevel=_STACKLEVEL - 1)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
         text = "these weights share memory but are not one tensor; after a swap they do not share it: "

@@ -15,11 +15,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.tensors import is_fake, named_tensors
+from weightswap_exporter.models.tensors import named_tensors
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.messages import listed
 
 from .composed import in_parts, name_parts
+from .frozen import frozen_weights
 from .inlining import inline_operators
 from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
@@ -28,9 +29,9 @@ from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
 from .views import arguments
 
-_OF_A_SKELETON = (
-    "In a skeleton, a call computes only what depends on no parameter; make other tensors in __init__, or export a "
-    "real model"
+_CREATED = (
+    "If it does not depend on weights, call the model once, then export; if it does, do not register it, but compute "
+    "it in each call"
 )
 
 
@@ -52,7 +53,8 @@ class MethodSpec:
 class Captured:
     """Program of a method. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
 
-    `leftovers` names attributes that a call changes and that no later call reads.
+    `leftovers` names attributes that a call changes and that no later call reads. `frozen` are texts about constants
+    that may follow from weights.
     """
 
     program: ExportedProgram
@@ -60,6 +62,7 @@ class Captured:
     dynamic_shapes: Any
     mutated: frozenset[str]
     leftovers: Leftovers
+    frozen: list[str]
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -84,13 +87,14 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
             check_seen(replaced, mutated)
         if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
             raise CaptureError(_problem_of(*leftovers))
+        frozen = frozen_weights(root, (args, kwargs), program, mutated)
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers)
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers, frozen)
 
 
 def _problem_of(tensors: list[str], numbers: list[str]) -> str:
@@ -190,10 +194,7 @@ def _no_new_tensors(root: nn.Module) -> Iterator[None]:
         for path, _, name in (fqn.rpartition(".") for fqn in new):
             delattr(root.get_submodule(path), name)
     if new:
-        raise CaptureError(
-            f"a call creates {listed(new)}, which the model did not have before: call the model once, then export"
-            + (f". {_OF_A_SKELETON}" if any(map(is_fake, tensors.values())) else "")
-        )
+        raise CaptureError(f"a call creates {listed(new)}, which the model did not have before. {_CREATED}")
 
 
 def training_operators(captured: Captured) -> set[str]:

@@ -140,7 +140,10 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     contiguous = tensor.is_contiguous()
     if not contiguous and not is_dense(shape, stride):
-        raise CaptureError(f"{name}: its elements overlap or leave gaps (stride {list(stride)}); make it .contiguous()")
+        raise CaptureError(
+            f"{name}: its elements overlap or leave gaps (stride {list(stride)}). If it is a view of a weight, take "
+            "the view in the call; otherwise make it .contiguous()"
+        )
     return NamedTensor(
         name=name,
         dtype=dtype_name(tensor.dtype, name),
@@ -182,8 +185,9 @@ def _graph_inputs(
 def _check_values(values: Mapping[str, torch.Tensor]) -> None:
     if empty := [name for name, value in values.items() if is_fake(value)]:
         raise CaptureError(
-            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
-            "compute buffers from real tensors, not from parameters."
+            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. What follows "
+            "from a skeleton's parameters changes with them: compute it in the call, or register it as a persistent "
+            "buffer."
         )
 
 
@@ -218,6 +222,6 @@ def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, to
     for name, value in values.items():
         if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):
             raise CaptureError(
-                f"{name}: is a view of the weight {weight}, and would keep its current values. Compute it in the "
-                "call, or give it memory of its own (.clone())."
+                f"{name}: is a view of the weight {weight}, and would keep its current values. Take the view in the "
+                "call."
             )

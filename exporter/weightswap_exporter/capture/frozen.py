@@ -1,0 +1,304 @@
+"""Constants that follow from weights: after a swap they would still be what followed from the old ones.
+
+A call may cache what it computes from weights, in attributes or non-persistent buffers. Once the cache is filled, a
+capture sees a constant. To find such a cache, it is emptied, and the model is called with its own weights and with
+others: what the calls fill it with differs. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.models.stand_ins import attributes_of, install, restored, tied, within
+from weightswap_exporter.models.tensors import is_fake, named_parameters, named_tensors, persistent_buffers
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+
+from .programs import graph_inputs
+from .views import memory
+
+_ABSENT = object()
+_LITERAL = torch.ops.aten.lift_fresh_copy.default  # of the numbers in a `torch.tensor([...])`
+_WRITTEN = 9  # characters of the longest number that people write down
+_TELLING = 8  # different values from which the origin of a tensor can be told
+_SEARCHED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_SEED = 7_062_013
+_AT_ONCE = 1 << 22  # values of a weight
+
+
+def frozen_weights(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> list[str]:
+    """Return texts about constants that may follow from weights. Raises CaptureError for those that do.
+
+    inputs: args and kwargs of a call. mutated: buffers that a call changes, which are state. A skeleton has no such
+    constants: its parameters have no values to follow from.
+    """
+    tensors = named_tensors(root)
+    if any(map(is_fake, tensors.values())):
+        return []
+    loaded = named_parameters(root) | persistent_buffers(root)
+    weights = {name: tensor for name, tensor in tensors.items() if name in loaded}
+    changing = (tensor for name, tensor in tensors.items() if name in loaded or name in mutated)
+    constants = _constants(program, {item for tensor in changing for item in memory(tensor)})
+    trials = _Trials(root, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
+    places = list(trials.places())
+    found = {path for group in _groups(places) for path in trials.followers(group)}
+    if found:
+        raise CaptureError(
+            f"{listed(sorted(found))}: computed from weights before the export, and would stay the same when a swap "
+            "changes them. If calls compute it, empty that cache, or export a model that has not been called; if not, "
+            "compute it in the call, or register it as a persistent buffer, which belongs to checkpoints"
+        )
+    held = {item for place in places for _, value in _within(place) for item in memory(value)}
+    return [*_outside(type(root).__qualname__, constants, held), *_alike(constants, weights)]
+
+
+class _Place(NamedTuple):
+    """An attribute or buffer of a module: the dict that has it, its key there, its path, and the module's class."""
+
+    owner: dict[str, Any]
+    key: str
+    path: str
+    kind: type
+
+
+Constants = dict[str, tuple[Node, torch.Tensor]]
+
+
+def _constants(program: ExportedProgram, changing: Collection[int]) -> Constants:
+    """Return the constants that a program reads, with their placeholders, except numbers in the code.
+
+    changing: storages of weights and state.
+    """
+    constants = {}
+    for node, spec in graph_inputs(program):
+        name = str(spec.target)
+        value = program.constants.get(name)
+        is_literal = {user.target for user in node.users} <= {_LITERAL}
+        if isinstance(value, torch.Tensor) and memory(value).isdisjoint(changing) and not is_literal:
+            constants[name] = (node, value)
+    return constants
+
+
+def _within(place: _Place) -> Iterator[tuple[str, Any]]:
+    return within("", place.owner.get(place.key))
+
+
+def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
+    """Return the places of each class and name together: one module may read the cache that another fills."""
+    groups: dict[Any, list[_Place]] = {}
+    for place in places:
+        groups.setdefault((place.kind, place.key), []).append(place)
+    return groups.values()
+
+
+class _Trial(NamedTuple):
+    """What a call has left in places, by path, and what it has returned."""
+
+    left: dict[str, Any]
+    returned: Any
+
+
+class _Trials:
+    """Calls of a model whose caches have been emptied."""
+
+    def __init__(
+        self, root: nn.Module, inputs: Any, weights: Mapping[str, torch.Tensor], storages: Collection[int]
+    ) -> None:
+        """storages: those of the program's constants."""
+        self._root, self._inputs, self._weights = root, inputs, weights
+        self._storages = set(storages)
+
+    def places(self) -> Iterator[_Place]:
+        """Yield what holds constants, or numbers that nobody has written down."""
+        own = vars(nn.Module()).keys()
+        for path, module in self._root.named_modules():
+            prefix = f"self.{path}." if path else "self."
+            buffers, attributes = module._buffers, vars(module)
+            for owner, keys in (buffers, module._non_persistent_buffers_set), (attributes, attributes.keys() - own):
+                for key in sorted(keys):
+                    place = _Place(owner, key, prefix + key, type(module))
+                    if any(self._is_suspect(value) for _, value in _within(place)):
+                        yield place
+
+    def _is_suspect(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return not memory(value).isdisjoint(self._storages)
+        return type(value) is float and not _is_written(value)
+
+    def followers(self, places: list[_Place]) -> list[str]:
+        """Return the paths of what calls fill with values that follow from weights."""
+        held = [(place.path + path, value) for place in places for path, value in _within(place)]
+        if graded := [path for path, value in held if self._is_suspect(value) and getattr(value, "grad_fn", None)]:
+            return graded
+        for empty in (self._none, self._absent, self._all_none, None):
+            filled = self._run(places, {}, empty)
+            if filled is None or not filled.left:
+                continue
+            others = {name: _others(value) for name, value in self._weights.items()}
+            refilled = self._run(places, tied(self._root, others), empty)
+            if refilled is None:
+                continue
+            paths = [path for path, bits in filled.left.items() if refilled.left.get(path) != bits]
+            numbers = [path for path in paths if isinstance(filled.left[path], float)]
+            changed = self._run(places, {}, self._moved) if numbers else None
+            # a number may only be noted by calls, and read by none
+            return paths if changed is None or changed.returned != filled.returned else sorted({*paths} - {*numbers})
+        return []
+
+    def _run(
+        self, places: list[_Place], tensors: Mapping[str, torch.Tensor], change: Callable[[Any], Any] | None
+    ) -> _Trial | None:
+        """Call the model with other tensors after a change of the leaves in places; None if the call fails.
+
+        change: None puts None into the places.
+        """
+        root = self._root
+        buffers = {
+            name: value.detach().clone()
+            for name, value in root.named_buffers(remove_duplicate=False)
+            if not self._is_suspect(value)
+        }
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self._inputs)
+        paths = [(place, path) for place in places for path, value in _within(place) if self._is_suspect(value)]
+        with restored(root), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            install(root, {**buffers, **tensors})
+            copies: dict[int, Any] = {}
+            for place in places:
+                value = _changed(place.owner[place.key], change, copies) if change else None
+                _put(place.owner, place.key, value)
+            try:
+                returned = root(*args, **kwargs)
+            except Exception:  # it was no cache
+                return None
+            left = {place.path + path: _bits(dict(_within(place)).get(path)) for place, path in paths}
+        return _Trial(
+            {path: bits for path, bits in left.items() if bits is not None},
+            list(map(_bits, pytree.tree_leaves(returned))),
+        )
+
+    def _none(self, value: Any) -> Any:
+        return None if self._is_suspect(value) else value
+
+    def _absent(self, value: Any) -> Any:
+        return _ABSENT if self._is_suspect(value) else value
+
+    def _all_none(self, value: Any) -> Any:
+        return None if isinstance(value, torch.Tensor | int | float | str) else value
+
+    def _moved(self, value: Any) -> Any:
+        return value * 1.5 + 1 if isinstance(value, float) and self._is_suspect(value) else value
+
+
+def _is_written(number: float) -> bool:
+    """Return whether people may write down a number, or compute it from such a number, as in `size ** -0.5`."""
+    powers = (number, 1 / number, number**2, number**-2) if number else (number,)
+    return any(len(repr(round(power, 9))) <= _WRITTEN for power in powers)
+
+
+def _changed(value: Any, change: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
+    """Return a copy of a value with its leaves changed. `copies` has those of containers and objects, which may be
+    shared, by id.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, tuple):
+        items = [item for item in (_changed(item, change, copies) for item in value) if item is not _ABSENT]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    attributes = attributes_of(value)
+    if attributes is None and not isinstance(value, dict | list | deque):
+        return change(value)
+    copies[id(value)] = new = copy.copy(value)
+    if isinstance(value, list | deque):
+        new.clear()
+        new.extend(item for item in (_changed(item, change, copies) for item in value) if item is not _ABSENT)
+        return new
+    for key, item in (value if attributes is None else attributes).items():
+        _put(new if attributes is None else vars(new), key, _changed(item, change, copies))
+    return new
+
+
+def _put(owner: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is _ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
+def _others(value: torch.Tensor) -> torch.Tensor:
+    """Return other values of a weight; the same for integers, which may be indices."""
+    if not value.is_floating_point() and not value.is_complex():
+        return value.detach()
+    wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+    # not a seed that the weights themselves are likely to come from
+    random = torch.rand(value.shape, generator=torch.Generator().manual_seed(_SEED))
+    return (wide * (1 + random) + random / 8).to(value.dtype)
+
+
+def _bits(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape), bytes(tensor_bytes(value))) if isinstance(value, torch.Tensor) else value
+
+
+def _outside(model: str, constants: Constants, held: Collection[int]) -> Iterator[str]:
+    """Yield texts about constants that are held by nothing that the model has. model: the name of its class."""
+    for name, (node, value) in constants.items():
+        if name.startswith("lifted_tensor") and memory(value).isdisjoint(held):
+            stack = next(iter(node.users)).meta.get("nn_module_stack") or {"": ("", "")}
+            module = next(reversed(stack.values()))[0] or model
+            yield (
+                f"{module} reads a tensor of the shape {list(value.shape)} that is in no attribute, but in a global, a "
+                "closure or a function's cache, and a swap does not change it. If it was computed from weights, empty "
+                "that cache before the export"
+            )
+
+
+def _alike(constants: Constants, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield texts about constants whose values are those of a weight, or ordered as those are."""
+    for name, (_, value) in constants.items():
+        if _tells(value) and (weight := next((key for key, other in weights.items() if _is_alike(value, other)), None)):
+            yield (
+                f"{name} has values that follow from the weight {weight}, it seems, and a swap does not change them. "
+                "Compute it in the call, or register it as a persistent buffer"
+            )
+
+
+def _tells(value: torch.Tensor) -> bool:
+    """Return whether values are many, and not in an order that tables have."""
+    flat = value.detach().flatten()
+    return value.dtype in _SEARCHED and not _is_sorted(flat) and len(torch.unique(flat)) >= _TELLING
+
+
+def _is_sorted(flat: torch.Tensor) -> bool:
+    return bool((flat.diff() >= 0).all() or (flat.diff() <= 0).all())
+
+
+def _is_alike(value: torch.Tensor, weight: torch.Tensor) -> bool:
+    if weight.dtype not in _SEARCHED:
+        return False
+    one, other = value.detach().flatten(), weight.detach().flatten()
+    if len(one) == len(other) and _is_sorted(one[other.argsort()]):
+        return True
+    values = torch.unique(one)
+    return _all_among(values, other) and not _all_among(torch.nextafter(values, values + 1), other)
+
+
+def _all_among(values: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a weight has all of these sorted values."""
+    sought, found = values.double(), torch.zeros(len(values), dtype=torch.bool)
+    for part in torch.split(weight, _AT_ONCE):
+        numbers = part.double()
+        index = torch.searchsorted(sought, numbers).clamp(max=len(sought) - 1)
+        found[index[sought[index] == numbers]] = True
+    return bool(found.all())

@@ -1,0 +1,387 @@
+"""What follows from weights is no constant: caches that earlier calls have filled are found, and refused by name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.setups import equal
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_runtime import CaptureError, load
+
+# of torch, which looks for a gradient in each attribute
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+X = torch.linspace(-1, 1, 16)
+
+
+class Scaled(nn.Module):
+    """Multiplies by what `get` computes from the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16) + 0.5)
+        self.prepare()
+
+    def prepare(self) -> None:
+        self.cache: Any = None
+
+    def computed(self) -> torch.Tensor:
+        return (self.weight * 2 + 1).detach()
+
+    def get(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.get()
+
+
+class Attribute(Scaled):
+    def get(self) -> Any:
+        if self.cache is None:
+            self.cache = self.computed()
+        return self.cache
+
+
+class WithGradients(Scaled):
+    def get(self) -> Any:
+        if self.cache is None:
+            self.cache = self.weight * 2
+        return self.cache
+
+
+class Entry(Scaled):
+    def prepare(self) -> None:
+        self.cache = {}
+
+    def get(self) -> Any:
+        if self.weight.device not in self.cache:
+            self.cache[self.weight.device] = self.computed()
+        return self.cache[self.weight.device]
+
+
+class Listed(Scaled):
+    def prepare(self) -> None:
+        self.cache = []
+
+    def get(self) -> Any:
+        if not self.cache:
+            self.cache.append(self.computed())
+        return self.cache[0]
+
+
+class Pair(Scaled):
+    def get(self) -> Any:
+        if self.cache is None:
+            self.cache = ("computed", self.computed())
+        return self.cache[1]
+
+
+class Versioned(Scaled):
+    def prepare(self) -> None:
+        self.cache = (None, None)
+
+    def get(self) -> Any:
+        if self.cache[0] != self.weight._version:
+            self.cache = (self.weight._version, self.computed())
+        return self.cache[1]
+
+
+class Holder:
+    value: Any = None
+
+
+class Held(Scaled):
+    def prepare(self) -> None:
+        self.cache = Holder()
+
+    def get(self) -> Any:
+        if self.cache.value is None:
+            self.cache.value = self.computed()
+        return self.cache.value
+
+
+class Property(Scaled):
+    @functools.cached_property
+    def doubled(self) -> torch.Tensor:
+        return self.computed()
+
+    def get(self) -> Any:
+        return self.doubled
+
+
+class LateBuffer(Scaled):
+    def prepare(self) -> None:
+        self.register_buffer("late", None, persistent=False)
+
+    def get(self) -> Any:
+        if self.late is None:
+            self.late = self.computed()
+        return self.late
+
+
+class Integers(Scaled):
+    def get(self) -> Any:
+        if self.cache is None:
+            self.cache = self.computed().argsort()
+        return self.cache
+
+
+class Number(Scaled):
+    def get(self) -> Any:
+        if self.cache is None:
+            self.cache = 1 / self.weight.abs().max().item()
+        return self.cache
+
+
+class TwoLayers(nn.Module):
+    """One module fills the cache that another reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared: dict[str, torch.Tensor] = {}
+        self.first, self.second = Shared(shared), Shared(shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Shared(nn.Module):
+    def __init__(self, shared: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16))
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "first" not in self.shared:
+            self.shared["first"] = self.weight.detach().exp()
+        return x * self.shared["first"]
+
+
+CACHES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attribute": (Attribute, r"self\.cache"),
+    "with gradients": (WithGradients, r"self\.cache"),
+    "entry of a dict": (Entry, r"self\.cache\[device\(type='cpu'\)\]"),
+    "item of a list": (Listed, r"self\.cache\[0\]"),
+    "tuple": (Pair, r"self\.cache\[1\]"),
+    "with a version": (Versioned, r"self\.cache\[1\]"),
+    "attribute of an object": (Held, r"self\.cache\.value"),
+    "cached_property": (Property, r"self\.doubled"),
+    "buffer": (LateBuffer, r"self\.late"),
+    "integers": (Integers, r"self\.cache"),
+    "number": (Number, r"self\.cache"),
+    "nested": (lambda: nn.Sequential(nn.Identity(), Attribute()), r"self\.1\.cache"),
+    "shared": (TwoLayers, r"self\.first\.shared\['first'\], self\.second\.shared\['first'\]"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_filled_cache_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    build, path = CACHES[name]
+    model = build().eval()
+    expected = model(X)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=f"method 'forward': {path}: computed from weights before the export"):
+        export(model, (X,), out=tmp_path / "a")
+    assert equal(model(X), expected)
+    assert equal(dict(model.state_dict()), before)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name", sorted(CACHES.keys() - {"buffer"}))
+@pytest.mark.filterwarnings("ignore:a call leaves tensors:UserWarning", "ignore:a call changes:UserWarning")
+def test_the_advice_leads_to_right_numbers(name: str, tmp_path: Path) -> None:
+    """Export a model that has not been called."""
+    build, _ = CACHES[name]
+    other = build().eval()
+    try:
+        export(build().eval(), (X,), out=tmp_path / "a")
+    except CaptureError:  # torch cannot capture a number that depends on values
+        assert name == "number"
+        return
+    served = load(tmp_path / "a", pack(other.state_dict(), tmp_path / "a", out=tmp_path / "v.safetensors").path)
+    assert equal(served(X), other(X).detach())
+
+
+def test_a_buffer_that_a_call_makes_of_weights(tmp_path: Path) -> None:
+    """The first advice ends in a refusal, the second in a right graph."""
+    model = LateBuffer().eval()
+    with pytest.raises(CaptureError, match=r"a call creates late.*if it does, do not register it, but compute it"):
+        export(model, (X,), out=tmp_path / "a")
+    model(X)
+    with pytest.raises(CaptureError, match=r"self\.late: computed from weights"):
+        export(model, (X,), out=tmp_path / "a")
+
+
+def test_each_method_is_looked_through(tmp_path: Path) -> None:
+    class Two(Attribute):
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = Two().eval()
+    model(X)
+    methods = {"plain": MethodSpec("plain", (X,)), "scaled": MethodSpec("forward", (X,))}
+    with pytest.raises(CaptureError, match=r"method 'scaled': self\.cache"):
+        export(model, methods=methods, out=tmp_path / "a")
+    export(model, methods={"plain": methods["plain"]}, out=tmp_path / "a")
+
+
+class Legitimate(Scaled):
+    """Constants, caches and numbers that follow from no weight, and a number that calls only note."""
+
+    def prepare(self) -> None:
+        self.register_buffer("table", torch.rand(16), persistent=False)
+        self.plain = torch.arange(16.0).sin()
+        self.cache = {}
+        self.size = 16**-0.5
+        self.momentum = 0.1234567891234
+        self.seen = 0.0
+
+    def get(self) -> Any:
+        if "mask" not in self.cache:
+            self.cache["mask"] = torch.rand(16) * self.table
+        return self.weight * self.cache["mask"] * self.plain * torch.tensor([0.1234567, 0.5] * 8) * self.size
+
+
+def test_other_constants_are_none_of_its_business(tmp_path: Path) -> None:
+    model = Legitimate().eval()
+    expected = model(X)
+    with torch.no_grad():
+        model.seen = (model.weight.sum() * 0.37).item()
+    export(model, (X,), out=tmp_path / "a")
+    served = load(tmp_path / "a", pack(model, tmp_path / "a", out=tmp_path / "v.safetensors").path)
+    assert equal(served(X), expected.detach())
+
+
+TABLE: dict[str, torch.Tensor] = {}
+
+
+class Global(Scaled):
+    def get(self) -> Any:
+        return TABLE.setdefault(str(id(self)), self.computed())
+
+
+class Memoised(Scaled):
+    @functools.lru_cache  # noqa: B019
+    def doubled(self) -> torch.Tensor:
+        return self.computed()
+
+    def get(self) -> Any:
+        return self.doubled()
+
+
+class Closure(Scaled):
+    def prepare(self) -> None:
+        kept: list[torch.Tensor] = []
+
+        def doubled() -> torch.Tensor:
+            if not kept:
+                kept.append(self.computed())
+            return kept[0]
+
+        self.get = doubled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("build", [Global, Memoised, Closure])
+def test_what_no_attribute_holds_is_named_in_a_warning(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = build().eval()
+    model(X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export(model, (X,), out=tmp_path / "a")
+    said = [str(item.message) for item in caught]
+    assert any(text.startswith(f"{build.__name__} reads a tensor of the shape [16]") for text in said)
+
+
+class Computed(Scaled):
+    def get(self) -> Any:
+        return self.cache
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a copy": lambda weight: weight.clone(),
+    "doubled": lambda weight: weight * 2,
+    "an exponential": lambda weight: weight.exp(),
+    "negated, in bfloat16": lambda weight: -weight.bfloat16(),
+    "reversed": lambda weight: weight.flip(0).contiguous(),
+}
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_constant_with_a_weight_s_values_is_named_in_a_warning(name: str, kind: str, tmp_path: Path) -> None:
+    model = Computed().eval()
+    value = COMPUTED[name](model.weight.detach())
+    if kind == "buffer":
+        del model.cache
+        model.register_buffer("cache", value, persistent=False)
+    else:
+        model.cache = value
+    with pytest.warns(UserWarning, match="cache has values that follow from the weight weight, it seems"):
+        export(model, (X,), out=tmp_path / "a")
+
+
+def test_a_part_of_a_weight_is_recognised(tmp_path: Path) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(40, 32))
+            self.part = self.weight.detach()[::4, :16].contiguous()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.part + self.weight.sum()
+
+    with pytest.warns(UserWarning, match="part has values that follow from the weight weight, it seems"):
+        export(Part().eval(), (X,), out=tmp_path / "a")
+
+
+def test_a_view_of_a_weight_is_refused_with_advice_that_holds(tmp_path: Path) -> None:
+    class View(Computed):
+        def prepare(self) -> None:
+            self.cache = self.weight.detach()[::2]
+
+        def get(self) -> Any:
+            return torch.cat([self.cache, self.cache])
+
+    with pytest.raises(CaptureError, match="If it is a view of a weight, take the view in the call"):
+        export(View().eval(), (X,), out=tmp_path / "a")
+
+
+def test_computed_with_gradients_in_init_is_refused(tmp_path: Path) -> None:
+    class Early(Computed):
+        def prepare(self) -> None:
+            self.cache = self.weight.sum() * 2
+
+    with pytest.raises(CaptureError, match=r"self\.cache: computed from weights before the export"):
+        export(Early().eval(), (X,), out=tmp_path / "a")
+
+
+def test_a_skeleton_has_no_values_to_follow_from(tmp_path: Path) -> None:
+    with skeleton():
+        model = Computed().eval()
+        model.register_buffer("early", model.weight.detach() * 2, persistent=False)
+    model.get = lambda: model.early  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"early: constants and state go into the artifact.*compute it in the call"):
+        export(model, (X,), out=tmp_path / "a")
+
+
+def test_a_random_cache_is_no_function_of_weights(tmp_path: Path) -> None:
+    class Noise(Scaled):
+        def get(self) -> Any:
+            if self.cache is None:
+                self.cache = torch.rand(16)
+            return self.weight * self.cache
+
+    model = Noise().eval()
+    model(X)
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(model, (X,), out=tmp_path / "a")
+    assert equal(torch.get_rng_state(), state)
