@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -266,27 +267,235 @@ def test_a_rollback_answers_with_its_own_receipt(
 def test_a_rollback_leads_to_what_was_served(
     server: Server, tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    """It skips weights that were refused. If named, it fails for these, but not for withdrawn ones."""
+    """It skips weights that were refused. If named, these are refused again, but withdrawn ones are not."""
     model = server.service.served[0].model
-    nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
-    state = place.set(nan, revision=1)
-    bad = state.weights.weights_id
-    place.set(weight_file(4), revision=2)
-    change(server, "follow", place=place.where, interval=0.02)
-    limit = time.monotonic() + 20
-    while not serves(model, 4):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    refused = change(server, "rollback", to=bad[:12])
-    assert (refused.status, refused.json["kind"]) == (422, "NotServed")
-    assert "NaN" in refused.json["error"]
-    while not serves(model, 1):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    assert change(server, "rollback", to=place.read().withdrawn[0].weights_id).status == 200
+    bad = after_nan(server, place, tiny, weight_file)
+    assert change(server, "rollback", to=bad[:12]).status == 422
+    assert change(server, "rollback").status == 200
+    assert serves(model, 1)
+    assert place.read().withdrawn[0].weights_id == bad
+    assert change(server, "rollback", to=place.read().withdrawn[1].weights_id).status == 200
+    assert serves(model, 4)
     back = change(server, "rollback")
     assert (back.status, serves(model, 1)) == (200, True)
     assert back.json["receipt"]["weights_id"] == place.read().weights.weights_id
+
+
+def after_nan(server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights) -> str:
+    """Follow a place that desired weights with a NaN, which were refused, and then those of seed 4. Return their id."""
+    nan = tiny.write(weight_file(1).with_name("nan.safetensors"), nan_values(tiny))
+    state = place.set(nan, revision=1, why="never looked at")
+    change(server, "follow", place=place.where, interval=0.02)
+    follower = server.service.served[0].model.watching[0]
+    limit = time.monotonic() + 20
+    while follower.last_error is None:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    place.set(weight_file(4), revision=2)
+    assert follower.wait(20, revision=3)
+    assert state.weights is not None
+    return state.weights.weights_id
+
+
+def nan_values(tiny: TinyArtifact) -> dict[str, torch.Tensor]:
+    return tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
+
+
+def test_a_rollback_to_what_is_refused_writes_nothing(
+    server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """Weights are verified before they are desired; what is refused, also in the history, is called that."""
+    model = server.service.served[0].model
+    bad = after_nan(server, place, tiny, weight_file)
+    before = place.read()
+    history = call(server, "/admin/models/tiny/history").json
+    assert [bool(each["refused"]) for each in history["desired"]] == [False, True]
+    for options in ({}, {"hold": False}, {"revision": 3}):
+        refused = change(server, "rollback", to=bad, **options)
+        assert (refused.status, refused.json["kind"]) == (422, "NonFiniteWeights")
+        assert "bias: 5 NaN" in refused.json["error"]
+        assert place.read() == before
+    assert serves(model, 4)
+    found = status(server)
+    assert (found["staged"], found["following"]["on_hold"], found["following"]["agrees"]) == (None, False, True)
+    assert model.generation == 1
+
+    assert change(server, "rollback").status == 200  # which withdraws it
+    withdrawn = call(server, "/admin/models/tiny/history").json["withdrawn"]
+    assert [(each["weights_id"] == bad, "5 NaN" in each["refused"]) for each in withdrawn] == [
+        (True, True),
+        (False, False),
+    ]
+    before = place.read()
+    refused = change(server, "rollback", to=bad)
+    assert (refused.status, refused.json["kind"]) == (422, "NonFiniteWeights")
+    assert place.read() == before
+    assert serves(model, 1)
+
+
+def damaged(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def damaged_goldens(file: Path) -> None:
+    file.with_name(f"{file.stem}.goldens.safetensors").write_bytes(b"no goldens at all")
+
+
+@pytest.mark.parametrize(("spoil", "kind"), [(damaged, "DigestMismatch"), (damaged_goldens, "DamagedFile")])
+def test_a_rollback_verifies_what_is_no_longer_in_memory(
+    spoil: Callable[[Path], None], kind: str, server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    """Every byte and all goldens, as the follower does, though the process has served these weights before."""
+    change(server, "follow", place=place.where, interval=30)
+    for seed in (2, 3):
+        assert change(server, "swap", source=str(weight_file(seed))).status == 200
+    first = server.service.served[0].model.history[0].weights_id
+    kept, before = weight_file(1).read_bytes(), place.read()
+    spoil(weight_file(1))
+    refused = change(server, "rollback", to=first)
+    assert (refused.status, refused.json["kind"]) == (422, kind)
+    assert place.read() == before
+    assert serves(server.service.served[0].model, 3)
+    history = call(server, "/admin/models/tiny/history").json["desired"]
+    assert [bool(each["refused"]) for each in history] == [True, False]
+
+    weight_file(1).with_name("v1.goldens.safetensors").unlink(missing_ok=True)
+    weight_file(1).write_bytes(kept)
+    receipt = change(server, "rollback", to=first, why="mended").json["receipt"]
+    assert (receipt["kind"], receipt["by"], receipt["weights_id"]) == ("full", "token", first)
+    assert serves(server.service.served[0].model, 1)
+    state = place.read()
+    assert (state.revision, state.weights.why, state.hold.why) == (before.revision + 1, "mended", "mended")
+    history = call(server, "/admin/models/tiny/history").json
+    assert history["receipts"][-1]["why"] == "mended"
+    assert not any(each["refused"] for each in history["desired"])
+
+
+def test_a_rollback_has_the_options_of_the_follower(
+    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    nan = tiny.write(tmp_path / "nan.safetensors", nan_values(tiny))
+    for revision, file in enumerate((nan, weight_file(3)), start=1):
+        place.set(file, revision=revision)
+    model = load(tiny.path)
+    with model.follow(place, 30, allow_nonfinite="bias") as follower, administered({"tiny": model}) as server:
+        assert follower.wait(20)
+        bad = place.read().history[-1].weights_id
+        back = change(server, "rollback", to=bad)
+        assert (back.status, back.json["receipt"]["weights_id"], model.weights_id) == (200, bad, bad)
+        assert change(server, "rollback", to=place.read().history[0].weights_id).status == 200
+        assert serves(model, 1)
+
+
+def test_a_rollback_to_a_delta_reads_what_leads_to_its_base(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    change(server, "follow", place=place.where, interval=30)
+    model = server.service.served[0].model
+    for source in (delta(1, 2), weight_file(3), weight_file(4)):
+        assert change(server, "swap", source=str(source)).status == 200
+    changed = place.read().history[1].weights_id
+    damaged(weight_file(1))
+    before = place.read()
+    assert change(server, "rollback", to=changed).json["kind"] == "DigestMismatch"
+    assert (place.read(), serves(model, 4)) == (before, True)
+    weight_file(1)  # which writes it again
+    assert change(server, "rollback", to=changed).status == 200
+    assert serves(model, 2)
+
+
+def test_a_rollback_does_not_wait_for_what_a_follower_stages(
+    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    """It cancels that staging, which would take hours; if the rollback is refused, the follower begins it again."""
+    model, begun = load(tiny.path, weight_file(1)), SimpleQueue[str]()
+    model.listen(lambda event: begun.put(event.source) if event.kind == "staging" else None)
+    other = tiny.write(tmp_path / "other.safetensors", tiny.values(2), graph_id="0" * 64)
+    place.set(other, revision=1, allow_other_graph=True)
+    place.set(weight_file(3), revision=2, allow_other_graph=True)
+    with administered({"tiny": model}) as server, model.follow(place, 30, rate_limit=SLOW):
+        assert begun.get(timeout=20) == str(weight_file(3))
+        before = place.read()
+        refused = change(server, "rollback", to=before.history[1].weights_id)
+        assert (refused.status, refused.json["kind"]) == (422, "GraphMismatch")
+        assert place.read() == before
+        assert [begun.get(timeout=20) for _ in range(2)] == [str(other), str(weight_file(3))]
+        assert change(server, "rollback", to=before.history[0].weights_id).status == 200  # it is still served
+        assert (serves(model, 1), place.read().hold is not None) == (True, True)
+
+
+def test_a_rollback_gives_way_to_another_writer(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has written while the weights were verified: nothing is served that the place does not say."""
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=30)
+    for seed in (2, 3):
+        assert change(server, "swap", source=str(weight_file(seed))).status == 200
+    first = place.read().history[0].weights_id
+    stale = change(server, "rollback", to=first, revision=2)
+    assert (stale.status, stale.json["kind"]) == (409, "RevisionConflict")
+    wait = Staged.wait
+
+    def overtaken(staged: Staged, timeout: float | None = None) -> Staged:
+        found = wait(staged, timeout)
+        if place.read().revision == 3:
+            place.hold(revision=3, by="bo")
+        return found
+
+    monkeypatch.setattr(Staged, "wait", overtaken)
+    refused = change(server, "rollback", to=first)
+    assert (refused.status, refused.json["kind"]) == (409, "RevisionConflict")
+    state = place.read()
+    assert (state.revision, state.hold.by, state.weights_id) == (4, "bo", model.weights_id)
+    assert (serves(model, 3), status(server)["staged"]) == (True, None)
+
+
+def test_a_rollback_that_is_broken_off_writes_nothing(
+    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    place.set(weight_file(2), revision=1)
+    model, before = load(tiny.path, weight_file(2)), place.read()
+    with administered({"tiny": model}) as server, model.follow(place, 30, rate_limit=SLOW):
+        with ThreadPoolExecutor(1) as pool:
+            back = pool.submit(change, server, "rollback")
+            limit = time.monotonic() + 20
+            while not ((now := status(server))["staging"] and now["staged"]):
+                assert time.monotonic() < limit
+            assert (now["staged"]["ready"], now["staged"]["source"]) == (False, str(weight_file(1)))
+            assert change(server, "discard").status == 200
+            refused = back.result(20)
+        assert (refused.status, refused.json["kind"]) == (409, "StageCancelled")
+        assert (place.read(), serves(model, 2)) == (before, True)
+
+
+@pytest.mark.parametrize("call_of", ["swap", "rollback"])
+def test_what_was_written_is_committed_as_soon_as_it_can_be(
+    call_of: str, server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit for which memory is not free at first is the follower's: the place says so already."""
+    model = server.service.served[0].model
+    for revision, seed in enumerate((2, 3), start=1):
+        place.set(weight_file(seed), revision=revision)
+    change(server, "follow", place=place.where, interval=30)
+    assert model.watching[0].wait(20)  # type: ignore[attr-defined]
+    commit, tries = Staged.commit, list[str]()
+
+    def held(staged: Staged, **options: Any) -> Any:
+        tries.append(staged.weights_id)
+        if len(tries) == 1:
+            raise LeaseTimeout("a worker holds it")
+        return commit(staged, **options)
+
+    monkeypatch.setattr(Staged, "commit", held)
+    options = {"source": str(weight_file(4))} if call_of == "swap" else {"to": place.read().history[1].weights_id}
+    done = change(server, call_of, **options)
+    assert done.status == 200
+    assert done.json["receipt"]["weights_id"] == place.read().weights_id == model.weights_id
+    assert tries == [model.weights_id] * 2
+    assert status(server)["staged"] is None
 
 
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(

@@ -150,6 +150,12 @@ class DesiredPlace:
 
         return self._write(revision, change)
 
+    def rollback_target(self, to: str | None, *, revision: int) -> DesiredWeights:
+        """Return the weights that `rollback` would make the desired ones. Raises what `rollback` raises."""
+        target = find_good(self._read_at(revision)[1], to, self.where)
+        self._check_files(target)
+        return target
+
     def _check_files(self, weights: DesiredWeights) -> None:
         files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
         for file in files:
@@ -221,14 +227,24 @@ class DesiredPlace:
         return stored, decode(stored.content, f"{self.where}: {NAME}")
 
     def _write(self, revision: int, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
+        stored, state = self._read_at(revision)
+        if (written := self._replace(stored, state, change(state))) is None:
+            raise self._conflict(revision)
+        return written
+
+    def _read_at(self, revision: int) -> tuple[Stored, DesiredState]:
+        """Read the state. Raises RevisionConflict if it is not at this revision."""
         if type(revision) is not int:
             raise Unsupported(f"revision={revision!r}: expected the number that read() gives")
         stored, state = self._read(None)
-        if state.revision == revision and (written := self._replace(stored, state, change(state))):
-            return written
+        if state.revision != revision:
+            raise self._conflict(revision)
+        return stored, state
+
+    def _conflict(self, revision: int) -> RevisionConflict:
         now = self.read()
         whose = f", by {now.weights.by}" if now.weights and now.weights.by else ""
-        raise RevisionConflict(
+        return RevisionConflict(
             f"{self.where}: is at revision {now.revision}{whose}, but this change is based on {revision}. Read "
             "it again, and decide again."
         )

@@ -78,9 +78,10 @@ class Event:
     Variants (`variant` is GROUP/NAME) have the events "variant added", "variant replaced", "variant removed", "variant
     evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
 
-    source: the path or URL, or "rollback". operation: the kind of the swap, as in `SwapReceipt`; None if it is not
-    known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since the
-    request of the staging, or of the commit that was refused.
+    weights_id: of a staging that is not verified or was refused, the one that was expected; None if none was. source:
+    the path or URL, or "rollback". operation: the kind of the swap, as in `SwapReceipt`; None if it is not known yet.
+    nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since the request of
+    the staging, or of the commit that was refused.
     """
 
     kind: EventKind

@@ -243,10 +243,13 @@ class Model(Caller, AbstractContextManager["Model"]):
             ignore=patterns(ignore, "ignore") if ignore else (),
             onto=tuple(starmap(BaseFile, onto)),
         )
+        return self._stage(request, background=background)
+
+    def _stage(self, request: SwapRequest, *, background: bool) -> Staged:
         request.check()
-        task = StagingTask(self._store, self._member, request, Job(rate_limit))
+        task = StagingTask(self._store, self._member, request, Job(request.rate_limit))
         self._check_open()
-        if busy == "refuse":
+        if request.busy == "refuse":
             task.claim_at_once()
         staged = Staged(self._methods, task)
         self._stagings.add(staged)

@@ -170,8 +170,8 @@ class StagingTask:
 
     def _emit_requested(self, kind: EventKind, **fields: Any) -> None:
         """Emit an event about the request, which knows less than `Contents` does."""
-        operation = "partial" if self._request.only else None
-        self._emit(kind, printable(self._request.path), **({"operation": operation} | fields))
+        known = {"operation": "partial" if self._request.only else None, "weights_id": self._request.expect}
+        self._emit(kind, printable(self._request.path), **(known | fields))
 
     def _emit(self, kind: EventKind, source: str, **fields: Any) -> None:
         self.store.events.emit(Event(kind, source, self._request.by, self._member.artifact.graph_id, **fields))

@@ -233,7 +233,10 @@ class ServerStatus(Struct, kw_only=True):
 
 
 class Refusal(Struct, kw_only=True):
-    """An attempt that changed nothing. kind: the error's class. event: as in `Event`."""
+    """An attempt that changed nothing. kind: the error's class. event: as in `Event`.
+
+    weights_id: the weights that were refused; empty if it is not known, or if another try may succeed.
+    """
 
     time: float
     event: str
@@ -242,10 +245,15 @@ class Refusal(Struct, kw_only=True):
     phase: str
     kind: str
     error: str
+    weights_id: str = ""
 
 
 class History(Struct, kw_only=True):
-    """Commits (`SwapReceipt`, and `why`) and refusals, oldest first. desired, withdrawn: of the followed place."""
+    """Commits (`SwapReceipt`, and `why`) and refusals, oldest first.
+
+    desired, withdrawn: weights that the followed place desired before, or has withdrawn (`DesiredWeights`). `refused`:
+    why this process has refused them; empty if it has not, or has served them since.
+    """
 
     receipts: list[dict[str, Any]]
     refusals: list[Refusal]

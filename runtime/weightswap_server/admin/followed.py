@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.follower import Follower
 from weightswap_runtime.live.watching.intake import is_transient
 from weightswap_runtime.live.watching.watcher import Watcher
@@ -57,6 +58,19 @@ class Followed:
     def seen(place: DesiredPlace, request: Change) -> int:
         """Return the revision that an operator has seen, by default the place's."""
         return place.read().revision if request.revision is None else request.revision
+
+    def stage(self, place: DesiredPlace, weights: DesiredWeights, by: str) -> Staged:
+        """Begin to stage weights of the place as its follower would. Raises Conflict if that has ended."""
+        source = next((source for source in self._model.watching if source.place is place), None)
+        if source is None:
+            raise Conflict(f"{self._name}: no longer follows {place.where}; look again")
+        request = source.request_for(place.locate(weights), place.located(weights), by)
+        return self._model._stage(request, background=True)
+
+    def interrupt(self) -> None:
+        """Cancel what the follower or watcher stages, until its next look."""
+        for source in self._model.watching:
+            source.interrupt()
 
     def check_free(self) -> None:
         """Raise Conflict if the model follows or watches something."""

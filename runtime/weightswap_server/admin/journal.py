@@ -87,6 +87,13 @@ class Journal:
             raise NothingToRollBack(f"{name}: {beginning}: came from a delta or a part; swap a full file")
         return full[-1]
 
+    def refused(self, weights_id: str) -> str:
+        """Return why weights were refused last; empty if they were not, or have been served since."""
+        times = (receipt.committed_at for receipt in self._model.history if receipt.weights_id == weights_id)
+        last = max(times, default=0.0)
+        refusals = [each for each in list(self.refusals) if each.weights_id == weights_id and each.time > last]
+        return refusals[-1].error if refusals else ""
+
     @contextmanager
     def committing(self, by: str, why: str) -> Iterator[None]:
         """Note the reason of a block's commit, before it is made: the process may die right after it."""

@@ -10,6 +10,7 @@ from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching.intake import refused_weights
 from weightswap_runtime.live.watching.watcher import Watcher
 from weightswap_runtime.sources.location import printable
 
@@ -21,12 +22,15 @@ class Entry:
     """Weights that an operator has staged. revision: that of the followed place, as seen before."""
 
     staged: Staged
-    path: str
-    request: StageRequest
+    request: StageRequest  # its source is the path or URL
     by: str
     revision: int | None
     swapping: bool
     since: float = field(default_factory=time.time)
+
+    @property
+    def path(self) -> str:
+        return self.request.source
 
 
 def served_weights(last: SwapReceipt, why: str) -> ServedWeights:
@@ -102,4 +106,5 @@ def refusal_of(event: Event) -> Refusal:
         phase=event.phase,
         kind=type(event.error).__name__ if event.error else "",
         error=str(event.error) if event.error else "",
+        weights_id=refused_weights(event),
     )

@@ -1,19 +1,25 @@
 """Operations of operators on a model, and its status. Every method may be called from any thread.
 
-If the model follows a desired state, a change is written there first: otherwise the follower would undo it.
+If the model follows a desired state, a change is verified here, then written there, and then made: a follower would
+undo what is not desired, and a place must not desire what is refused.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from weightswap_runtime.desired.document import DesiredState
+import msgspec
+
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_server.canary.canary import Canary
 from weightswap_server.canary.judging import CanaryPlan, check_plan
@@ -41,6 +47,7 @@ from .journal import Journal
 from .model_documents import Entry, aborted, following, served_weights, staged_weights, watched
 
 _TURN = 1.0  # seconds to wait for the swap of another thread
+_ROLLBACK_TURN = 10.0  # the same for a rollback, which cancels what followers and watchers stage
 
 
 class SourceChange(NamedTuple):
@@ -99,26 +106,30 @@ class ModelOperations:
         return History(
             receipts=[receipt.as_dict() | {"why": self.journal.why(receipt)} for receipt in self.model.history],
             refusals=list(self.journal.refusals),
-            desired=[weights.as_dict() for weights in state.history] if state else [],
-            withdrawn=[weights.as_dict() for weights in state.withdrawn] if state else [],
+            desired=self._earlier(state.history) if state else [],
+            withdrawn=self._earlier(state.withdrawn) if state else [],
         )
+
+    def _earlier(self, entries: Sequence[DesiredWeights]) -> list[dict[str, Any]]:
+        return [weights.as_dict() | {"refused": self.journal.refused(weights.weights_id)} for weights in entries]
 
     def stage(self, request: StageRequest, by: str) -> None:
         """Read and verify weights. Raises Forbidden, Unsupported, and what `Model.stage` and `DesiredPlace` raise."""
         self._stage(request, by, swapping=False)
 
-    def commit(self, request: CommitRequest, by: str) -> SwapReceipt:
+    def commit(self, request: CommitRequest, by: str) -> SwapReceipt | None:
         """Commit the staged weights, and write them to a followed place.
 
         Raises StageClosed if nothing is staged, Conflict for other weights than expected, and what `Staged.commit` and
-        `DesiredPlace.set` raise. The weights then stay staged.
+        `DesiredPlace.set` raise. The weights then stay staged. If the place was written, and calls or pins hold the
+        memory, the follower commits; the receipt is None if it has not yet.
         """
         entry = self._committable()
         if request.expect not in (None, entry.staged.weights_id):
             raise Conflict(f"{self.name}: {entry.staged.weights_id[:12]} is staged now; look again")
         return self._commit(entry, request, by)
 
-    def swap(self, request: StageRequest, by: str) -> SwapReceipt:
+    def swap(self, request: StageRequest, by: str) -> SwapReceipt | None:
         """Stage and commit, all or nothing. Raises as `stage` and `commit`."""
         entry = self._stage(request, by, swapping=True)
         try:
@@ -151,23 +162,51 @@ class ModelOperations:
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
         """Serve earlier weights. A followed place desires them, and holds if asked to. Staged weights are discarded.
 
+        Where a place is followed, the weights are first verified here as the follower would; if they are refused, the
+        place stays as it is. What a follower or watcher stages meanwhile is cancelled, until its next look.
+
         Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and `Model.swap` raise. The
         receipt is None if the followed place desires the weights, but this process does not serve them yet.
         """
         place = self.followed.place
         if place is not None:
-            now = place.read()
-            seen = now.revision if request.revision is None else request.revision
-            to = request.to or self._last_served(now)
-            state = place.rollback(revision=seen, to=to, by=by, why=request.why, hold=request.hold)
-            self._discard()
-            return self.followed.await_served(state)
+            try:
+                return self._roll_back_place(place, request, by)
+            finally:
+                self.followed.look()
         self._discard()
         with self.journal.committing(by, request.why):
             if request.to is None:
                 return self.model.rollback(by=by)
             earlier = self.journal.find_served(request.to)
             return self.model.swap(earlier.source, expect=earlier.weights_id, by=by)
+
+    def _roll_back_place(self, place: DesiredPlace, request: RollbackRequest, by: str) -> SwapReceipt | None:
+        now = place.read()
+        revision = now.revision if request.revision is None else request.revision
+        target = place.rollback_target(request.to or self._last_served(now), revision=revision)
+
+        def write() -> DesiredState:
+            return place.rollback(revision=revision, to=target.weights_id, by=by, why=request.why, hold=request.hold)
+
+        if self._has_in_memory(target.weights_id):
+            state = write()
+            self._discard()
+            return self.followed.await_served(state)
+        self._discard()
+        with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
+            staging = StageRequest(source=str(place.locate(target)), why=request.why)
+            entry = self._open(partial(self.followed.stage, place, target, by), staging, by, revision, swapping=True)
+            try:
+                done = self._write_and_commit(entry, by, request.why, write)
+            finally:
+                self._discard_entry(entry)
+        return self._served(done)
+
+    def _has_in_memory(self, weights_id: str) -> bool:
+        """Return whether a follower would serve these weights without reading a file."""
+        served = None if self.model.failed else self.model.weights_id
+        return weights_id in (served, self.model.previous_weights_id)
 
     def add_variant(self, request: AddVariantRequest, by: str) -> VariantReceipt:
         """Add a variant that calls can choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
@@ -266,24 +305,31 @@ class ModelOperations:
         if place is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
         revision = self.followed.seen(place, request) if place is not None else None
+        begin = partial(
+            self.model.stage,
+            path,
+            only=request.only or None,
+            ignore=request.ignore,
+            expect=request.expect,
+            allow_other_graph=request.allow_other_graph,
+            allow_nonfinite=request.allow_nonfinite,
+            verify=request.verify,
+            rate_limit=request.rate_limit,
+            by=by,
+            background=True,
+        )
+        return self._open(begin, msgspec.structs.replace(request, source=path), by, revision, swapping=swapping)
+
+    def _open(
+        self, begin: Callable[[], Staged], request: StageRequest, by: str, revision: int | None, *, swapping: bool
+    ) -> Entry:
+        """Begin a staging, and wait until it has ended. Raises StagingBusy, and what the staging raises."""
         with self._lock:
             if self._entry is not None:
                 raise StagingBusy(f"{self.name}: an operator has already staged weights; commit or discard them first")
-            staged = self.model.stage(
-                path,
-                only=request.only or None,
-                ignore=request.ignore,
-                expect=request.expect,
-                allow_other_graph=request.allow_other_graph,
-                allow_nonfinite=request.allow_nonfinite,
-                verify=request.verify,
-                rate_limit=request.rate_limit,
-                by=by,
-                background=True,
-            )
-            self._entry = entry = Entry(staged, path, request, by, revision, swapping)
+            self._entry = entry = Entry(begin(), request, by, revision, swapping)
         try:
-            staged.wait()
+            entry.staged.wait()
         except BaseException:
             self._discard_entry(entry)
             raise
@@ -304,33 +350,57 @@ class ModelOperations:
             self.served.end_canary()
             self.served.start_canary(entry.staged, plan)
 
-    def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt:
-        place, deadline = self.followed.place, time.monotonic() + _TURN
+    def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt | None:
+        place, why = self.followed.place, request.why or entry.request.why
+        write = None
+        if place is not None:
+            revision = entry.revision if request.revision is None else request.revision
+            write = partial(self._desire, place, entry, revision, why, by)
+        with self._turn(_TURN):  # a follower that reads the place meanwhile waits for this commit
+            done = self._write_and_commit(entry, by, why, write)
+        self.followed.look()
+        return self._served(done)
+
+    def _turn(self, seconds: float, interrupt: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """Return a context manager during which swaps of other threads wait. Raises StagingBusy after the seconds."""
+        deadline = time.monotonic() + seconds
 
         def check() -> None:
+            interrupt()
             if time.monotonic() > deadline:
                 raise StagingBusy(f"{self.name}: what it follows or watches is about to change the weights; look again")
 
-        why = request.why or entry.request.why
-        # a follower that reads the place meanwhile waits for this commit
-        with self.model.turn(check), self.journal.committing(by, why), self._ending:
+        return self.model.turn(check)
+
+    def _write_and_commit(
+        self, entry: Entry, by: str, why: str, write: Callable[[], DesiredState] | None
+    ) -> SwapReceipt | DesiredState:
+        """Write a followed place, and commit. Return what was written if the commit then fails: the follower makes it.
+
+        The write comes first: the follower would replace weights that are served but not desired.
+        """
+        with self.journal.committing(by, why), self._ending:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: the staged weights were committed or discarded in the meantime")
-            if place is not None:
-                revision = entry.revision if request.revision is None else request.revision
-                self._desire(place, entry, revision, why, by)
-            receipt = entry.staged.commit()
+            state = write() if write is not None else None
+            try:
+                done: SwapReceipt | DesiredState = entry.staged.commit()
+            except WeightswapError:
+                if state is None:
+                    raise
+                entry.staged.discard()
+                done = state
             self._forget(entry)
-        self.followed.look()
-        return receipt
+        return done
 
-    def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> None:
+    def _served(self, done: SwapReceipt | DesiredState) -> SwapReceipt | None:
+        return self.followed.await_served(done) if isinstance(done, DesiredState) else done
+
+    def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> DesiredState:
         staged = entry.staged
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
         seen = place.read().revision if revision is None else revision
-        # before the commit: the follower would replace weights that are served but not desired
-        state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
-        entry.revision = state.revision
+        return place.set(entry.path, revision=seen, by=by, why=why, known=known)
 
     def _last_served(self, state: DesiredState) -> str | None:
         """Return the last desired weights that this process has served; it may have refused later ones."""

@@ -30,6 +30,7 @@ from weightswap_runtime.errors import (
     WeightFileError,
     WeightswapError,
 )
+from weightswap_runtime.live.events import Event
 from weightswap_runtime.sources.location import printable
 
 from .directory import UNKNOWN, Entry, Listing, order
@@ -353,6 +354,13 @@ def _why_not_before(file: _File) -> str:
 def delay(interval: float, attempts: int) -> float:
     """Return the seconds to wait for the next try after so many failed attempts."""
     return min(interval * 2.0 ** min(attempts - 1, 30), max(interval, LONGEST_DELAY))
+
+
+def refused_weights(event: Event) -> str:
+    """Return the id of weights that were refused, and would be again; empty for other events."""
+    if event.kind != "refused" or not isinstance(event.error, Exception) or is_transient(event.error):
+        return ""
+    return event.weights_id or ""
 
 
 def is_transient(error: Exception) -> bool:

@@ -86,6 +86,15 @@ class Watching(AbstractContextManager["Watching"]):
         """Look now instead of after the interval."""
         self._loop.wake()
 
+    def interrupt(self) -> None:
+        """Cancel a staging under way. The next look begins it again, if it is still wanted."""
+        if (job := self._loop.job) is not None:
+            job.cancel()
+
+    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
+        """Return the request with which this thread would stage weights of its place, with absolute sources."""
+        return self._loop.request_for(path, weights, by)
+
     def stop(self, timeout: float | None = None) -> bool:
         """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
 
@@ -149,6 +158,10 @@ class Loop:
         if (job := self.job) is not None:
             job.cancel()
         self.wake()
+
+    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
+        onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+        return self.request._replace(path=path, expect=weights.weights_id, by=by, onto=onto)
 
     def wake(self) -> None:
         """End the wait for the next look."""
@@ -217,7 +230,7 @@ class ModelTarget:
             promotion = self._loop.promotion
             if promotion is not None:
                 promotion.check(path, weights_id, self.check)
-            with self._staged(job, path=path) as staged:
+            with self._staged(job, self._loop.request._replace(path=path)) as staged:
                 content = self._content(staged)
                 if content != known and self._needs(path, staged.weights_id):
                     if promotion is not None:
@@ -233,8 +246,7 @@ class ModelTarget:
             by = weights.by or self._loop.request.by
             if self._try_rollback(weights.weights_id, by):
                 return
-            onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
-            with self._staged(job, path=path, expect=weights.weights_id, by=by, onto=onto) as staged:
+            with self._staged(job, self._loop.request_for(path, weights, by)) as staged:
                 if is_wanted():
                     staged.commit(timeout=self._loop.request.timeout)
 
@@ -262,8 +274,7 @@ class ModelTarget:
                 self._loop.job = None
 
     @contextmanager
-    def _staged(self, job: Job, **changes: Any) -> Iterator[Staged]:
-        request = self._loop.request._replace(**changes)
+    def _staged(self, job: Job, request: SwapRequest) -> Iterator[Staged]:
         staged = Staged(self._methods, StagingTask(self._store, self._loop.member, request, job))
         with staged.run():
             job.check()
