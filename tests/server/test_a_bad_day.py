@@ -28,7 +28,7 @@ from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Held, Superseded
-from weightswap_tools.admin_client import AdminClient
+from weightswap_tools.admin_client import AdminClient, AdminRefused
 
 WORKERS = 2
 
@@ -140,7 +140,12 @@ class Day:
         return next(each for each in known if each in self.expected)
 
     def roll_back(self) -> float:
-        """Roll back by the admin plane, and return the time after it."""
+        """Roll back by the admin plane, and return the time after it. What is not finite is refused by the keeper."""
+        bad = weights_id_of(self.service.folder / f"v{self.plan.not_finite}.safetensors")
+        before = self.service.place.read()
+        with pytest.raises(AdminRefused, match="1 NaN"):
+            self.operator.post("/admin/models/tiny/rollback", {"to": bad})
+        assert self.service.place.read() == before
         asked = {"to": self.good[self.plan.back][:12], "why": "slow"}
         eventually(lambda: bool(self.operator.post("/admin/models/tiny/rollback", asked)))
         assert self.service.desired == self.good[self.plan.back]

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from typer.testing import CliRunner
 
 from tests.server.test_stopping import serve, until_ready
-from tests.support.administered import TOKEN, administered
+from tests.support.administered import TOKEN, administered, change
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import (
@@ -189,6 +189,24 @@ def test_watchers_and_followers_take_nothing_else(
             assert time.monotonic() < limit
             time.sleep(0.01)
     assert serves(model, 1)
+
+
+def test_a_rollback_to_what_is_not_signed_writes_nothing(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    (tmp_path / "service").mkdir()
+    place = DesiredPlace(tmp_path / "service")
+    for revision, file in enumerate((weight_file(3), signed(weight_file(1), keys))):
+        before = place.set(file, revision=revision)
+    model = load(tiny.path, weight_file(1), admit=requires(str(keys / "ours.pem")))
+    with model.follow(place, 30), administered({"tiny": model}) as server:
+        refused = change(server, "rollback", to=before.history[0].weights_id)
+        assert (refused.status, refused.json["kind"]) == (422, "SignatureRefused")
+        assert (place.read(), serves(model, 1)) == (before, True)
+        signed(weight_file(3), keys)
+        assert change(server, "rollback", to=before.history[0].weights_id).status == 200
+    assert (place.read().revision, serves(model, 3)) == (3, True)
 
 
 def test_keys_that_are_none(tmp_path: Path, keys: Path, weight_file: WriteWeights) -> None:
