@@ -206,7 +206,7 @@ def test_a_rollback_to_what_is_not_signed_writes_nothing(
         assert (place.read(), serves(model, 1)) == (before, True)
         signed(weight_file(3), keys)
         assert change(server, "rollback", to=before.history[0].weights_id).status == 200
-    assert (place.read().revision, serves(model, 3)) == (3, True)
+        assert (place.read().revision, serves(model, 3)) == (3, True)
 
 
 def test_keys_that_are_none(tmp_path: Path, keys: Path, weight_file: WriteWeights) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sign_in
 from tests.support.administered import TOKEN, administered, change, status
@@ -155,6 +156,55 @@ def test_a_rollback_to_what_was_chosen_holds(
     confirm(page, "Hold", "a quiet evening")
     wait(page, "following", "a quiet evening")
     assert place.read().hold.by == "token"
+
+
+def test_what_was_withdrawn_or_refused_is_called_that(
+    server: Server, open_page: OpenPage, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """No button leads to what was refused; what is refused only then is said in the dialog, and nothing is written."""
+    values = tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
+    nan = place.set(tiny.write(weight_file(1).with_name("nan.safetensors"), values), revision=1, by="bo")
+    place.set(weight_file(3), revision=2, by="ana")
+    place.set(weight_file(4), revision=3, by="ana")
+    change(server, "follow", place=place.where, interval=0.02)
+    model = server.service.served[0].model
+    assert model.watching[0].wait(20, revision=4)
+    page = open_page(server, expected="422")
+    page.get_by_role("button", name=f"Roll back to {nan.weights_id[:12]}").click()
+    before = place.read()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("which has revision 4").wait_for()
+    confirm(page, "Roll back")
+    dialog.get_by_role("alert").get_by_text("NonFiniteWeights: ").wait_for()
+    assert [each.text_content() for each in dialog.get_by_role("alert").all()] == [
+        f"NonFiniteWeights: {model_refusals(server)[-1]}"
+    ]
+    assert place.read() == before
+    page.keyboard.press("Escape")
+    entry = section(page, "history").get_by_role("listitem").filter(has_text=nan.weights_id[:12]).first
+    entry.get_by_text("refused", exact=True).wait_for()
+    entry.get_by_text("bias: 5 NaN").wait_for()
+    assert entry.get_by_role("button", name="Roll back").count() == 0
+
+    page.get_by_role("button", name=f"Roll back to generation 0, {model.history[0].weights_id[:12]}").click()
+    confirm(page, "Roll back")
+    page.get_by_text(f"serves {model.history[0].weights_id[:12]}").wait_for()
+    entry.get_by_text("withdrawn", exact=True).wait_for()
+    assert entry.get_by_role("button", name="Roll back").count() == 0
+    entries = section(page, "history").get_by_role("listitem")
+    never_served = entries.filter(has_text="not served by this process").filter(
+        has_text=before.history[-1].weights_id[:12]
+    )
+    never_served.get_by_text("withdrawn", exact=True).wait_for()
+    committed = entries.filter(has_text="generation 1").filter(has_text=before.weights_id[:12])
+    committed.get_by_text("withdrawn", exact=True).wait_for()
+    assert committed.get_by_role("button", name="Roll back").count() == 1
+    assert serves(model, 1)
+
+
+def model_refusals(server: Server) -> list[str]:
+    assert server.admin is not None
+    return [each.error for each in server.admin.models["tiny"].journal.refusals if each.kind]
 
 
 @pytest.mark.slow

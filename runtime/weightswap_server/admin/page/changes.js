@@ -31,10 +31,11 @@ const CHANGES = {
   rollback: {
     title: "Roll back?",
     button: "Roll back",
-    rows: ({ served, staged }, target) => [
+    rows: ({ served, staged, following }, target) => [
       ["Serves now", shown(served)],
       ["Will serve", shown(target)],
       ["From", target.source],
+      ["Verified", following && "before anything is written, unless they are still in memory"],
       ["Gives up", staged && `what is staged: ${staged.source}`],
     ],
     body: (_, target) => ({ to: target.weights_id }),
@@ -75,7 +76,7 @@ export function Confirm({ change, model, send, close }) {
   const [before] = useState(model); // as it was when the dialog was opened
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState(null);
-  const outdated = !busy && seen !== seenState(model);
+  const outdated = !busy && seen !== seenState(model); // an error says more: it may be what has changed
   const holds = change.call === "rollback" && before.following;
   useLayoutEffect(() => dialog.current.showModal(), []);
 
@@ -113,6 +114,7 @@ export function Confirm({ change, model, send, close }) {
       }
       ${
         outdated &&
+        !error &&
         html`<p class="note mark" role="alert">Something else has changed meanwhile. Cancel, and look again.</p>`
       }
       ${error && html`<p class="note bad" role="alert">${error.kind ? `${error.kind}: ` : ""}${error.message}</p>`}

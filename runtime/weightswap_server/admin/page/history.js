@@ -13,6 +13,7 @@ const FORMATS = {
   seconds_paused: duration,
   committed_at: (at) => new Date(at * 1000).toISOString(),
 };
+const TONES = { serving: "good", commit: "plain", "desired before": "plain", withdrawn: "mark", refused: "bad" };
 const IN_ENTRY = new Set(["generation", "labels", "why", "by"]); // fields that the entry itself shows
 
 const empty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
@@ -32,11 +33,15 @@ function RollBack({ to, act }) {
   </button>`;
 }
 
-function Commit({ receipt, now, serving, rollBack }) {
+function Badges({ states }) {
+  return states.map((state) => html`<span key=${state} class=${`badge ${TONES[state]}`}>${state}</span>`);
+}
+
+function Commit({ receipt, now, states, rollBack }) {
   const { generation, kind, weights_id, labels, by, why, source, seconds_paused, committed_at } = receipt;
   return html`<li class="entry">
     <div class="line">
-      <span class=${`badge ${serving ? "good" : "plain"}`}>${serving ? "serving" : "commit"}</span>
+      <${Badges} states=${states} />
       <strong>generation ${generation}</strong>
       <${Id} id=${weights_id} />
       <${Labels} labels=${labels} />
@@ -53,21 +58,23 @@ function Commit({ receipt, now, serving, rollBack }) {
   </li>`;
 }
 
-function Desired({ weights, now, rollBack }) {
+/** Weights that the place has desired, and this process has not served. */
+function Desired({ weights, now, states, rollBack }) {
   return html`<li class="entry">
     <div class="line">
-      <span class="badge plain">desired</span>
+      <${Badges} states=${states} />
       <${Id} id=${weights.weights_id} />
       <${Labels} labels=${weights.labels} />
       <span class="muted push"><${When} at=${weights.since} now=${now} /></span>
     </div>
     <div class="info line">
       <span>
-        ${weights.by && `by ${weights.by}, `}not served by this process yet
+        desired${weights.by && ` by ${weights.by}`}, not served by this process
         ${weights.why && html`: <q>${weights.why}</q>`}
       </span>
-      <${RollBack} to=${weights.weights_id.slice(0, 12)} act=${rollBack} />
+      ${rollBack && html`<${RollBack} to=${weights.weights_id.slice(0, 12)} act=${rollBack} />`}
     </div>
+    ${weights.refused && html`<p class="info reason">${weights.refused}</p>`}
   </li>`;
 }
 
@@ -96,18 +103,27 @@ function targets(history, model) {
 
 function entries(history, model, now, openDialog) {
   const back = targets(history, model);
-  const rollBack = (id) => back.has(id) && (() => openDialog({ call: "rollback", target: back.get(id) }));
+  const isRefused = (id) => Boolean(back.get(id)?.refused);
+  const rollBack = (id) =>
+    back.has(id) && !isRefused(id) && (() => openDialog({ call: "rollback", target: back.get(id) }));
   const seen = new Set(history.receipts.map(({ weights_id }) => weights_id));
+  const withdrawn = new Set(history.withdrawn.map(({ weights_id }) => weights_id));
+  const statesOf = (id, serving, otherwise) => {
+    const states = [serving && "serving", withdrawn.has(id) && "withdrawn", isRefused(id) && "refused"].filter(Boolean);
+    return states.length ? states : [otherwise];
+  };
   const commits = history.receipts.map((receipt) => {
     const serving = receipt.generation === model.served?.generation;
-    const props = { receipt, now, serving, rollBack: rollBack(receipt.weights_id) };
+    const id = receipt.weights_id;
+    const props = { receipt, now, states: statesOf(id, serving, "commit"), rollBack: rollBack(id) };
     return [receipt.committed_at, html`<${Commit} key=${`commit ${receipt.generation}`} ...${props} />`];
   });
   const desired = [...back.values()]
     .filter(({ weights_id }) => !seen.has(weights_id))
     .map((weights) => {
-      const props = { weights, now, rollBack: rollBack(weights.weights_id) };
-      return [weights.since, html`<${Desired} key=${`desired ${weights.weights_id}`} ...${props} />`];
+      const id = weights.weights_id;
+      const props = { weights, now, states: statesOf(id, false, "desired before"), rollBack: rollBack(id) };
+      return [weights.since, html`<${Desired} key=${`desired ${id}`} ...${props} />`];
     });
   const refusals = history.refusals.map((refusal, index) => [
     refusal.time,
