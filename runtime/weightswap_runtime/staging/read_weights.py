@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from weightswap_runtime.errors import DigestMismatch, MissingExtra, Unsupported
+from weightswap_runtime.format.delta_file import delta_stamp
 from weightswap_runtime.format.name_patterns import patterns, select
+from weightswap_runtime.format.nonfinite import Counts
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Scratch
+from weightswap_runtime.sources.location import Url
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .checks import DAMAGED, digest_problems
-from .reading import new_piece, read_pieces
+from .reading import Findings, batches, new_piece, read_pieces, read_scratch
 
 Framework = Literal["numpy", "torch"]
 
@@ -47,6 +50,23 @@ def read_weights(
             raise DigestMismatch(weights.where, problems, DAMAGED)
         stored = weights.tensors
         return {name: convert(room.memory, stored[name].dtype, stored[name].shape) for name, room in memory.items()}
+
+
+def check_content(path: str | os.PathLike[str] | Url) -> dict[str, Counts]:
+    """Read every byte of a weight file, and return the numbers of NaN and infinities, by name. Needs little memory.
+
+    The result of a delta is not computed: only its header is read. Raises WeightFileError and DigestMismatch.
+    """
+    with open_weights(path) as weights:
+        if delta_stamp(weights):
+            return {}
+        findings, workers = Findings({}, {}), WorkerThreads()
+        for batch in batches(weights, [(None, name) for name in sorted(weights.tensors)]):
+            findings.add(read_scratch(weights, [name for _, name in batch], workers, Job())[1])
+        weights.check_unchanged(proven=weights.stamp is not None)
+        if problems := digest_problems(weights.stamp, findings.digests):
+            raise DigestMismatch(weights.where, problems, DAMAGED)
+        return findings.nonfinite
 
 
 def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:

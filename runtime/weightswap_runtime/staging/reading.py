@@ -94,7 +94,7 @@ def read_tensors(
     findings = Findings.of(plain)
     others: list[Scratched] = [(rows[name], keys[0]) for name, keys in names.items() if rows[name].stride is not None]
     others += [(None, key) for keys in names.values() for key in keys[1:]]
-    for batch in _batches(weights, others):
+    for batch in batches(weights, others):
         findings.add(_read_batch(weights, batch, arena, workers, job))
     weights.check_unchanged(proven=weights.stamp is not None)
     return findings
@@ -120,7 +120,7 @@ def _blocks(piece: Piece) -> Iterator[ByteRange]:
     return piece.slot.split(BLOCK) if piece.slot.nbytes else iter([piece.slot])
 
 
-def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
+def batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
     """Yield batches of items that fit into SCRATCH bytes, or of one item."""
     batch: list[Scratched] = []
     size = 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, Hold
-from weightswap_runtime.desired.place import DesiredPlace
-from weightswap_runtime.sources.location import printable
+from weightswap_runtime.desired.place import DesiredPlace, known_weights
+from weightswap_runtime.errors import NonFiniteWeights, Superseded
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.location import Url, as_location, printable
+from weightswap_runtime.staging.read_weights import check_content
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
 desired_command = typer.Typer(add_completion=False)
@@ -39,19 +43,23 @@ def desired(
 
     A change names the revision that it replaces (--revision), so that nobody undoes a change they have not seen. If
     another revision was written meanwhile, nothing changes and the exit status is 1.
+
+    Local files are read first: damaged ones are refused, and NaN is refused by --rollback-to and reported by --set. The
+    weights are not tried, since this command has no graph; and behind a URL, only headers are read.
     """
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
         changes: list[Change] = []
+        said: dict[str, Any] = {"by": by, "why": why}
         if weights is not None:
             changes.append(
-                lambda seen: opened.set(weights, revision=seen, by=by, why=why, allow_other_graph=allow_other_graph)
+                lambda seen: _set(opened, weights, revision=seen, allow_other_graph=allow_other_graph, **said)
             )
         if rollback_to is not None:
             to = None if rollback_to == "last" else rollback_to
-            changes.append(lambda seen: opened.rollback(to=to, revision=seen, by=by, why=why, hold=not no_hold))
+            changes.append(lambda seen: _roll_back(opened, to, revision=seen, hold=not no_hold, **said))
         if hold:
-            changes.append(lambda seen: opened.hold(revision=seen, by=by, why=why))
+            changes.append(lambda seen: opened.hold(revision=seen, **said))
         if release:
             changes.append(lambda seen: opened.release(revision=seen))
         if changes and revision is None:
@@ -61,6 +69,40 @@ def desired(
             print_json({"place": opened.where, **state.as_dict()})
         else:
             _print(opened, state)
+
+
+def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
+    """Set the desired weights. NaN may be intended, so it is said, and not refused."""
+    known, nan = known_weights(weights), _read(weights)
+    state = place.set(weights, known=known, **options)
+    if nan:
+        where = printable(weights)
+        say(f"warning: {where}: {listed(nan)}; processes whose weights have none there refuse it", err=True)
+    return state
+
+
+def _roll_back(place: DesiredPlace, to: str | None, *, revision: int, **options: Any) -> DesiredState:
+    """Roll back to weights that processes may serve. Raises Superseded, NonFiniteWeights, and what `_read` raises."""
+    target = place.rollback_target(to, revision=revision)
+    where = printable(place.locate(target))
+    if any(each.weights_id == target.weights_id for each in place.read().withdrawn):
+        raise Superseded(
+            f"{where}: its weights {target.weights_id[:SHOWN]} were withdrawn. Roll back to others, or desire these "
+            "again with --set."
+        )
+    for base in target.bases or ():
+        _read(place.locate(base))
+    if nan := _read(place.locate(target)):
+        raise NonFiniteWeights(where, nan, "Roll back to others. If these values are intended, desire them with --set.")
+    return place.rollback(to=target.weights_id, revision=revision, **options)
+
+
+def _read(source: str | Path) -> list[str]:
+    """Read a local file, and return the weights with NaN, and their numbers. Raises WeightFileError, DigestMismatch."""
+    if isinstance(as_location(source), Url):
+        return []
+    counts = check_content(source)
+    return [f"{name}: {found.nan} NaN" for name, found in sorted(counts.items()) if found.nan]
 
 
 def _apply(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:

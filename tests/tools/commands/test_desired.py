@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.support.services import Service
-from tests.support.tiny import TinyArtifact, WriteWeights
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.tools.commands.test_swap_watch import lines_until, watch_command
 from weightswap_tools.commands.desired import desired_command
 
@@ -77,6 +78,70 @@ def test_refused_changes_say_why(arguments: tuple[str, ...], status: int, says: 
     service.set(1)
     assert says in run(service.folder, *arguments, status=status)
     assert service.revision == 1
+
+
+def spoiled(service: Service, seed: int, **values: torch.Tensor) -> str:
+    """Desire weights with other values, as a trainer that checks nothing, and return their id."""
+    path = service.tiny.write(service.folder / f"v{seed}.safetensors", service.tiny.values(seed) | values)
+    state = service.place.promote(path, by="trainer")
+    assert state.weights is not None
+    return state.weights.weights_id
+
+
+def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Service) -> None:
+    """Withdrawn weights, NaN, and damaged files, also of what leads to a delta; infinities may be masks."""
+    good = service.promote(1)
+    bad = spoiled(service, 2, bias=torch.full((5,), torch.nan))
+    masked = spoiled(service, 3, bias=torch.full((5,), -torch.inf))
+    last = service.promote(4)
+    before = service.place.read()
+    said = run(service.folder, "--rollback-to", bad[:12], "--revision", 4, status=1)
+    assert "NonFiniteWeights" in said
+    assert "bias: 5 NaN" in said
+    content = bytearray((service.folder / "v1.safetensors").read_bytes())
+    content[-1] ^= 1
+    (service.folder / "v1.safetensors").write_bytes(content)
+    assert "DigestMismatch" in run(service.folder, "--rollback-to", good[:12], "--revision", 4, status=1)
+    assert "RevisionConflict" in run(service.folder, "--rollback-to", bad[:12], "--revision", 3, status=1)
+    assert service.place.read() == before
+
+    run(service.folder, "--rollback-to", masked[:12], "--revision", 4)
+    assert service.desired == masked
+    withdrawn = run(service.folder, "--rollback-to", last[:12], "--revision", 5, status=1)
+    assert "Superseded" in withdrawn
+    assert "--set" in withdrawn
+    assert (service.revision, service.desired) == (5, masked)
+    run(service.folder, "--set", service.folder / "v4.safetensors", "--revision", 5)
+    assert service.desired == last
+
+
+def test_a_rollback_reads_what_leads_to_a_delta(service: Service, delta: WriteDelta, weight_file: WriteWeights) -> None:
+    for revision, source in enumerate((weight_file(1), delta(1, 2), weight_file(3))):
+        service.place.set(source, revision=revision)
+    before = service.place.read()
+    content = weight_file(1).read_bytes()
+    weight_file(1).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "DigestMismatch" in run(service.folder, "--rollback-to", "last", "--revision", 3, status=1)
+    assert service.place.read() == before
+    weight_file(1)  # which writes it again
+    run(service.folder, "--rollback-to", "last", "--revision", 3)
+    assert service.desired == before.history[-1].weights_id
+
+
+def test_what_is_set_is_read(service: Service) -> None:
+    """Damaged files are refused; NaN may be intended, and is said."""
+    service.set(1)
+    nan = service.tiny.write(
+        service.folder / "nan.safetensors", service.tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
+    )
+    assert "bias: 5 NaN" in run(service.folder, "--set", nan, "--revision", 1)
+    assert service.revision == 2
+    damaged = service.write(3)
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert "DigestMismatch" in run(service.folder, "--set", damaged, "--revision", 2, status=1)
+    assert "warning" not in run(service.folder, "--set", service.write(4), "--revision", 2)
 
 
 def test_a_missing_place_is_an_error(tmp_path: Path) -> None:
