@@ -21,6 +21,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import as_allowed
+from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.watching.loop import check_interval
 from weightswap_runtime.sources.location import Url, as_location, fixed, fixed_text, printable
 from weightswap_server.serving import default_name
@@ -82,8 +83,9 @@ def deployment(
 
     Replicas run on the CPU, with the engine "torch"; those of one node share one copy of the weights.
 
-    Raises Unsupported, ArtifactError, MissingExtra, NoWeights if none are given and none are desired, GraphMismatch for
-    weights of another graph, and what `DesiredPlace.set` raises.
+    The first weights are loaded here once, to verify them, before they become desired. Raises Unsupported,
+    ArtifactError, MissingExtra, NoWeights if none are given and none are desired, GraphMismatch for weights of another
+    graph, and what `load` and `DesiredPlace.set` raise.
     """
     if weights is None and follow is None:
         raise Unsupported("a fleet needs weights, or the place of a desired state to follow")
@@ -127,7 +129,7 @@ def deployment(
         request_router_config=_ROUTER,
         **scaling,
     )(Replica)
-    _desire(DesiredPlace(place), weights, opened.graph_id)
+    _desire(spec, weights)
     return deployed.bind(spec)
 
 
@@ -140,22 +142,43 @@ def _since(name: str) -> float:
     return max(time.time(), known + 0.001)
 
 
-def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
-    """Write the first weights to the place. Raises GraphMismatch if others are desired that no replica could serve."""
+def _desire(spec: Spec, weights: _Path | None) -> None:
+    """Write the first weights to the place, verified as a replica does.
+
+    Raises GraphMismatch if others are desired that no replica could serve, and what `load` raises.
+    """
+    place = DesiredPlace(spec.place)
     if place.is_local and not Path(place.where).is_dir():
         raise Unsupported(f"{place.where}: not a directory; make it where all machines see it, or follow another place")
     state = place.read()
     if state.weights is not None:
         _check_graph(
-            f"{place.where}: the desired weights {printable(state.weights.source)}", state.weights.graph_id, graph_id
+            f"{place.where}: the desired weights {printable(state.weights.source)}",
+            state.weights.graph_id,
+            spec.graph_id,
         )
     elif weights is not None:
         source = fixed_text(as_location(weights))
         known = known_weights(source)
-        _check_graph(printable(source), known.graph_id, graph_id)
+        _check_graph(printable(source), known.graph_id, spec.graph_id)
+        _verify(spec, source)
         place.set(source, revision=state.revision, why="the fleet's first weights", known=known)
     else:
         raise NoWeights(f"{place.where}: nothing is desired there yet for replicas to start with; give weights")
+
+
+def _verify(spec: Spec, source: str) -> None:
+    """Load weights once, before they are desired. Raises what a replica would."""
+    model = load(
+        spec.artifact,
+        source,
+        residency="single",
+        verify=spec.verify,  # type: ignore[arg-type]
+        allow_nonfinite=spec.allow_nonfinite,
+        admit=requires(*spec.require_signature) if spec.require_signature else None,
+        op_libraries=spec.op_libraries,
+    )
+    model.close()
 
 
 def _check_graph(what: str, graph_id: str, expected: str) -> None:

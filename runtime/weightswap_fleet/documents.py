@@ -169,6 +169,7 @@ class NodeStatus(NamedTuple):
     revision: that of the served weights; since: the time of their commit, in seconds since the epoch; read: the place's
     revision when it was last read; replicas: their process ids. preparing, trying: weights ids of an order and a trial;
     empty if there are none. error: why it does not serve the desired weights, or cannot read the place, else empty.
+    refused: why it has refused weights that it has not served since, by weights id.
     """
 
     node: str
@@ -184,11 +185,12 @@ class NodeStatus(NamedTuple):
     trying: str
     replicas: tuple[int, ...]
     error: str
+    refused: dict[str, str]
 
     @classmethod
     def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:
         """Return the status of a node that does not answer."""
-        return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error)
+        return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error, {})
 
 
 class NodeReceipt(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement
-from weightswap_fleet.errors import FleetRefused, FleetUndecided
+from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime import (
     DesiredError,
     DigestMismatch,
@@ -201,6 +203,56 @@ def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone
         Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
     assert list(refused.value.reasons) == ["n2"]
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
+def desire(fleet: Fleet, source: Path) -> None:
+    """Make weights desired by hand, unverified, and let all nodes look."""
+    fleet.place.set(source, revision=fleet.place.read().revision)
+    for keeper in fleet.keepers.values():
+        keeper.changes.look()
+
+
+def test_a_rollback_of_all_to_what_is_refused_writes_nothing(fleet: Fleet) -> None:
+    """Each node says which weights it has refused, until it serves them after all."""
+    desire(fleet, damaged := fleet.damaged(1))
+    desire(fleet, fleet.file(2))
+    bad, before = fleet.weights_id(1), fleet.place.read()
+    for to in (None, bad[:12]):
+        with pytest.raises(FleetRefused) as refused:
+            Agreement(fleet.place, fleet).rollback(to, "bo", "", True, SOON)
+        assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
+        assert fleet.place.read() == before
+    assert set(fleet.served().values()) == {fleet.weights_id(2)}
+    status = fleet.keepers["n0"].status()
+    assert (list(status.refused), status.error, status.preparing) == ([bad], "", "")
+    assert "digest" in status.refused[bad]
+
+    damaged.write_bytes(fleet.file(1).read_bytes())
+    receipt = Agreement(fleet.place, fleet).rollback(bad, "bo", "", True, SOON)
+    assert set(fleet.served().values()) == {receipt.weights_id} == {bad}
+    assert fleet.keepers["n0"].status().refused == {}
+
+
+@pytest.mark.parametrize("change", ["swap", "publish", "rollback"])
+def test_where_no_node_is_left_nothing_is_decided(change: str, fleet: Fleet) -> None:
+    """Whether all have gone before, or while they verify."""
+    fleet.swap(1)
+    before = fleet.place.read()
+
+    def all_go(method: str, node: str) -> str:
+        fleet.gone.update(fleet.keepers)
+        return "lost"
+
+    fleet.fate = all_go
+    changes: dict[str, Callable[[], object]] = {
+        "swap": lambda: fleet.swap(2),
+        "publish": lambda: publish(fleet, 2),
+        "rollback": lambda: Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON),
+    }
+    for _ in range(2):
+        with pytest.raises(UnknownFleet, match="nothing was written"):
+            changes[change]()
+        assert fleet.place.read() == before
 
 
 def publish(fleet: Fleet, number: int):  # type: ignore[no-untyped-def]

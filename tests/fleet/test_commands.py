@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from tests.support.packages import needs
 from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
+from weightswap_fleet.documents import NodeStatus, Spec
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
 from weightswap_tools.commands import fleet as commands
 from weightswap_tools.commands import fleet_canary as canary_commands
@@ -103,3 +105,17 @@ def test_what_serve_says_is_told_without_its_traceback() -> None:
     traceback = "Traceback:\n  File x\n    raise\na.b.NoWeights: nothing\n  - here\n"
     assert _reasons(f"The deployment failed to start.\n{traceback}") == ["  a.b.NoWeights: nothing", "  - here"]
     assert _reasons("1 replica waits for {'CPU': 1}") == ["  1 replica waits for {'CPU': 1}"]
+
+
+def test_what_was_withdrawn_or_refused_is_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = ("1" * 64, "2" * 64, "3" * 64)
+    weights = {each: DesiredWeights(source=f"v{each[0]}", weights_id=each, since=0.0) for each in (one, two, three)}
+    state = DesiredState(revision=5, weights=weights[one], history=(weights[two],), withdrawn=(weights[three],))
+    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
+    node = NodeStatus.unknown("n0", spec, "")._replace(weights_id=one, refused={two: "v2: refused\n  - bias: 5 NaN"})
+    fleet = MagicMock(desired=state, nodes={"n0": node}, trial=None)
+    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
+    history, _, withdrawn = run("status", status=0).partition("withdrawn")
+    assert "by n0: v2: refused; bias: 5 NaN" in next(line for line in history.splitlines() if two[:12] in line)
+    assert three[:12] in withdrawn
+    assert "refused" not in withdrawn

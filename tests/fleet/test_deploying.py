@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import weightswap_fleet
 from tests.support.packages import needs
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_fleet.documents import Spec
-from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
+from weightswap_runtime import DesiredPlace, DigestMismatch, NonFiniteWeights, Unsupported, WeightFileError
 from weightswap_runtime.errors import GraphMismatch, NoWeights, StagingBusy
 
 from .nodes import Fleet
@@ -76,6 +77,24 @@ def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: 
     with pytest.raises(GraphMismatch, match="packed for graph 000000000000, but the artifact has graph"):
         deployment(tiny.path, weights)
     assert DesiredPlace(tmp_path).read().weights is None
+
+
+def test_weights_that_no_replica_would_serve_are_not_desired(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    from weightswap_fleet import deployment
+
+    values = tiny.values(1) | {"bias": torch.full((5,), torch.nan)}
+    nan = tiny.write(tmp_path / "nan.safetensors", values)
+    damaged = weight_file(2)
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for weights, error in ((nan, NonFiniteWeights), (damaged, DigestMismatch)):
+        with pytest.raises(error):
+            deployment(tiny.path, weights)
+        assert DesiredPlace(tmp_path).read().weights is None
+    deployment(tiny.path, nan, allow_nonfinite="bias")
+    assert DesiredPlace(tmp_path).read().weights is not None
 
 
 def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:

@@ -104,7 +104,17 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         assert page.get_by_text("later").count() == 2
         assert page.title() == "tagger: revision 2 · weightswap"
-        page.locator("section[aria-labelledby=history]").get_by_text("served before").wait_for()
+        page.locator("section[aria-labelledby=history]").get_by_text("desired before").wait_for()
+        fleet.place.set(fleet.damaged(4), revision=2)
+        for keeper in fleet.keepers.values():
+            keeper.changes.look()
+        fleet.place.rollback(revision=3, hold=False)
+        for keeper in fleet.keepers.values():
+            keeper.changes.look()
+        withdrawn = page.locator("section[aria-labelledby=history] tr").filter(has_text=fleet.weights_id(4)[:12])
+        withdrawn.get_by_text("withdrawn").wait_for()
+        withdrawn.get_by_text("refused by n1: ").wait_for()
+        page.get_by_text("all serve what is desired", exact=True).wait_for()
 
         trial = FleetTrial(a_trial(fleet, 2), fleet)
         trial.begin(5.0)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
-from weightswap_fleet.errors import FleetRefused, FleetUndecided
+from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known, described
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
@@ -240,7 +240,10 @@ def renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
 
 
 def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str, timeout: float) -> dict[str, Prepared]:
-    """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised."""
+    """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
+
+    Raises UnknownFleet if no node is left: what nobody has verified must not become desired.
+    """
     names = nodes.names()
     answers = nodes.ask(names, method, order, timeout=timeout)
     present = set(nodes.names())
@@ -248,7 +251,11 @@ def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str,
     if problems:
         nodes.ask(names, undo, order.id, timeout=LEAST_LEASE)
         raise FleetRefused(printable(order.source), problems)
-    return {name: answer for name, answer in answers.items() if isinstance(answer, Prepared)}
+    prepared = {name: answer for name, answer in answers.items() if isinstance(answer, Prepared)}
+    if not prepared:
+        where = printable(order.source)
+        raise UnknownFleet(f"{where}: no node is there to verify it, so nothing was written; try again once one is")
+    return prepared
 
 
 def _check_unchanged(revision: int, where: str, state: DesiredState) -> None:

@@ -131,6 +131,7 @@ class NodeKeeper:
             trying=trial.weights.weights_id if trial else "",
             replicas=self._seats.processes,
             error=self._error,
+            refused=self._weights.refused,
         )
 
     @property

@@ -8,16 +8,20 @@ from pathlib import Path
 
 from weightswap_fleet.documents import Spec
 from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.errors import NothingToRollBack, StageTimeout
+from weightswap_runtime.errors import NothingToRollBack, StageTimeout, text_of
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.watching.intake import refused_weights
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.sources.location import Url
 from weightswap_server.signed_weights import requires
 
 from .node_memory import NodeMemory
 from .relay import Relay
+
+_MOST_REFUSED = 20
 
 
 class NodeWeights:
@@ -29,6 +33,8 @@ class NodeWeights:
         self.board = memory.board
         self._relay = relay
         self._staging: Staged | None = None  # the staging that `wait` waits for
+        self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
+        self.model.listen(self._note)
         self.take(spec)
 
     def take(self, spec: Spec) -> None:
@@ -36,6 +42,15 @@ class NodeWeights:
         keys = spec.require_signature
         self.model._store.admit = requires(*keys) if keys else None
         self.spec = spec
+
+    def _note(self, event: Event) -> None:
+        """Remember weights that are refused. The dict is replaced, as other threads read it."""
+        refused = {each: why for each, why in self.refused.items() if each != event.weights_id}
+        if weights_id := refused_weights(event):
+            refused[weights_id] = text_of(event.error) if event.error else ""
+            self.refused = dict(list(refused.items())[-_MOST_REFUSED:])
+        elif event.receipt is not None:
+            self.refused = refused
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""

@@ -134,11 +134,12 @@ function Trial({ trial, now }) {
   <//>`;
 }
 
-function History({ desired, now }) {
-  const entries = [
-    ...[...desired.history].reverse().map((weights) => ({ ...weights, what: "served before" })),
-    ...[...desired.withdrawn].reverse().map((weights) => ({ ...weights, what: "withdrawn" })),
-  ];
+/** Weights that were desired before. Nodes may have refused them, so that they were never served. */
+function History({ desired, nodes, now }) {
+  const refusedBy = ({ weights_id }) => nodes.filter(({ refused }) => refused[weights_id]);
+  const described = (entries, what) =>
+    [...entries].reverse().map((weights) => ({ ...weights, what, refusing: refusedBy(weights) }));
+  const entries = [...described(desired.history, "desired before"), ...described(desired.withdrawn, "withdrawn")];
   if (!entries.length) return null;
   return html`<${Section} id="history" title="Before">
     <div class="wide" tabindex="0" role="group" aria-label="Before">
@@ -155,7 +156,13 @@ function History({ desired, now }) {
             (weights) =>
               html`<tr key=${`${weights.what} ${weights.weights_id}`}>
                 <th scope="row"><${Id} id=${weights.weights_id} /></th>
-                <td>${weights.what}</td>
+                <td>
+                  ${weights.what}
+                  ${weights.refusing.map(
+                    ({ node, refused }) =>
+                      html`<p key=${node} class="info reason">refused by ${node}: ${refused[weights.weights_id]}</p>`,
+                  )}
+                </td>
                 <td>${weights.source}</td>
                 <td>${weights.by}</td>
                 <td>${weights.why}</td>
@@ -184,7 +191,7 @@ function Page() {
       <${Desired} desired=${fleet.desired} now=${fleet.time} />
       <${Nodes} fleet=${fleet} />
       <${Trial} trial=${fleet.trial} now=${fleet.time} />
-      <${History} desired=${fleet.desired} now=${fleet.time} />
+      <${History} desired=${fleet.desired} nodes=${fleet.nodes} now=${fleet.time} />
     </main>`;
 }
 

@@ -130,9 +130,19 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
         say(f"since       {since_text(state.weights)}")
     if state.hold is not None:
         say(f"on hold     {since_text(state.hold)}")
+    print_earlier(state, {})
+
+
+def print_earlier(state: DesiredState, refused: Mapping[str, str]) -> None:
+    """Print what was desired before, and what was withdrawn. refused: why processes refused weights, by their id."""
     for title, entries in (("history", state.history), ("withdrawn", state.withdrawn)):
-        if entries:
-            print_table(title, ["weights id", "source", "since", "by", "why"], [*map(_row, reversed(entries))])
+        columns = ["weights id", "source", "since", "by", "why"]
+        rows = [_row(weights) for weights in reversed(entries)]
+        if any(weights.weights_id in refused for weights in entries):
+            columns.append("refused")
+            rows = [[*row, refused.get(of.weights_id, "")] for row, of in zip(rows, reversed(entries), strict=True)]
+        if rows:
+            print_table(title, columns, rows)
 
 
 def _row(weights: DesiredWeights) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
-from .desired import since_text
+from .desired import print_earlier, since_text
 from .fleet_canary import abort, canary, print_trial, promote
 from .fleet_cluster import (
     NAME,
@@ -211,14 +212,26 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     _print_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
     print_table("Nodes", columns, [_row(node, state.weights_id) for _, node in sorted(nodes.items())])
+    print_earlier(state, _refusals(nodes))
     print_trial(trial)
     return agree
 
 
+def _refusals(nodes: Mapping[str, NodeStatus]) -> dict[str, str]:
+    """Return by which nodes weights were refused, and why, by weights id."""
+    texts: dict[str, list[str]] = {}
+    for name, node in sorted(nodes.items()):
+        for weights_id, why in node.refused.items():
+            texts.setdefault(weights_id, []).append(f"by {name}: {_one_line(why)}")
+    return {weights_id: "; ".join(each) for weights_id, each in texts.items()}
+
+
+def _one_line(error: str) -> str:
+    return "; ".join(line.strip().removeprefix("- ") for line in error.splitlines())
+
+
 def _row(node: NodeStatus, desired_id: str | None) -> list[str]:
-    state = "; ".join(line.strip().removeprefix("- ") for line in node.error.splitlines()) or (
-        "serves" if node.weights_id == desired_id else "behind"
-    )
+    state = _one_line(node.error) or ("serves" if node.weights_id == desired_id else "behind")
     if node.preparing:
         state += f", preparing {node.preparing[:SHOWN]}"
     if node.trying:
