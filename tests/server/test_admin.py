@@ -498,6 +498,27 @@ def test_what_was_written_is_committed_as_soon_as_it_can_be(
     assert status(server)["staged"] is None
 
 
+def test_what_is_staged_is_not_desired_once_its_file_is_another(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    """Every other process, and this one after a restart, reads the file."""
+    change(server, "follow", place=place.where, interval=30)
+    before = place.read()
+    assert change(server, "stage", source=str(weight_file(2))).status == 200
+    other = weight_file(2).read_bytes()
+    for spoil, kind in (
+        (weight_file(2).unlink, "WeightFileError"),
+        (lambda: weight_file(3).rename(weight_file(2)), "UnexpectedWeights"),
+    ):
+        spoil()
+        refused = change(server, "commit")
+        assert (refused.status, refused.json["kind"]) == (422, kind)
+        assert (place.read(), serves(server.service.served[0].model, 1)) == (before, True)
+    weight_file(2).write_bytes(other)
+    assert change(server, "commit").status == 200
+    assert place.read().weights_id == server.service.served[0].model.weights_id
+
+
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:

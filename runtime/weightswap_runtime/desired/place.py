@@ -152,19 +152,14 @@ class DesiredPlace:
 
     def rollback_target(self, to: str | None, *, revision: int) -> DesiredWeights:
         """Return the weights that `rollback` would make the desired ones. Raises what `rollback` raises."""
-        target = find_good(self._read_at(revision)[1], to, self.where)
+        target = find_good(self._read_for(revision)[1], to, self.where)
         self._check_files(target)
         return target
 
     def _check_files(self, weights: DesiredWeights) -> None:
         files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
         for file in files:
-            where = self.locate(file)
-            stamp = _stamp(where)
-            if stamp is not None and stamp.weights_id != file.weights_id:
-                raise UnexpectedWeights(
-                    f"{printable(where)}: now has the weights {stamp.weights_id[:SHOWN]}, not {file.weights_id[:SHOWN]}"
-                )
+            check_file(self.locate(file), file.weights_id)
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
         """Forbid promotions until `release`. This replaces an earlier hold."""
@@ -227,13 +222,13 @@ class DesiredPlace:
         return stored, decode(stored.content, f"{self.where}: {NAME}")
 
     def _write(self, revision: int, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
-        stored, state = self._read_at(revision)
+        stored, state = self._read_for(revision)
         if (written := self._replace(stored, state, change(state))) is None:
             raise self._conflict(revision)
         return written
 
-    def _read_at(self, revision: int) -> tuple[Stored, DesiredState]:
-        """Read the state. Raises RevisionConflict if it is not at this revision."""
+    def _read_for(self, revision: int) -> tuple[Stored, DesiredState]:
+        """Read the state for a change. Raises RevisionConflict if it is not at this revision."""
         if type(revision) is not int:
             raise Unsupported(f"revision={revision!r}: expected the number that read() gives")
         stored, state = self._read(None)
@@ -271,6 +266,15 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
     """Read the stamp of a file; None if weightswap has not written it."""
     with open_weights(source) as weights:
         return delta_stamp(weights) or weights.stamp
+
+
+def check_file(source: Source, weights_id: str) -> None:
+    """Raise WeightFileError or UnexpectedWeights if a file was removed, or replaced by one of other weights."""
+    stamp = _stamp(source)
+    if stamp is not None and stamp.weights_id != weights_id:
+        raise UnexpectedWeights(
+            f"{printable(source)}: now has the weights {stamp.weights_id[:SHOWN]}, not {weights_id[:SHOWN]}"
+        )
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
-from weightswap_runtime.desired.place import DesiredPlace, Known
+from weightswap_runtime.desired.place import DesiredPlace, Known, check_file
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
@@ -399,6 +399,7 @@ class ModelOperations:
     def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> DesiredState:
         staged = entry.staged
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
+        check_file(entry.path, staged.weights_id)  # weights may have been staged for long, and others read the file
         seen = place.read().revision if revision is None else revision
         return place.set(entry.path, revision=seen, by=by, why=why, known=known)
 
