@@ -12,7 +12,6 @@ from weightswap_runtime.format.name_patterns import patterns, select
 from weightswap_runtime.format.nonfinite import Counts
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Scratch
-from weightswap_runtime.sources.location import Url
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_runtime.threads.job import Job
@@ -52,7 +51,7 @@ def read_weights(
         return {name: convert(room.memory, stored[name].dtype, stored[name].shape) for name, room in memory.items()}
 
 
-def check_content(path: str | os.PathLike[str] | Url) -> dict[str, Counts]:
+def check_content(path: str | os.PathLike[str]) -> dict[str, Counts]:
     """Read every byte of a weight file, and return the numbers of NaN and infinities, by name. Needs little memory.
 
     The result of a delta is not computed: only its header is read. Raises WeightFileError and DigestMismatch.
