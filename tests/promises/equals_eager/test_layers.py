@@ -154,3 +154,43 @@ def test_dynamic_sizes(after: Callable[[torch.Tensor, torch.Tensor], torch.Tenso
         x = torch.randn(rows, 4)
         with torch.no_grad():
             assert equal(model(x), setup.models[0](x))
+
+
+EDGES = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+SPARSE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a product": lambda x, dense: torch.sparse.mm(dense.to_sparse(), x),
+    "of edges": lambda x, _: torch.sparse_coo_tensor(EDGES, x[0], (3, 3)) @ x,
+    "softmax": lambda x, dense: torch.sparse.softmax(dense.to_sparse(), 1).to_dense() @ x,
+    "log_softmax": lambda x, dense: torch.sparse.log_softmax(dense.to_sparse(), 1).to_dense() @ x,
+    "a sum": lambda x, dense: torch.sparse.sum(dense.to_sparse(), 0).to_dense() @ x,
+    "addmm": lambda x, dense: torch.sparse.addmm(x, dense.to_sparse(), x),
+    "parts": lambda x, dense: dense.to_sparse().indices().float() @ dense.to_sparse().values()[:, None] + x.sum(),
+    "a sum of two": lambda x, dense: (dense.to_sparse() + dense.T.to_sparse()).coalesce().to_dense() @ x,
+    "zeros": lambda x, dense: (torch.zeros(3, 3, layout=torch.sparse_coo) + dense.to_sparse()).to_dense() @ x,
+}
+
+
+class Sparse(nn.Module):
+    """Layer whose graph has sparse tensors, which skip none of torch's autograd kernels."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x), dense)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@torch.no_grad()
+def test_sparse_tensors_within_a_graph(name: str, tmp_path: Path) -> None:
+    dense = torch.tensor([[0.5, 0.0, 0.1], [0.0, 2.0, 0.0], [0.3, 0.0, 0.0]])
+    methods = {"forward": MethodSpec("forward", (torch.rand(3, 4), dense))}
+    setup = Setup(tmp_path, lambda: Sparse(SPARSE[name]), methods, 2)
+    model = load(setup.artifact, setup.files[0])
+    for eager, file in zip(setup.models, setup.files, strict=True):
+        model.swap(file)
+        x = torch.rand(3, 4)
+        assert equal(model(x, dense), eager(x, dense))

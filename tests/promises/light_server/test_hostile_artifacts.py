@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tests.support.forged import replace_file, with_document
-from tests.support.graphs import parts
+from tests.support.graphs import Whole, archived, compiled, parts
 from weightswap_exporter import export, pack
 from weightswap_exporter.capture.reopening import method_program
 from weightswap_exporter.parity import compare
@@ -320,3 +320,26 @@ def test_the_hook_sees_what_it_is_for(setting: Setting) -> None:
     events = {event.partition(" ")[0] for event in seen}
     seen.clear()
     assert {"exec", "os.mkdir", "import", "open"} <= events
+
+
+def moved(edges: torch.Tensor) -> torch.Tensor:
+    sparse = torch.sparse_coo_tensor(edges, torch.ones(2), (3, 3))
+    edges.add_(1 << 20)  # torch's own tensor would now have indices that nobody has checked
+    return sparse.to_dense()
+
+
+def moved_by_alias(edges: torch.Tensor) -> torch.Tensor:
+    sparse = torch.sparse_coo_tensor(edges, torch.ones(2), (3, 3)).coalesce()
+    sparse.indices().add_(1 << 20)
+    return sparse.to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("function", [moved, moved_by_alias])
+def test_no_index_of_a_sparse_tensor_leads_out_of_it(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    edges = torch.tensor([[0, 2], [1, 0]])
+    graph = compiled(archived(torch.export.export(Whole(function), (edges,), strict=False))).call
+    assert graph(edges.clone())[0].tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
+    for far in (3, -1, 1 << 40):
+        with pytest.raises(RuntimeError, match=r"size is inconsistent with indices|found negative index"):
+            graph(torch.tensor([[0, far], [1, 0]]))

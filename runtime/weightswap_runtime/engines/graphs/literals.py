@@ -13,7 +13,7 @@ from .schema import UnknownPart
 # the first two are not dtypes of weight files
 _DTYPES = {9: "complex32", 11: "complex128"} | {row.code: row.torch or "" for row in DTYPES.values() if row.code}
 _MEMORY_FORMATS = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
-_LAYOUTS = {1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc", 7: "strided"}
+_LAYOUTS = {1: "sparse_coo", 7: "strided"}  # tensors of other layouts have indices that nobody checks
 _TABLES = {"as_scalar_type": _DTYPES, "as_memory_format": _MEMORY_FORMATS, "as_layout": _LAYOUTS}
 CONSTANTS = {*_TABLES, "as_device", "as_complex"}
 _MOST_BITS = 64

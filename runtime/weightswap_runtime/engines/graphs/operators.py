@@ -14,6 +14,7 @@ import torch
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from .allowed import SAFE, is_sparse, problem
 from .effects import is_fresh, is_mutable, is_repeatable
 from .schema import UnknownPart
 
@@ -45,15 +46,7 @@ _INTERNAL = frozenset(
 # their operators' strings are modes; elsewhere a string may be the path of a file (`image::write_file`)
 _TAKES_STRINGS = {*OF_TORCH, "quantized_decomposed", "torchao"}
 _STRINGS = {"as_string", "as_strings", "as_string_to_argument"}
-_FILES = {"aten::from_file"}
-# operators that replace a tensor's memory or deal with autograd and streams; `resize_` is allowed, for state
-_MEMORY = re.compile(
-    r"aten::(set_data|set_?|sparse_resize\w*|resize_as_sparse_?|_resize_output_?|requires_grad_|retain_grad"
-    r"|record_stream|_test_\w+)"
-)
 _HANDLES = re.compile(r"\b(Storage|Stream)\b")
-# the only operators allowed that neither return nor write
-_CHECKS = re.compile(r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+")
 # a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
@@ -137,20 +130,17 @@ def _overload(parts: list[str], target: str) -> Operator:
     torch_operator = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     schema = torch_operator._schema
     name = schema.name
-    if name in _FILES:
-        raise ForeignFunction(f"{target!r}, which opens files")
-    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
+    if any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
         raise ForeignFunction(f"{target!r}, which bypasses tensors")
-    is_aten = name.startswith("aten::")
-    if is_aten and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
-        raise ForeignFunction(f"{target!r}, which changes the process, not a tensor")
+    if namespace in OF_TORCH and (why := problem(torch_operator)):
+        raise ForeignFunction(f"{target!r}, {why}")
     keywords = frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name))
     return Operator(
-        _FASTER.get(torch_operator, torch_operator._op),
+        SAFE.get(torch_operator) or _FASTER.get(torch_operator, torch_operator._op),
         name,
         pure=name in _SIZES,
         keywords=keywords,
-        past_autograd=is_aten,
+        past_autograd=name.startswith("aten::") and not is_sparse(torch_operator),
         repeatable=is_repeatable(torch_operator),
         mutable=is_mutable(torch_operator),
         fresh=is_fresh(torch_operator),

@@ -28,6 +28,7 @@ from .schema import (
 )
 
 _POSITIONAL, _KEYWORD = 1, 2
+_SPARSE = ("as_layout", 1)
 
 
 class Compiled(NamedTuple):
@@ -154,6 +155,8 @@ class _Function:
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
         check_strings(operator, (kind for item in node.inputs for kind in item.arg))
+        if any(read_argument(item.arg) == _SPARSE for item in node.inputs if "as_layout" in item.arg):
+            operator = operator._replace(past_autograd=False, repeatable=False)
         self._constants.past_autograd &= operator.past_autograd
         self._constants.vmap |= operator.vmap
         self._used = set()
