@@ -41,7 +41,7 @@ def inline(node: Node, bodies: Bodies) -> list[Node]:
     """
     inputs = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
     types = [_type(item.meta["val"]) for item in inputs]
-    key = str((node.target, pytree.tree_map_only(Node, type, (node.args, node.kwargs)), types))
+    key = str((node.target, pytree.tree_map_only(Node, lambda _: Node, (node.args, node.kwargs)), types))
     body = bodies[key] = bodies.get(key) or _body(node, inputs)
     copies = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):

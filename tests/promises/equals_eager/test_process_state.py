@@ -267,6 +267,8 @@ def seeded(call: Callable[..., Any], *inputs: torch.Tensor) -> Any:
 @pytest.mark.parametrize("name", IMPLICIT)
 @torch.no_grad()
 def test_operators_that_take_the_default_dtype(name: str, fixed: bool) -> None:
+    if name == "vmap" and torch.__version__ < (2, 13):
+        pytest.skip("older torch cannot write such a graph")
     shapes = None if fixed else (({0: Dim.AUTO}, {0: Dim.AUTO}),)
     program = torch.export.export(Whole(IMPLICIT[name]), INPUTS, dynamic_shapes=shapes, strict=False)
     graph = compiled(program_archive(program)).call
