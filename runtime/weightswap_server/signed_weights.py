@@ -7,17 +7,18 @@ from the weights' bytes, so a signature of the id covers weights of any size. No
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, SwapError, Unsupported
+from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
+from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.staging.request import Admit
 
-SUFFIX = ".sig"
 _MAX_SIGNATURE = 1 << 20  # bytes
 _SIGNED = "weights-id"
 
@@ -29,26 +30,36 @@ class SignatureRefused(SwapError):
 def requires(key: str, *others: str) -> Admit:
     """Return a callback for `load(admit=...)` that refuses files signed by none of these public keys.
 
-    key, others: PEM files, each with one elliptic-curve public key. Raises MissingExtra and Unsupported.
-    The callback raises SignatureRefused.
+    key, others: PEM files, each with one elliptic-curve public key. They are read again for each file. Raises
+    MissingExtra and Unsupported. The callback raises SignatureRefused.
     """
-    keys = (key, *others)
-    verifiers = [_verifier(path) for path in keys]
+    return _Required((key, *others))
 
-    def admit(location: Location, weights_id: str) -> None:
-        where = location.with_name(location.name + SUFFIX)
+
+class _Required:
+    """The callback; `fingerprint()` changes with the keys."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._keys = tuple(str(Path(key).absolute()) for key in keys)
+        for key in self._keys:
+            _verifier(key)
+
+    def fingerprint(self) -> Hashable:
+        return tuple(Path(key).read_bytes() if is_file(Path(key)) else None for key in self._keys)
+
+    def __call__(self, location: Location, weights_id: str) -> None:
+        where = location.with_name(location.name + SIGNATURE_SUFFIX)
         signature = read_small(where, _MAX_SIGNATURE)
         if signature is None:
             raise SignatureRefused(f"{location}: not signed: {where} does not exist; `weightswap sign` writes it")
         with _folder(weights_id) as (folder, file):
             file.write_bytes(signature)
-            if not any(_verified(verifier, folder, file) for verifier in verifiers):
-                raise SignatureRefused(
-                    f"{location}: {where} is not a signature of the weights {weights_id[:12]} by the key "
-                    f"{' or '.join(keys)}"
-                )
-
-    return admit
+            refusals = [_refusal(key, folder, file) for key in self._keys]
+        if None not in refusals:
+            raise SignatureRefused(
+                f"{location}: {where} is not a signature of the weights {weights_id[:12]} by the key "
+                f"{' or '.join(self._keys)}{''.join(refusal for refusal in refusals if refusal)}"
+            )
 
 
 def _verifier(key: str) -> Any:
@@ -61,12 +72,17 @@ def _verifier(key: str) -> Any:
         raise Unsupported(f"--require-signature {key}: not a public key of an elliptic curve ({error})") from error
 
 
-def _verified(verifier: Any, folder: Path, signature: Path) -> bool:
+def _refusal(key: str, folder: Path, signature: Path) -> str | None:
+    """Return None for a signature by a key, else what to add to the message."""
+    try:
+        verifier = _verifier(key)
+    except Unsupported as error:  # replaced by something else since the start
+        return f"; {error}"
     try:
         verifier.verify(folder, signature)
     except Exception:  # the library raises many kinds for a file that is no signature
-        return False
-    return True
+        return ""
+    return None
 
 
 def sign(weights_id: str, key: str, password: str | None = None) -> bytes:

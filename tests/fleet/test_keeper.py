@@ -114,7 +114,39 @@ def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: 
     assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
 
 
-def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
+def test_what_was_refused_is_tried_again_when_it_is_signed_or_the_key_is_replaced(fleet: Fleet, tmp_path: Path) -> None:
+    keeper, key, keys = fleet.keepers["n0"], tmp_path / "key.pem", {}
+    for name in ("old", "new"):
+        private = ec.generate_private_key(ec.SECP256R1())
+        pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        (tmp_path / f"{name}.private.pem").write_bytes(pem)
+        keys[name] = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    key.write_bytes(keys["old"])
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
+
+    def sign_with(name: str, number: int) -> None:
+        signature = sign(fleet.weights_id(number), str(tmp_path / f"{name}.private.pem"))
+        fleet.file(number).with_name(f"{fleet.file(number).name}.sig").write_bytes(signature)
+
+    fleet.place.set(fleet.file(1), revision=1)
+    keeper.changes.look()
+    assert "not signed" in keeper.status().error
+    sign_with("new", 1)
+    keeper.changes.look()
+    assert "is not a signature" in keeper.status().error
+    sign_with("old", 1)
+    keeper.changes.look()
+    assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
+    sign_with("new", 2)
+    fleet.place.set(fleet.file(2), revision=2)
+    keeper.changes.look()
+    assert "is not a signature" in keeper.status().error
+    key.write_bytes(keys["new"])
+    keeper.changes.look()
+    assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(2), "")
+
+
+def test_a_keeper_that_begins_again_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
     """Ray restarts it with its first arguments; its replicas are of a later deployment, which requires a key."""
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ from tests.server.test_stopping import serve, until_ready
 from tests.support.administered import TOKEN, administered, change
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
+from tests.support.watched import SOON, eventually
 from weightswap_runtime import (
     DesiredPlace,
     DigestMismatch,
+    Follower,
     MissingExtra,
+    Model,
     SwapError,
     UnexpectedWeights,
     Unsupported,
+    Watcher,
     load,
 )
 from weightswap_server.signed_weights import SignatureRefused, requires
@@ -207,6 +213,85 @@ def test_a_rollback_to_what_is_not_signed_writes_nothing(
         signed(weight_file(3), keys)
         assert change(server, "rollback", to=before.history[0].weights_id).status == 200
         assert (place.read().revision, serves(model, 3)) == (3, True)
+
+
+@contextmanager
+def kept(model: Model, how: str, path: Path, folder: Path) -> Iterator[Watcher | Follower]:
+    """Let a model take a file from a folder that it watches, or as the desired weights of a place."""
+    folder.mkdir()
+    if how == "watch":
+        with model.watch(folder, SOON) as watcher:
+            yield watcher
+    else:
+        place = DesiredPlace(folder)
+        place.set(path, revision=0)
+        with model.follow(place, SOON) as follower:
+            yield follower
+
+
+def is_refused(keeping: Watcher | Follower) -> bool:
+    return isinstance(keeping.last_error, SignatureRefused)
+
+
+@pytest.mark.parametrize("how", ["watch", "follow"])
+def test_a_signature_may_come_after_its_file(
+    how: str, tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
+) -> None:
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    folder = tmp_path / "folder"
+    path = folder / "v2.safetensors"
+    with kept(model, how, path if how == "watch" else weight_file(2), folder) as keeping:
+        path = weight_file(2).rename(path) if how == "watch" else weight_file(2)
+        assert eventually(lambda: "not signed" in str(keeping.last_error))
+        signed(path, keys, by="strangers")
+        assert eventually(lambda: "is not a signature" in str(keeping.last_error))
+        signed(path, keys)
+        assert eventually(lambda: serves(model, 2))
+        assert keeping.last_error is None
+
+
+@pytest.mark.parametrize("how", ["watch", "follow"])
+def test_a_key_may_be_replaced(
+    how: str, tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
+) -> None:
+    """What the new key has signed is then taken, and nothing that only the old one has."""
+    key = tmp_path / "key.pem"
+    key.write_bytes((keys / "ours.pem").read_bytes())
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(key)))
+    folder, path = tmp_path / "folder", signed(weight_file(2), keys, by="theirs")
+    with kept(model, how, path, folder) as keeping:
+        if how == "watch":
+            for name in (f"{path.name}.sig", path.name):
+                path.with_name(name).rename(folder / name)
+        assert eventually(lambda: is_refused(keeping))
+        key.write_bytes(b"half")
+        assert eventually(lambda: "not a public key" in str(keeping.last_error))
+        key.write_bytes((keys / "theirs.pem").read_bytes())
+        assert eventually(lambda: serves(model, 2))
+    with pytest.raises(SignatureRefused):
+        model.swap(signed(weight_file(3), keys))
+
+
+def test_a_callback_may_say_that_it_decides_otherwise_now(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    class Approved:
+        names: frozenset[str] = frozenset()
+
+        def fingerprint(self) -> frozenset[str]:
+            return self.names
+
+        def __call__(self, location: object, weights_id: str) -> None:
+            if Path(str(location)).name not in self.names:
+                raise SignatureRefused(f"{location}: not approved")
+
+    admit = Approved()
+    model = load(tiny.path, admit=admit)
+    with kept(model, "watch", tmp_path, tmp_path / "folder") as keeping:
+        weight_file(2).rename(tmp_path / "folder" / "v2.safetensors")
+        assert eventually(lambda: is_refused(keeping))
+        admit.names = frozenset({"v2.safetensors"})
+        assert eventually(lambda: model.generation == 0)
 
 
 def test_keys_that_are_none(tmp_path: Path, keys: Path, weight_file: WriteWeights) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOr
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
+from weightswap_runtime.live.admission import fingerprint_of
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.intake import Told
 from weightswap_runtime.live.watching.reconciler import Reconciler
@@ -46,7 +47,7 @@ class NodeChanges:
         self._trial: NodeTrial | None = None
         self._discarded: deque[str] = deque(maxlen=_MOST_DISCARDED)
         self.is_deployed = True  # the deployment is known; without it nothing changes
-        self._last_spec = weights.spec  # of the last look
+        self._last_conditions: Hashable = None  # of the last look
         self._turn = threading.RLock()
         self._taking = threading.Lock()  # not the turn: a starting replica must not wait for a staging
         self.stopped = threading.Event()
@@ -306,9 +307,10 @@ class NodeChanges:
             if self._trial is not None and self._trial.lease.is_over:
                 _log.warning("%s: the lease of the trial %s has expired", self._node, self._trial.order.id)
                 self._end_trial()
-            if (spec := self._weights.spec) is not self._last_spec:
-                self._last_spec = spec
-                self.reconciler.forget_refusal()  # the new deployment may accept the weights
+            conditions = (self._weights.spec.since, fingerprint_of(self._model._store.admit))
+            if conditions != self._last_conditions:
+                self._last_conditions = conditions
+                self.reconciler.forget_refusal()  # a new deployment, or new keys, may accept the weights
             self.reconciler.look(_Target(self))
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:

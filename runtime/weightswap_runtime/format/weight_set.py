@@ -25,6 +25,7 @@ from .weight_file import Stamp, WeightFile, holds_goldens
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
+SIGNATURE_SUFFIX = ".sig"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
@@ -107,6 +108,11 @@ def goldens_path(weights: str | os.PathLike[str]) -> Path:
 def goldens_url(weights: Url) -> Url:
     """Return the URL of the goldens for the URL of a weight file or an index, like `goldens_path`."""
     return weights.with_name(_goldens_name(weights.name))
+
+
+def companions(name: str) -> tuple[str, str]:
+    """Return the names of the files beside weights of this name that decide whether they are taken."""
+    return _goldens_name(name), name + SIGNATURE_SUFFIX
 
 
 def _goldens_name(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from weightswap_runtime.errors import UnexpectedWeights, Unsupported
 from weightswap_runtime.format.delta_file import DeltaStamp
 from weightswap_runtime.format.weight_set import WeightSet
@@ -22,3 +24,12 @@ def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request
         raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
     admit(weights.location, stamp.weights_id)
     return request._replace(expect=stamp.weights_id)
+
+
+def fingerprint_of(admit: Admit | None) -> Hashable:
+    """Return what `admit.fingerprint()` returns; None if there is no such method, or if it fails."""
+    try:
+        value: Hashable = admit.fingerprint()  # type: ignore[union-attr]
+    except Exception:  # such as AttributeError, for a function
+        return None
+    return value

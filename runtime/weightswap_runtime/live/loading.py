@@ -79,7 +79,8 @@ def load(
     admit: a callback that is called with the path or URL of each file before it is staged, whoever requests it, and the
     weights id that the file claims; it raises a SwapError to refuse the file. The served weights have exactly that id.
     For a variant, whose file claims no id, it is called after reading, with the actual id. It is not called for the
-    files that lead to a delta's base.
+    files that lead to a delta's base. Watchers and followers call it again for a refused file once
+    the file, its goldens or its signature change, or once `admit.fingerprint()`, if it has that, returns another value.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.

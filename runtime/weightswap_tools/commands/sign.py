@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
 from weightswap_runtime.sources.atomic import new_file
 from weightswap_tools.terminal import errors_as_exit, say
 
@@ -26,11 +27,11 @@ def sign(
     The data of the file is not read: servers compare it with the weights id.
     """
     with errors_as_exit(as_json=False):
-        from weightswap_server.signed_weights import SUFFIX, sign
+        from weightswap_server.signed_weights import sign
 
         weights_id = known_weights(weights).weights_id
         signature = sign(weights_id, key, os.environ.get(PASSWORD))
-        out = weights.with_name(weights.name + SUFFIX)
+        out = weights.with_name(weights.name + SIGNATURE_SUFFIX)
         with new_file(out) as file:
             file.write(signature)
         say(f"signature   {out}")

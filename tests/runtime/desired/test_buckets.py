@@ -123,10 +123,13 @@ def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypat
     with WebServer() as web:
         for name in ("desired.json", "v1.safetensors"):
             web.put(f"service/{name}", (service.folder / name).read_bytes(), modified=None)
+        web.put("service/v1.goldens.safetensors", b"\2" + bytes(7) + b"{}")  # a whole file without goldens
         place = DesiredPlace(f"{web.url}/service/")
         assert place.read() == service.place.read()
         model = load(tiny.path)
         with model.follow(f"{web.url}/service/", SOON) as follower:
+            assert eventually(lambda: "v1.goldens" in follower.status.error)
+            web.contents.pop("/service/v1.goldens.safetensors")
             assert follower.wait(60)
             monkeypatch.setattr(retries, "ATTEMPTS", 1)
             web.fault = lambda handler, asked: status(503)(handler, asked) is None

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable
+import stat
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weightswap_runtime.errors import Unsupported, WeightFileError
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX
-from weightswap_runtime.sources.location import Url, as_location, fixed
+from weightswap_runtime.errors import AccessDenied, StageCancelled, Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, INDEX_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, companions
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Location, Url, as_location, fixed
 
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
+_LISTED = (SUFFIX, INDEX_SUFFIX, SUFFIX + SIGNATURE_SUFFIX, INDEX_SUFFIX + SIGNATURE_SUFFIX)
 UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this look
 
 
 class Entry(NamedTuple):
     """A weight file in a listing. `path`: the argument of a swap. `modified`: seconds since the epoch; 0 if unknown.
 
-    Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell, and so have
-    the goldens beside them; a fingerprint UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a
-    write that restored the time of modification, and after a change of the file's mode or hard links.
+    Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell; a fingerprint
+    UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a write that restored the time of
+    modification, and after a change of the file's mode or hard links. `beside`: both of the files beside it that decide
+    whether it is taken.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Entry(NamedTuple):
     fingerprint: Hashable
     modified: float
     changed: Hashable = None
+    beside: Hashable = ()
 
 
 Listing = Callable[[], list[Entry]]
@@ -48,32 +53,48 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
         from weightswap_runtime.sources.remote.listing import check_listable  # needs fsspec
 
         check_listable(location)
-        return lambda: _list_url(location)
-    path = fixed(location)
-    return lambda: _list_local(path)
+    else:
+        location = fixed(location)
+    return lambda: _weight_files(_entries(location))
 
 
-def is_weight_file_or_goldens(name: str) -> bool:
-    """Return whether a file of that name is a weight file or goldens. Unfinished files begin with a dot."""
-    return name.endswith(SUFFIX) and not name.startswith(".")
+def fingerprint(path: str | Path, check: Check) -> Hashable:
+    """Return the fingerprint of weights and of all files that decide whether they are taken; UNKNOWN if that fails.
+
+    Of a folder, or an index of shards, all weight files there count, and what is beside them. A web server lists none,
+    so that shards behind one do not count. `check` is called during the wait for its responses.
+    """
+    try:
+        location = as_location(path)
+        if isinstance(location, Url) and location.is_web:
+            return _web_fingerprint(location, check)
+        if location.name.endswith(INDEX_SUFFIX) or _is_folder(location):
+            return frozenset(_entries(location.parent if location.name.endswith(INDEX_SUFFIX) else location))
+        if isinstance(location, Path):
+            return tuple(_local(location.with_name(name)) for name in (location.name, *companions(location.name)))
+        return tuple(entry for entry in _weight_files(_entries(location.parent)) if entry.name == location.name)
+    except StageCancelled:
+        raise
+    except WeightswapError:
+        return UNKNOWN
 
 
-def with_goldens(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the weight files. Each fingerprint includes that of its goldens, which may decide whether it is taken."""
-    weights, goldens = [], {}
-    for entry in entries:
-        if entry.name.endswith(GOLDENS_SUFFIX):
-            goldens[entry.name.removesuffix(GOLDENS_SUFFIX)] = entry
+def _is_folder(location: Location) -> bool:
+    return location.is_dir() if isinstance(location, Path) else not location.name.endswith(SUFFIX)
+
+
+def _web_fingerprint(url: Url, check: Check) -> Hashable:
+    from weightswap_runtime.sources.remote.opening import find_object  # needs fsspec
+
+    found: list[Hashable] = []
+    for name in (url.name, *companions(url.name)):
+        try:
+            source = find_object(url.with_name(name), check)
+        except AccessDenied:  # a signed URL opens one object only
+            found.append(UNKNOWN)
         else:
-            weights.append(entry)
-    return [_combined(entry, goldens.get(entry.name.removesuffix(SUFFIX))) for entry in weights]
-
-
-def _combined(entry: Entry, goldens: Entry | None) -> Entry:
-    if goldens is None or UNKNOWN in (entry.fingerprint, goldens.fingerprint):
-        return entry
-    changed = None if entry.changed is None else (entry.changed, goldens.changed)
-    return entry._replace(fingerprint=(entry.fingerprint, goldens.fingerprint), changed=changed)
+            found.append(source.pin if source else "absent")
+    return tuple(found)
 
 
 def order(entry: Entry) -> tuple[Any, ...]:
@@ -89,29 +110,43 @@ def order_of_names(name: str) -> list[Any]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def _list_local(directory: Path) -> list[Entry]:
+def _weight_files(entries: list[Entry]) -> list[Entry]:
+    """Return the weight files, each with the files beside it that decide whether it is taken."""
+    found = {entry.name: entry for entry in entries}
+
+    def beside(entry: Entry) -> Entry:
+        others = [found[name] for name in companions(entry.name) if name in found]
+        return entry._replace(beside=tuple((each.name, each.fingerprint, each.changed) for each in others))
+
+    return [beside(each) for each in entries if each.name.endswith(SUFFIX) and not each.name.endswith(GOLDENS_SUFFIX)]
+
+
+def _entries(folder: Location) -> list[Entry]:
+    """List weight files, indices of shards, and what may be beside them."""
+    if isinstance(folder, Url):
+        from weightswap_runtime.sources.remote.listing import list_files  # needs fsspec
+
+        return [Entry(*file) for file in list_files(folder) if _is_listed(file.name)]
     try:
-        with os.scandir(directory) as files:
-            entries = [_local(directory, file) for file in files if is_weight_file_or_goldens(file.name)]
+        with os.scandir(folder) as files:
+            entries = [_local(folder / file.name) for file in files if _is_listed(file.name)]
     except (OSError, ValueError) as error:
-        raise WeightFileError(f"{directory!s:.200}: cannot be listed ({error})") from error
-    return with_goldens(entry for entry in entries if entry is not None)
+        raise WeightFileError(f"{folder!s:.200}: cannot be listed ({error})") from error
+    return [entry for entry in entries if entry is not None]
 
 
-def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
+def _is_listed(name: str) -> bool:
+    return name.endswith(_LISTED) and not name.startswith(".")  # unfinished files begin with a dot
+
+
+def _local(path: Path) -> Entry | None:
     try:
-        status = file.stat()
-        regular = file.is_file()
+        status = path.stat()
     except FileNotFoundError:  # removed meanwhile
         return None
-    except OSError:
-        return Entry(file.name, directory / file.name, UNKNOWN, 0.0)
+    except (OSError, ValueError):
+        return Entry(path.name, path, UNKNOWN, 0.0)
+    if not stat.S_ISREG(status.st_mode):
+        return None
     fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
-    path = directory / file.name
-    return Entry(file.name, path, fingerprint, status.st_mtime, status.st_ctime_ns) if regular else None
-
-
-def _list_url(url: Url) -> list[Entry]:
-    from weightswap_runtime.sources.remote.listing import list_files  # needs fsspec
-
-    return with_goldens(Entry(*file) for file in list_files(url) if is_weight_file_or_goldens(file.name))
+    return Entry(path.name, path, fingerprint, status.st_mtime, status.st_ctime_ns)

@@ -105,8 +105,8 @@ class Intake:
 
     A file is taken when it is complete. The order never goes back: files that come before one that was taken are
     skipped. Transient failures are retried after `interval`, then after twice as long, and so on up to five minutes; a
-    file with any other failure is skipped until it changes. A file that disappears and returns, or only has another
-    mode or more hard links than before, is not taken again.
+    file with any other failure is skipped until it, or a file beside it that decides on it, changes. A file that
+    disappears and returns, or only has another mode or more hard links than before, is not taken again.
     """
 
     def __init__(
@@ -207,11 +207,25 @@ class Intake:
             return file
         if file is None or file.entry.fingerprint != entry.fingerprint:
             file = self._removed.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
+        other_beside = file.entry.beside != entry.beside
         if file.entry.changed != entry.changed:
             file.entry, file.changed_at, file.looks, file.retry_at = entry, self._clock(), 0, 0.0
             file.must_recheck = True
+        if other_beside:
+            file.entry = entry
+            self._reconsider(file)
         file.looks += 1
         return file
+
+    def forget_refusal(self) -> None:
+        """Try refused files again at the next look, as something else that decides on them has changed."""
+        for file in (*self._files.values(), *self._removed.values()):
+            self._reconsider(file)
+
+    def _reconsider(self, file: _File) -> None:
+        file.retry_at = 0.0
+        if file.error is not None and not self._is_superseded(file):
+            file.settled = False
 
     def _remember(self, files: Iterable[_File]) -> None:
         """Remember files that are missing: a listing may be incomplete once, and they are not new when they return."""

@@ -16,6 +16,7 @@ from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import NothingToRollBack, StageCancelled, Superseded, Unsupported
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.name_patterns import part_of
+from weightswap_runtime.live.admission import fingerprint_of
 from weightswap_runtime.live.calling import Caller, Methods
 from weightswap_runtime.live.events import Event, Listener
 from weightswap_runtime.live.member import Member
@@ -53,6 +54,10 @@ class Looker(Protocol):
 
     def look(self, target: ModelTarget) -> float:
         """Serve what can be served. Return the seconds until the next look."""
+        ...
+
+    def forget_refusal(self) -> None:
+        """Try what was refused again at the next look."""
         ...
 
 
@@ -146,6 +151,7 @@ class Loop:
         self.stopping = False
         self.job: Job | None = None
         self._interval = interval
+        self._admission = fingerprint_of(self.store.admit)
         self._callback = callback
         self._model = weakref.ref(model)
         self._thread: int | None = None
@@ -171,11 +177,18 @@ class Loop:
         self._thread = threading.get_ident()
         try:
             while not self.stopping:
+                self._notice_admission()
                 self._wait(min(map(self._look, self.lookers)))
         finally:
             self._unlisten()
             self._finalizer.detach()
             del self.store, self.member  # a reference to the watcher must not keep the weights alive
+
+    def _notice_admission(self) -> None:
+        before, self._admission = self._admission, fingerprint_of(self.store.admit)
+        if self._admission != before:
+            for looker in self.lookers:
+                looker.forget_refusal()
 
     def _wait(self, seconds: float) -> None:
         with suppress(Empty):

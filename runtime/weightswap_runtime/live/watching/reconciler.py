@@ -11,9 +11,10 @@ from typing import NamedTuple, Protocol
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import DesiredError, StageCancelled, WeightswapError
-from weightswap_runtime.sources.location import Url, as_location, printable
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import printable
 
-from .directory import open_directory
+from .directory import UNKNOWN, fingerprint
 from .header_peek import without_traceback
 from .intake import Target, delay, is_transient
 
@@ -32,9 +33,9 @@ class FollowTarget(Target, Protocol):
 class Reconciler:
     """The reconciliation of a model with a place. A loop calls `look()` repeatedly.
 
-    Weights that cannot be served are retried when the place has a new revision, when the file changes, and, if the
-    error is transient, after growing pauses. If nothing is served meanwhile, or weights that were withdrawn, the
-    reconciler serves the last good weights of the history.
+    Weights that cannot be served are retried when the place has a new revision, when a file that decides on them
+    changes, and, if the error is transient, after growing pauses. If nothing is served meanwhile, or weights that were
+    withdrawn, the reconciler serves the last good weights of the history.
     """
 
     def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,13 +90,15 @@ class Reconciler:
         desired = state.weights
         if desired is None or target.serves(desired.weights_id):
             self._refusal = self.last_error = None
-        elif self._refusal is None or self._refusal.may_be_mended(self._clock()):
+        elif self._refusal is None or self._refusal.may_be_mended(self._clock(), target.check):
             self._try(desired, state, target)
 
     def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(desired)
         bases = [self._place.locate(base) for base in desired.bases or ()]
-        fingerprints = {each: _fingerprint(each) for each in (path, *bases)}  # before reading, to notice later changes
+        fingerprints = {
+            each: fingerprint(each, target.check) for each in (path, *bases)
+        }  # before reading, to notice later changes
         try:
             target.put(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
             self._refusal = self.last_error = None
@@ -143,18 +146,7 @@ class _Refusal(NamedTuple):
     attempts: int
     retry_at: float | None
 
-    def may_be_mended(self, now: float) -> bool:
-        if any(_fingerprint(path) not in (None, before) for path, before in self.fingerprints.items()):
+    def may_be_mended(self, now: float, check: Check) -> bool:
+        if self.retry_at is not None and now >= self.retry_at:
             return True
-        return self.retry_at is not None and now >= self.retry_at
-
-
-def _fingerprint(path: str | Path) -> Hashable:
-    """Return the fingerprint of a file and its goldens, from a listing; None if that fails."""
-    try:
-        location = as_location(path)
-        folder = location.parent
-        entries = open_directory(folder.raw if isinstance(folder, Url) else folder)()
-    except WeightswapError:
-        return None
-    return tuple((entry.fingerprint, entry.changed) for entry in entries if entry.name == location.name)
+        return any(fingerprint(path, check) not in (UNKNOWN, before) for path, before in self.fingerprints.items())

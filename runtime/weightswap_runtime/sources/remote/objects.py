@@ -18,7 +18,7 @@ from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.threads.claims import POLL_SECONDS
 
 from .retries import persist
-from .transport import Opened, Transient, Transport, changed, too_many_bytes
+from .transport import ObjectPin, Opened, Transient, Transport, changed, too_many_bytes
 
 T = TypeVar("T")
 RANGE_BYTES = 8 << 20  # size of a request
@@ -86,6 +86,11 @@ class RemoteObject:
         self._early_reads: list[tuple[int, int, str]] = []
         self._loop = loop
         self._check = check
+
+    @property
+    def pin(self) -> ObjectPin:
+        """Version that was opened."""
+        return self._pin
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         landing, early = Landing(buffers), time.monotonic() < self._settled_at

@@ -33,6 +33,8 @@ IN_ORDER = [
     "v10.safetensors",
 ]
 
+BESIDE = ("v1.goldens.safetensors", "v1.safetensors.sig")
+
 
 def entry(name: str, modified: float = 0.0) -> Entry:
     return Entry(name, Path(name), modified, modified)
@@ -59,6 +61,7 @@ def test_of_two_files_of_one_published_step_the_later_one_is_last() -> None:
         ".v1.safetensors": False,
         ".v1.safetensors.tmp-01234567": False,
         "v1.safetensors.part": False,
+        "v1.safetensors.sig": False,
         "v1.safetensors.index.json": False,
         "v1.bin": False,
     }.items(),
@@ -68,14 +71,24 @@ def test_which_names_count(name: str, counts: bool, tmp_path: Path) -> None:
     assert [found.name for found in open_directory(tmp_path)()] == [name] * counts
 
 
-def test_other_goldens_make_a_file_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", [False, True], ids=["path", "url"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_beside_a_file_is_listed_with_it(name: str, url: bool, tmp_path: Path) -> None:
+    folder = tmp_path
+    if url:
+        memory = fsspec.filesystem("memory")
+        folder = f"memory://{tmp_path.name}"  # type: ignore[assignment]
     (tmp_path / "v1.safetensors").write_bytes(b"x")
-    found = []
-    for content in (None, b"half", b"whole goldens"):
+    found: list[Entry] = []
+    for content in (None, b"half", b"a whole one"):
         if content is not None:
-            (tmp_path / "v1.goldens.safetensors").write_bytes(content)
-        found += [file.fingerprint for file in open_directory(tmp_path)()]
-    assert len(set(found)) == 3
+            (tmp_path / name).write_bytes(content)
+        if url:
+            for path in tmp_path.iterdir():
+                memory.pipe(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+        found += open_directory(folder)()
+    assert [file.name for file in found] == ["v1.safetensors"] * 3
+    assert len({file.beside for file in found}) == 3
 
 
 def test_a_local_directory(tmp_path: Path) -> None:
@@ -129,9 +142,9 @@ def test_a_fingerprint_changes_with_the_file(change: Callable[[Path], None], tmp
 
 
 @pytest.mark.parametrize("url", [False, True], ids=["path", "url"])
-@pytest.mark.parametrize("written", ["v1.safetensors", "v1.goldens.safetensors"])
+@pytest.mark.parametrize("written", ["v1.safetensors", *BESIDE])
 def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_path: Path) -> None:
-    for name in ("v1.safetensors", "v1.goldens.safetensors"):
+    for name in ("v1.safetensors", *BESIDE):
         (tmp_path / name).write_bytes(b"one")
     listing = open_directory(f"file://{tmp_path}" if url else tmp_path)
     before = listing()
@@ -139,7 +152,7 @@ def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_pa
     in_place(tmp_path / written, b"two")
     (after,) = listing()
     assert after.fingerprint == before[0].fingerprint
-    assert after.changed != before[0].changed
+    assert (after.changed, after.beside) != (before[0].changed, before[0].beside)
 
 
 def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

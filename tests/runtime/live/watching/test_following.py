@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from weightswap_runtime import (
     DesiredPlace,
     DigestMismatch,
     Event,
+    GoldensError,
     GraphMismatch,
     Model,
     ModelClosed,
@@ -38,6 +40,8 @@ from weightswap_runtime.desired.place import Known
 from weightswap_runtime.live.staging_task import StagingTask
 from weightswap_runtime.live.watching import reconciler as reconciling
 from weightswap_runtime.threads.job import Job
+
+NO_GOLDENS = b"\2" + bytes(7) + b"{}"  # a whole file, which holds none
 
 
 @pytest.fixture
@@ -357,6 +361,29 @@ def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
         assert serves(model, 1)
 
 
+def test_an_index_and_its_shards_are_tried_again_when_one_of_their_files_changes(service: Service) -> None:
+    folder = service.folder / "sharded"
+    folder.mkdir()
+    values = service.tiny.values(1)
+    shards = {name: f"m-{number}.safetensors" for number, name in enumerate(sorted(values))}
+    for name, shard in shards.items():
+        safetensors.torch.save_file({name: values[name] + (name == "bias")}, folder / shard)
+    index = folder / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    weights_id = weights_id_of(service.write(1))
+    service.place.set(index, revision=0, known=Known(weights_id))
+    model = load(service.tiny.path)
+    goldens = folder / "m.goldens.safetensors"
+    goldens.write_bytes(NO_GOLDENS)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: isinstance(follower.last_error, GoldensError))
+        goldens.unlink()
+        assert eventually(lambda: isinstance(follower.last_error, UnexpectedWeights))
+        safetensors.torch.save_file({"bias": values["bias"]}, folder / shards["bias"])
+        assert follower.wait(60)
+        assert serves(model, 1)
+
+
 def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.filesystem("memory")
 
@@ -366,9 +393,12 @@ def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.M
 
     service.set(1)
     upload()
+    memory.pipe("/followed/v1.goldens.safetensors", NO_GOLDENS)
     events: list[Event] = []
     try:
         with model.follow("memory://followed", SOON, callback=events.append) as follower:
+            assert eventually(lambda: "v1.goldens" in follower.status.error)
+            memory.rm("/followed/v1.goldens.safetensors")
             assert follower.wait(60)
             with monkeypatch.context() as patch:
 

@@ -19,6 +19,7 @@ from weightswap_runtime import (
     OutOfMemory,
     StageCancelled,
     StagingBusy,
+    SwapError,
     WeightFileError,
     WeightsMismatch,
 )
@@ -110,6 +111,48 @@ def test_a_file_that_cannot_be_opened_is_waited_for(rig: IntakeRig, monkeypatch:
     rig.look(60)
     assert rig.committed == ["v1"]
     assert rig.reports == []
+
+
+@pytest.mark.parametrize("name", ["v1.goldens.safetensors", "v1.safetensors.sig"])
+def test_what_is_beside_a_refused_file_decides_too(name: str, rig: IntakeRig) -> None:
+    beside = rig.folder / name
+    rig.look()
+    rig.write("v1", 1)
+    rig.errors["v1"] = [SwapError("refused") for _ in range(3)]
+    for step in (lambda: None, lambda: beside.write_bytes(b"wrong"), lambda: beside.write_bytes(b"as wrong")):
+        step()
+        before = len(rig.attempts)
+        for _ in range(3):
+            rig.look()
+        assert len(rig.attempts) == before + 1
+    beside.unlink()
+    rig.look()
+    assert (rig.committed, rig.reports) == (["v1"], [("skipped v1", "SwapError")])
+    assert rig.intake.skipped == {}
+
+
+@pytest.mark.parametrize("name", ["goldens.safetensors", "safetensors.sig"])
+def test_what_comes_beside_a_file_that_was_taken_or_passed_over_is_not_told_of(name: str, rig: IntakeRig) -> None:
+    rig.errors["v2"] = [SwapError("refused")]
+    for seed in (1, 2, 3):
+        rig.write(f"v{seed}", seed)
+        rig.look()
+    told, tries = list(rig.reports), len(rig.attempts)
+    for seed in (1, 2, 3):
+        (rig.folder / f"v{seed}.{name}").write_bytes(b"late")
+        rig.look()
+    assert (rig.committed, rig.reports, len(rig.attempts)) == (["v1", "v3"], told, tries)
+
+
+def test_a_file_that_waits_for_its_next_try_is_tried_at_once_when_its_signature_comes(rig: IntakeRig) -> None:
+    rig.look()
+    rig.errors["v1"] = [WeightFileError("cannot be read")] * 5
+    rig.write("v1", 1)
+    for _ in range(5):
+        rig.look(400)
+    (rig.folder / "v1.safetensors.sig").write_bytes(b"now")
+    rig.look(0.1)
+    assert rig.committed == ["v1"]
 
 
 def other_graph(rig: IntakeRig) -> None:
