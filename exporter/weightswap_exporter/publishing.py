@@ -123,8 +123,9 @@ def publish(
     (`weightswap_fleet.connect`), of which all nodes then serve it or none does (`Packed.receipt`). policy: "newest"
     promotes the file as soon as it is there, as servers verify weights before they take them; "proven" first loads it
     as a server would, and requires that recorded outputs are reproduced and that all values are finite. by: author of
-    the change, for the document. A refusal (a hold, withdrawn weights, Unproven, a place that cannot be reached) is
-    logged and stored in `Packed.refusal`; the file stays.
+    the change, for the document. Weights that are served already, or were before, as when a training is repeated from
+    one seed, are promoted like others; only those that an operator has withdrawn are not. A refusal (a hold, withdrawn
+    weights, Unproven, a place that cannot be reached) is logged and stored in `Packed.refusal`; the file stays.
 
     A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
     is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a

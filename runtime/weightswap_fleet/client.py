@@ -60,7 +60,7 @@ class Fleet:
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Change the weights as a trainer, which never undoes an operator's hold or rollback.
 
-        Raises Held, Superseded for weights that were desired or withdrawn before, and what `swap` raises.
+        Raises Held, Superseded for weights that were withdrawn, and what `swap` raises.
         """
         source = fixed_text(as_location(weights))
         return cast("FleetReceipt", self._ask("publish", source, by, why, deadlines, timeout=sum(deadlines)))

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.models import Renamed
 from weightswap_exporter import export, publish
+from weightswap_exporter.packing import Packed
 from weightswap_runtime import Artifact, DesiredPlace, Held, Unsupported, load
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
@@ -51,6 +52,32 @@ def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact,
     with model.follow(place.where, 0.01) as follower:
         assert follower.wait(60)
     assert torch.equal(model(X), trained(1.0)(X))
+
+
+def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
+    artifact: Artifact, place: DesiredPlace
+) -> None:
+    def published(value: float, step: int, run: str) -> Packed:
+        folder = Path(place.where) / run
+        folder.mkdir(exist_ok=True)
+        return publish(trained(value), folder, artifact, step=step, promote=place.where, by=run).wait(60)
+
+    for step in (1, 2):
+        published(float(step), step, "run 1")
+    again = published(2.0, 2, "run 2")
+    assert (again.promoted, again.refusal) == (3, "")
+    weights = place.read().weights
+    assert weights is not None
+    assert (weights.weights_id, weights.by, weights.source) == (again.weights_id, "run 2", f"run 2/{again.path.name}")
+    assert published(2.0, 2, "run 2").promoted == 3
+    first = published(1.0, 1, "run 2")
+    assert (first.promoted, first.refusal, place.read().weights_id) == (4, "", first.weights_id)
+    place.rollback(revision=4, by="ana", hold=False)
+    withdrawn = published(1.0, 1, "run 3")
+    assert withdrawn.promoted is None
+    assert withdrawn.refusal.startswith("Superseded: ")
+    assert "were desired by run 2, then withdrawn" in withdrawn.refusal
+    assert place.read().weights_id == again.weights_id
 
 
 def test_a_hold_lets_the_training_go_on(

@@ -267,10 +267,12 @@ def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwis
     again = publish(fleet, 1)
     assert (again.kind, again.revision, again.late) == ("none", 2, {})
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    receipt = publish(fleet, 0)  # a training that was repeated
+    assert (receipt.kind, receipt.revision, receipt.late) == ("publish", 3, {})
+    Agreement(fleet.place, fleet).rollback(fleet.weights_id(1), "bo", "", True, SOON)
     fleet.asked.clear()
-    with pytest.raises(Superseded, match="were desired before"):
+    with pytest.raises(Superseded, match="then withdrawn"):
         publish(fleet, 0)
-    fleet.place.hold(revision=2, by="bo")
     with pytest.raises(Held, match="on hold by bo"):
         publish(fleet, 2)
     assert fleet.asked == []

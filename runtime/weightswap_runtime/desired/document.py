@@ -114,20 +114,25 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
 
 
 def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
-    """Raise Held, or Superseded for weights that were desired before. The weights that are desired now always pass."""
+    """Raise Held, or Superseded for weights that were withdrawn. The weights that are desired now always pass."""
     if state.weights_id == weights_id:
         return
     for withdrawn in state.withdrawn:
         if withdrawn.weights_id == weights_id:
             raise Superseded(
-                f"{source}: its weights {weights_id[:SHOWN]} were desired, then withdrawn{_by(withdrawn.by)}. Publish "
+                f"{source}: its weights {weights_id[:SHOWN]} were desired{_by(withdrawn.by)}, then withdrawn. Publish "
                 "other weights, or set these by hand."
             )
-    if any(weights.weights_id == weights_id for weights in state.history):
-        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and later replaced")
     if state.hold is not None:
         why = f": {state.hold.why}" if state.hold.why else ""
         raise Held(f"{source}: not promoted, because promotion is on hold{_by(state.hold.by)}{why}. Release it first.")
+
+
+def check_new(state: DesiredState, weights_id: str, source: object) -> None:
+    """Raise Superseded for weights that were desired before: for promotions that nobody has asked for, of files that
+    were found."""
+    if any(weights.weights_id == weights_id for weights in state.history):
+        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and later replaced")
 
 
 def _by(who: str) -> str:

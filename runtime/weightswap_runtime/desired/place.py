@@ -179,29 +179,31 @@ class DesiredPlace:
         why: str = "",
         may: Callable[[DesiredState], None] = lambda _: None,
     ) -> DesiredState:
-        """Make new weights the desired ones, unless that would undo an operator's change: for trainers and watchers.
+        """Make weights the desired ones, unless that would undo an operator's change: for trainers and watchers.
 
         known: the facts about the file, if the caller has staged it; None: read its header. may: called with the
         present state; raises to forbid the promotion. A promotion names no revision: after a concurrent write it is
-        tried again on the new state. If the weights are desired already, nothing is written.
+        tried again on the new state.
 
-        Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
+        Weights that were desired before, and later replaced, are desired again. If they are desired already, as when a
+        training was repeated, nothing changes for those who serve them; a full file with other labels, or at another
+        place, is recorded in a new revision, except during a hold.
+
+        Raises Held, Superseded for weights that were withdrawn, DesiredError, and what `set` raises.
         """
         facts = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            if state.weights_id == facts.weights_id:
-                return state
             check_promotable(state, facts.weights_id, printable(source))
+            if state.weights_id == facts.weights_id and (state.hold or facts.base):
+                return state
             after = self._with_weights(state, source, facts, by, why)
+            if _same_file(state.weights, after.weights):
+                return state
             may(state)
             if written := self._replace(stored, state, after):
                 return written
         raise RevisionConflict(f"{self.where}: lost to other writers {MOST_TRIES} times in a row; try again later")
-
-    def check_promotable(self, source: Source, weights_id: str | None, check: Check | None = None) -> None:
-        """Raise Held, Superseded or DesiredError as `promote` would; with an unknown id (None) not Superseded."""
-        check_promotable(self.read(check), weights_id or "", printable(source))
 
     def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
         return with_weights(state, described(self._as_stored(as_location(source)), known, by, why, state))
@@ -260,6 +262,11 @@ class DesiredPlace:
                 "paths or URLs, or fewer labels; a full weight file needs no others"
             )
         return written if self._storage.replace(stored, content) else None
+
+
+def _same_file(before: DesiredWeights | None, after: DesiredWeights | None) -> bool:
+    facts = [each and (each.weights_id, each.source, each.labels, each.bases) for each in (before, after)]
+    return facts[0] == facts[1]
 
 
 def _stamp(source: Source) -> Stamp | DeltaStamp | None:

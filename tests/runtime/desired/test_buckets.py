@@ -58,7 +58,7 @@ def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Pat
         assert serves(model, 1)
     with pytest.raises(Held):
         place.promote(url(3))
-    with pytest.raises(Superseded):
+    with pytest.raises(Superseded, match="then withdrawn"):
         place.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
     assert place.set(local, revision=3).weights == place.read().weights

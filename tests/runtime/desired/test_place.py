@@ -35,6 +35,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.desired import document, place, storage
 from weightswap_runtime.desired.document import MOST_BASES, MOST_KEPT, encode
+from weightswap_runtime.desired.place import Known
 
 
 def test_nothing_is_desired_at_first(service: Service) -> None:
@@ -121,8 +122,8 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
     with pytest.raises(Held, match="on hold by ana: slow"):
         service.promote(6)
     service.place.release(revision=6)
-    for seed in (1, 3, 5):
-        with pytest.raises(Superseded):
+    for seed in (3, 5):
+        with pytest.raises(Superseded, match="then withdrawn"):
             service.promote(seed)
     assert service.promote(6) == service.desired
     again = service.place.rollback(revision=8, hold=False)
@@ -145,6 +146,33 @@ def test_a_hold_binds_promotions_alone(service: Service) -> None:
     assert service.revision == 2
     assert service.set(2) == service.desired
     assert service.place.read().hold is not None
+
+
+def test_a_training_that_is_repeated_is_promoted_again_but_what_was_withdrawn_is_not(service: Service) -> None:
+    ids = [service.promote(seed) for seed in (1, 2, 3)]
+    service.place.rollback(revision=3, by="ana", hold=False)
+    assert [service.promote(seed) for seed in (1, 2)] == ids[:2]
+    with pytest.raises(Superseded, match="then withdrawn"):
+        service.promote(3)
+    state = service.place.read()
+    assert state.revision == 6
+    assert [each.weights_id for each in (*state.history, *state.withdrawn)] == [ids[0], ids[2]]
+
+
+def test_weights_that_are_desired_already_are_recorded_with_their_newest_file(service: Service) -> None:
+    first = service.promote(1)
+    place = service.place
+    assert place.promote(service.folder / "v1.safetensors", by="other").revision == 1  # says nothing new
+    state = place.promote(service.folder / "v1.safetensors", known=Known(first, labels={"step": "1"}), by="run 2")
+    assert state.weights is not None
+    assert (state.revision, state.weights.labels, state.weights.by) == (2, {"step": "1"}, "run 2")
+    assert (state.weights_id, state.history) == (first, ())
+    again = service.tiny.write(service.folder / "again.safetensors", service.tiny.values(1))
+    state = place.promote(again, by="run 3")
+    assert state.weights is not None
+    assert (state.revision, state.weights.source) == (3, "again.safetensors")
+    held = place.hold(revision=3, by="ana")
+    assert place.promote(service.folder / "v1.safetensors", by="run 4") == held
 
 
 def test_weights_that_were_withdrawn_are_wanted_again_if_they_are_set(service: Service) -> None:

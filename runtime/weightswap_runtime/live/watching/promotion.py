@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.document import DesiredState, check_new, check_promotable
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import Superseded, Unproven, Unsupported
 from weightswap_runtime.live.staged import Staged
@@ -30,22 +30,27 @@ class Promotion(NamedTuple):
 
     def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
         """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
-        self.place.check_promotable(path, weights_id, check)
+        self._check(path, weights_id or "", self.place.read(check))
 
     def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
         """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
-        self.place.promote(path, known=known, by=self.by, why=self.policy, may=partial(self._check_order, path))
+        may = partial(self._check, path, staged.weights_id)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
 
     def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
         """Return the names of those files of a directory that the place knows. Raises DesiredError."""
         known = {str(self.place.locate(weights)) for weights in self.place.read().known}
         return {entry.name for entry in entries if str(entry.path) in known}
 
-    def _check_order(self, path: str | Path, state: DesiredState) -> None:
-        """Raise Superseded if another watcher has promoted a later file of the directory."""
+    def _check(self, path: str | Path, weights_id: str, state: DesiredState) -> None:
+        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
+        if state.weights_id == weights_id:
+            return
+        check_promotable(state, weights_id, printable(path))
+        check_new(state, weights_id, printable(path))
         folder, _, name = str(path).rpartition("/")
         for weights in state.known:
             known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")

@@ -99,6 +99,21 @@ def test_weights_that_were_withdrawn_stay_away_under_another_name(
         assert "withdrawn" in str(watcher.skipped["v3.safetensors"])
 
 
+def test_a_file_that_is_found_brings_back_nothing_that_was_replaced(
+    tiny: TinyArtifact, directory: Directory, service: Service
+) -> None:
+    """Unlike a trainer that publishes, nobody has asked for it."""
+    for seed in (1, 2):
+        service.promote(seed)
+    model = load(tiny.path)
+    with model.watch(directory.path, SOON, promote=service.folder) as watcher:
+        directory.write(1)
+        assert eventually(lambda: isinstance(watcher.skipped.get("v1.safetensors"), Superseded))
+        assert "desired before, and later replaced" in str(watcher.skipped["v1.safetensors"])
+        assert eventually(lambda: model.generation is not None and serves(model, 2))
+    assert service.revision == 2
+
+
 def test_two_watchers_of_one_place_agree(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
     models = [load(tiny.path) for _ in range(2)]
     watchers = [model.watch(directory.path, SOON, start="all", promote=service.folder) for model in models]
