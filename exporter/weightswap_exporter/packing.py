@@ -17,7 +17,7 @@ from weightswap_runtime.errors import CheckpointError, RecordingError, WeightsMi
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
 from weightswap_runtime.format.name_patterns import patterns
-from weightswap_runtime.format.weight_file import canonical_order, new_weight_file
+from weightswap_runtime.format.weight_file import canonical_order, label_problem, new_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
 from weightswap_runtime.sources.atomic import PendingFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
@@ -94,7 +94,7 @@ def pack(
     `_orig_mod.`, `_checkpoint_wrapped_module.`, `_fsdp_wrapped_module.`). A state dict below `state_dict`, `model`,
     `model_state_dict` or `module` (two levels at most) is taken if it alone has what the artifact wants.
 
-    labels: short texts to store in the file.
+    labels: short texts to store in the file; 64 KiB at most, names and texts together, as JSON.
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
       where the graph has exactly this dtype, and the file records which. Every other mismatch stays an error, and so
       does a dtype that no weight of the graph has.
@@ -126,6 +126,7 @@ def pack(
         source = peft_base(source) if isinstance(source, nn.Module) else source
         model = peft_base(model) if model is not None else None
     check_writable(out)
+    texts = checked_labels(labels)
     path = _check_name(Path(out))
     record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
@@ -134,7 +135,7 @@ def pack(
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
-        packing = pack_checkpoint(checkpoint, opened, path, labels=labels, dtype=dtype, progress=progress)
+        packing = pack_checkpoint(checkpoint, opened, path, labels=texts, dtype=dtype, progress=progress)
         with packing as (file, packed):
             goldens = recording.encode(packed.weights_id) if recording else None
             with companion(goldens_path(path), goldens):
@@ -185,7 +186,7 @@ def pack_checkpoint(
     artifact: Artifact,
     out: Path,
     *,
-    labels: Mapping[str, str] | None = None,
+    labels: Mapping[str, str],
     dtype: torch.dtype | str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[PendingFile, Packed]]:
@@ -210,7 +211,7 @@ def pack_checkpoint(
         [weight.row for weight in manifest.weights],
         _with_progress(weights.data(), manifest.total_bytes, progress),
         graph_id=manifest.graph_id,
-        labels=_labels(labels or {}),
+        labels=labels,
         cast=changed,
     )
     try:
@@ -306,11 +307,9 @@ def _with_progress(
         yield name, count(parts)
 
 
-def _labels(labels: Mapping[str, object]) -> dict[str, str]:
-    texts = {str(name): str(text) for name, text in labels.items()}
-    for text in (*texts, *texts.values()):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CheckpointError(f"the label {text!a} is not valid Unicode") from error
+def checked_labels(labels: Mapping[str, object] | None) -> dict[str, str]:
+    """Return labels as texts. Raises CheckpointError for what no weight file may have."""
+    texts = {str(name): str(text) for name, text in (labels or {}).items()}
+    if problem := label_problem(texts):
+        raise CheckpointError(f"labels: {problem}")
     return texts

@@ -35,7 +35,7 @@ from .checkpoints.tensor import values_of
 from .goldens.calls import Requested
 from .goldens.recording import Recording
 from .models.tensors import TieKey, tie_key
-from .packing import Packed, pack_checkpoint, recorder
+from .packing import Packed, checked_labels, pack_checkpoint, recorder
 
 STEP_DIGITS = 9
 ID_LETTERS = 12
@@ -145,6 +145,7 @@ def publish(
         raise CheckpointError(
             f"labels: step={labels['step']!r} contradicts step={step}; leave the label out, it is set from `step`"
         )
+    labels = checked_labels({**labels, "step": step})
     check_writable(directory)
     check_promotion_policy(policy)
     place = DesiredPlace(promote) if isinstance(promote, (str, os.PathLike)) else promote
@@ -242,7 +243,6 @@ def _write(
 ) -> Packed:
     stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
     remove_abandoned(directory, _PREFIX)
-    labels = {**labels, "step": str(step)}
     out = directory / f"{stem}.safetensors"
     checkpoint, recording = snapshot
     with pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype) as (file, packed):

@@ -236,6 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         CheckpointError,
         "labels: step='8' contradicts step=7; leave the label out",
     ),
+    "labels too long": ({"step": 7, "labels": {"config": "x" * 65536}}, CheckpointError, "labels: its labels have"),
     "a dtype that nothing has": ({"step": 1, "dtype": "float64"}, CheckpointError, "the graph expects none"),
     "no artifact": ({"step": 1, "artifact": "nowhere"}, ArtifactError, "nowhere"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
 MOST_WITHDRAWN = 200
 MOST_BASES = 20  # files that a new process reads before a delta
+KEPT_BYTES = 3 << 20  # of a document: readers take 4 MiB, so that whoever wrote before, an operator's change has room
 SHOWN = 12  # characters of a weights id that messages show
 _Id = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST.pattern}$")]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -175,6 +177,46 @@ def with_weights(state: DesiredState, weights: DesiredWeights) -> DesiredState:
     before = (state.weights,) if state.weights else ()
     history = without((*state.history, *before))[-MOST_KEPT:]
     return replace(state, weights=weights, history=history, withdrawn=without(state.withdrawn))
+
+
+def trimmed(state: DesiredState, most: int | None = None) -> DesiredState:
+    """Return a state that takes at most `most` bytes, without what is missed least, the oldest first.
+
+    That is all but the source and the id of withdrawn weights, which must stay withdrawn; then labels of the history,
+    its oldest weights, and at last the labels of what is desired. Nothing else in a document can be long.
+    """
+    excess = len(encode(state)) - (KEPT_BYTES if most is None else most)
+    withdrawn, excess = _shortened(state.withdrawn, _bare, excess)
+    history, excess = _shortened(state.history, _unlabelled, excess)
+    while excess > 0 and len(history) > 1:
+        excess -= _size(history[0])
+        history = history[1:]
+    desired, _ = _shortened((state.weights,) if state.weights else (), _unlabelled, excess)
+    return replace(state, weights=desired[0] if desired else None, history=history, withdrawn=withdrawn)
+
+
+def _shortened(
+    entries: tuple[DesiredWeights, ...], shorten: Callable[[DesiredWeights], DesiredWeights], excess: int
+) -> tuple[tuple[DesiredWeights, ...], int]:
+    """Shorten entries until nothing exceeds; return them, and by how many bytes the document still does."""
+    kept = []
+    for entry in entries:
+        short = shorten(entry) if excess > 0 else entry
+        excess -= _size(entry) - _size(short) if short is not entry else 0
+        kept.append(short)
+    return tuple(kept), excess
+
+
+def _size(entry: DesiredWeights) -> int:
+    return len(msgspec.json.encode(entry))  # in the document, with its line ends, it is longer
+
+
+def _unlabelled(weights: DesiredWeights) -> DesiredWeights:
+    return replace(weights, labels={})
+
+
+def _bare(weights: DesiredWeights) -> DesiredWeights:
+    return DesiredWeights(source=weights.source, weights_id=weights.weights_id, since=weights.since)
 
 
 def find_good(state: DesiredState, weights_id: str | None, where: str) -> DesiredWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from weightswap_runtime.errors import DesiredDamaged, GraphMismatch, RevisionConflict, UnexpectedWeights, Unsupported
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
-from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.format.weight_file import Stamp, label_problem
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.options import check_said
 from weightswap_runtime.sources.byte_source import Check
@@ -30,10 +31,12 @@ from .document import (
     encode,
     find_good,
     rolled_back,
+    trimmed,
     with_weights,
 )
 from .storage import MOST_BYTES, NAME, Stored, open_storage
 
+MOST_SOURCE = 4096  # bytes of a path or URL
 MOST_TRIES = 50  # of a promotion, against other writers
 Source = str | os.PathLike[str]
 
@@ -159,7 +162,12 @@ class DesiredPlace:
     def _check_files(self, weights: DesiredWeights) -> None:
         files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
         for file in files:
-            check_file(self.locate(file), file.weights_id)
+            where = self.locate(file)
+            stamp = check_file(where, file.weights_id)
+            if isinstance(stamp, DeltaStamp) and file is weights and not weights.bases:
+                raise UnexpectedWeights(
+                    f"{printable(where)}: a delta, and the document no longer says from which files; set a full file"
+                )
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
         """Forbid promotions until `release`. This replaces an earlier hold."""
@@ -250,6 +258,7 @@ class DesiredPlace:
         """Write the next revision, and return it; None if another writer was faster."""
         written = replace(after, revision=before.revision + 1)
         try:
+            written = trimmed(written)
             content = encode(written)
             decode(content, self.where)  # a document that no reader would accept must not be written
         except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
@@ -259,7 +268,7 @@ class DesiredPlace:
         if len(content) > MOST_BYTES:
             raise Unsupported(
                 f"{self.where}: would have {len(content)} bytes, but readers accept at most {MOST_BYTES}: use shorter "
-                "paths or URLs, or fewer labels; a full weight file needs no others"
+                "paths or URLs; a full weight file needs no others"
             )
         return written if self._storage.replace(stored, content) else None
 
@@ -275,18 +284,23 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
         return delta_stamp(weights) or weights.stamp
 
 
-def check_file(source: Source, weights_id: str) -> None:
-    """Raise WeightFileError or UnexpectedWeights if a file was removed, or replaced by one of other weights."""
+def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
+    """Return the stamp of a file. Raises WeightFileError or UnexpectedWeights if it was removed or has other weights."""
     stamp = _stamp(source)
     if stamp is not None and stamp.weights_id != weights_id:
         raise UnexpectedWeights(
             f"{printable(source)}: now has the weights {stamp.weights_id[:SHOWN]}, not {weights_id[:SHOWN]}"
         )
+    return stamp
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
     """Return the entry for new desired weights. Raises BaseMismatch; Unsupported if a text or the chain is too long."""
     check_said(by, why)
+    if problem := label_problem(known.labels):
+        raise Unsupported(f"{printable(source)}: {problem}")
+    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > MOST_SOURCE:
+        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {MOST_SOURCE}")
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,

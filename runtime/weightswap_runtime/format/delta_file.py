@@ -15,6 +15,7 @@ from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import TensorType, describe, is_valid
 
+from .weight_file import label_problem
 from .weight_set import WeightSet
 
 DELTA_KEY = "weightswap_delta"
@@ -46,6 +47,8 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
+    if problem := label_problem(stamp.labels):
+        raise DamagedFile(f"{weights.where}: {problem}")
     if problems := list(_problems(stamp, weights)):
         raise DamagedFile(f"{weights.where}: contradicts itself: {listed(problems, between='; ')}. {_AGAIN}")
     return stamp

@@ -19,7 +19,7 @@ from weightswap_runtime.tensors.dtypes import TensorType
 from .delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
 from .goldens import goldens_behind
 from .header import FileTensor
-from .weight_file import Stamp, StampedFile, TensorRow, WeightFile, canonical_order
+from .weight_file import Stamp, StampedFile, TensorRow, WeightFile, canonical_order, label_problem
 from .weight_set import goldens_path
 
 FEWEST = 256  # least bytes that are compared together: each range takes 16 bytes of the file
@@ -67,8 +67,10 @@ def write_delta(
             if _is_same(file.path, Path(out)):
                 raise Unsupported(f"{out}: the delta would replace a file that it is made from; name another")
         stamps = _stamps(old, fresh)
-        runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
+        if problem := label_problem(texts):
+            raise WeightFileError(f"{out!s:.200}: cannot be written ({problem})")
+        runs = _compare(old, fresh, stamps, progress)
         try:
             _write(Path(out), fresh, stamps, runs, texts)
         except (OSError, ValueError) as error:

@@ -28,6 +28,7 @@ from .header import FileTensor, Header, header_length, pack_ranges, parse_header
 
 ALIGNMENT = 256
 LABEL_ROOM = 1024
+MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and name them in their answers
 METADATA_KEY = "weightswap"
 TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
@@ -45,6 +46,17 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     labels: dict[str, str] = {}
     cast: dict[str, list[str]] | msgspec.UnsetType = msgspec.UNSET
+
+
+def label_problem(labels: Mapping[str, str]) -> str:
+    """Return what is wrong with the labels of a file; an empty string if nothing is."""
+    try:
+        size = len(msgspec.json.encode(labels))
+    except UnicodeEncodeError as error:
+        return f"the label {error.object!a:.200} is not valid Unicode"
+    if size <= MOST_LABEL_BYTES:
+        return ""
+    return f"its labels have {size} bytes as JSON, but servers read at most {MOST_LABEL_BYTES}; pack shorter ones"
 
 
 class TensorRow(NamedTuple):
@@ -151,6 +163,10 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         if holds_goldens(header.metadata):  # inputs alone, without a weights id
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata is not that of a weight file ({error})") from error
+    if problem := label_problem(stamp.labels):
+        raise DamagedFile(f"{where}: {problem}")
+    if max(len(stamp.graph_id), len(stamp.weights_id)) > len(_UNKNOWN):
+        raise DamagedFile(f"{where}: its graph id or weights id has more than 64 digits. Pack the file again.")
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
@@ -217,6 +233,8 @@ class StampedFile(PendingFile):
     """Safetensors file that is being written: first the tensors, then the stamp with their digests, then the name."""
 
     def __init__(self, path: Path, order: Sequence[TensorRow], key: str, labels: Mapping[str, str]) -> None:
+        if problem := label_problem(labels):
+            raise ValueError(problem)
         self._order, self._ranges = order, pack_ranges(order)
         self._key, self._labels = key, labels
         super().__init__(path)

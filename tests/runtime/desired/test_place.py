@@ -255,6 +255,64 @@ def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service
         service.place.set(delta(0, 1), revision=4)
 
 
+def said(size: int) -> dict[str, str]:
+    return {"config": "x" * size}
+
+
+def test_whatever_trainers_write_operators_can_write(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest size: withdrawn weights stay withdrawn all the same, and a rollback has a target."""
+    place, longest = service.place, {"by": "\1" * 4096, "why": "\1" * 4096}
+    monkeypatch.setattr(document, "MOST_WITHDRAWN", 100)
+    ids = [f"{number:064x}" for number in range(140)]
+    for number, weights_id in enumerate(ids):
+        place.promote(service.folder / "v.safetensors", known=Known(weights_id, labels=said(65_000)), **longest)
+        if number % 10 == 9:
+            revision = place.read().revision
+            with pytest.raises(Unsupported, match="its labels have"):
+                place.promote(service.folder / "v.safetensors", known=Known("f" * 64, labels=said(66_000)))
+            state = place.hold(revision=revision, **longest)
+            assert state.weights is not None
+            assert state.weights.labels == said(65_000)
+            target = state.history[-8].weights_id
+            state = place.rollback(revision=revision + 1, to=target, known_there=True, **longest)
+            assert state.weights_id == target
+            assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
+            place.release(revision=revision + 2)
+    withdrawn = [each for number, each in enumerate(ids) if number % 10 >= 2]
+    assert [each.weights_id for each in place.read().withdrawn] == withdrawn[-100:]
+
+
+def test_a_document_without_room_can_be_written(service: Service) -> None:
+    """As other programs may have filled it, up to what is read."""
+    path = service.folder / "desired.json"
+    ids = [service.set(seed) for seed in (1, 2)]
+    for part in ("weights", "history"):
+        fields = json.loads(path.read_bytes())
+        entry = fields[part][0] if part == "history" else fields[part]
+        entry["labels"] = said(storage.MOST_BYTES - 300 - len(json.dumps(fields, indent=2)))
+        path.write_text(json.dumps(fields, indent=2))
+        assert service.place.hold(revision=service.revision, by="ana", why="w" * 4096).hold is not None
+        assert path.stat().st_size < document.KEPT_BYTES
+    state = service.place.rollback(revision=service.revision, by="ana")
+    assert (state.weights_id, [each.weights_id for each in state.withdrawn]) == (ids[0], ids[1:])
+
+
+def test_withdrawn_deltas_whose_bases_were_left_out_are_not_gone_back_to(
+    service: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.set(0)
+    withdrawn = service.place.promote(delta(0, 1)).weights_id
+    monkeypatch.setattr(document, "KEPT_BYTES", 0)
+    service.place.rollback(revision=2)
+    with pytest.raises(UnexpectedWeights, match="no longer says from which files"):
+        service.place.rollback(to=withdrawn, revision=3)
+
+
+def test_paths_have_a_maximum_length(service: Service) -> None:
+    with pytest.raises(Unsupported, match="a path or URL of 5013 bytes, but at most 4096"):
+        service.place.set(f"https://host/{'x' * 4998}", revision=0, known=Known("0" * 64))
+
+
 def test_no_more_is_written_than_is_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.set(1)
     before = service.place.read()

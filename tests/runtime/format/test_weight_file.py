@@ -20,6 +20,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightFile, WeightFileError
 from weightswap_runtime.format.weight_file import (
     METADATA_KEY,
+    MOST_LABEL_BYTES,
     TensorRow,
     canonical_order,
     size_alignment,
@@ -112,6 +113,15 @@ STAMPS = {
         "is not that of a weight file",
     ),
     "labels not strings": (lambda stamp: {**stamp, "labels": {"step": 1}}, "is not that of a weight file"),
+    "labels too long": (
+        lambda stamp: {**stamp, "labels": {"config": "x" * (MOST_LABEL_BYTES - len('{"config":""}') + 1)}},
+        "its labels have 65537 bytes as JSON, but servers read at most 65536",
+    ),
+    "too many labels": (
+        lambda stamp: {**stamp, "labels": {str(number): "" for number in range(10_000)}},
+        "its labels have 98891 bytes as JSON",
+    ),
+    "a graph id too long": (lambda stamp: {**stamp, "graph_id": "0" * 65}, "has more than 64 digits"),
     "a digest missing": (without_digest, "lacks one BLAKE3 digest for each tensor (bias)"),
     "a digest too many": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "more": "0" * 64}},
@@ -138,6 +148,19 @@ def test_broken_stamps_are_refused(
     with pytest.raises(WeightFileError) as refused:
         WeightFile(path)
     assert says in str(refused.value)
+
+
+def test_labels_have_a_largest_size(tiny: TinyArtifact, tmp_path: Path) -> None:
+    path, rows = tmp_path / "v.safetensors", [TensorRow("a", "U8", (1,))]
+    longest = {"config": "é" * ((MOST_LABEL_BYTES - len('{"config":""}')) // 2)}
+    write_weight_file(path, rows, {"a": [memoryview(b"x")]}, graph_id="g", labels=longest)
+    with WeightFile(path) as file:
+        assert file.stamp is not None
+        assert file.stamp.labels == longest
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="its labels have 65546 bytes"):
+        write_weight_file(path, rows, {"a": [memoryview(b"y")]}, graph_id="g", labels={**longest, "more": "1"})
+    assert (path.read_bytes(), list(tmp_path.glob(".*"))) == (before, [])
 
 
 def test_an_unknown_field_of_a_later_version_is_tolerated(weight_file: Callable[[int], Path]) -> None:

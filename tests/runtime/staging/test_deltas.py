@@ -20,6 +20,7 @@ from tests.support.blocks import make_blocks_small, save
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import (
     BaseMismatch,
+    DamagedFile,
     DigestMismatch,
     UnexpectedWeights,
     Unsupported,
@@ -29,6 +30,7 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.format import delta_writing as deltas
+from weightswap_runtime.format import weight_file as weight_file_format
 from weightswap_runtime.format.delta_file import DELTA_KEY, DeltaStamp, delta_stamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import NamedTensor
@@ -253,7 +255,9 @@ def _contents(arena: HostArena) -> dict[str, bytes]:
     return {name: bytes(arena.view(name)) for name in arena.layout.slots}
 
 
-def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+def test_labels_and_progress(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int]] = []
     out = tmp_path / "d.safetensors"
     written = write_delta(
@@ -267,6 +271,15 @@ def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
     assert written.changed == ("bias", "steps", "tied", "weight")
     model = load(tiny.path, weight_file(0))
     assert model.swap(out).labels == {"step": "9"} == model.labels
+    before = out.read_bytes()
+    with pytest.raises(WeightFileError, match="its labels have"):
+        write_delta(weight_file(0), weight_file(1), out, labels={"config": "x" * 65536})
+    assert out.read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_file_format, "MOST_LABEL_BYTES", 1 << 30)
+        write_delta(weight_file(0), weight_file(1), out, labels={"config": "x" * 65536})
+    with pytest.raises(DamagedFile, match="its labels have"):
+        model.swap(out)
 
 
 def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta) -> None:
