@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from weightswap_runtime.sources.location import Url, as_location, fixed
 NAME = "desired.json"
 LOCK = ".desired.lock"
 PATIENCE, POLL_SECONDS = 30.0, 0.002
+SHARING_PATIENCE = 0.5  # from the creation of a lock until other users may open it
 MOST_BYTES = 4 << 20
 
 
@@ -96,11 +98,50 @@ class LocalStorage:
             time.sleep(POLL_SECONDS)
 
     def _open_lock(self) -> int:
-        path, flags = self.folder / LOCK, os.O_CREAT | os.O_CLOEXEC
-        try:
-            return os.open(path, flags | os.O_RDWR, 0o666)  # NFS needs a writable descriptor for an exclusive lock
-        except PermissionError:  # the file belongs to another user
-            return os.open(path, flags | os.O_RDONLY)
+        """Open the lock for writing. Whoever may only read the place cannot open it at all, and so cannot lock it."""
+        path, flags = self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        deadline = time.monotonic() + SHARING_PATIENCE
+        while True:
+            try:
+                fd = os.open(path, flags)
+                break
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                    break
+            except PermissionError as error:  # perhaps its maker is about to share it
+                if time.monotonic() > deadline:
+                    raise DesiredError(
+                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a place need the user "
+                        "or the group of its folder. If this one has it, remove that file while nobody writes."
+                    ) from error
+            time.sleep(POLL_SECONDS)
+        _share(fd, self.folder)
+        return fd
+
+
+def _share(fd: int, folder: Path) -> None:
+    """Let those open our lock who may write to its folder, whatever the umask is."""
+    ours, its = os.fstat(fd), folder.stat()
+    if ours.st_uid != os.geteuid() or ours.st_nlink != 1 or not stat.S_ISREG(ours.st_mode):
+        return
+    with suppress(OSError):
+        os.fchown(fd, -1, its.st_gid)
+    with suppress(OSError):
+        os.fchown(fd, its.st_uid, -1)  # only root may
+    classes = its.st_mode & (0o222 if os.fstat(fd).st_gid == its.st_gid else 0o202) | 0o200
+    mode = classes if _has_acl(fd) else classes | classes << 1
+    if stat.S_IMODE(ours.st_mode) != mode:
+        with suppress(OSError):  # on a file system without modes
+            os.fchmod(fd, mode)
+
+
+def _has_acl(fd: int) -> bool:
+    """Return whether others have access of their own, which a mode without reading limits to writing."""
+    try:
+        return bool(os.getxattr(fd, "system.posix_acl_access"))
+    except OSError:
+        return False
 
 
 class RemoteStorage:

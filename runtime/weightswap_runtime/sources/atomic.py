@@ -176,22 +176,25 @@ def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
         temporary = _sibling(path, "tmp")
         file = temporary.open("xb")
         try:
-            _lock(file)
-            if os.fstat(file.fileno()).st_nlink:
+            if _lock(file) is not False and os.fstat(file.fileno()).st_nlink:
                 return temporary, file
         except BaseException:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
-        file.close()  # `remove_abandoned` unlinked the file before it was locked
+        # `remove_abandoned`, or somebody who may only read, was faster with the lock: do not wait for them
+        file.close()
+        temporary.unlink(missing_ok=True)
 
 
-def _lock(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Lock a file until it is closed or this process ends. Return False if it is locked, or locks are unsupported."""
+def _lock(file: BinaryIO) -> bool | None:
+    """Lock a file until it is closed or this process ends. Return False if it is locked, None if locks do not work."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -206,7 +209,7 @@ def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
             if path.is_symlink() or not path.is_file():
                 continue
             with path.open("rb") as file:
-                if _lock(file, wait=False):
+                if _lock(file):
                     path.unlink()
                     removed.append(path)
     return removed

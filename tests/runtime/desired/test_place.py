@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 
 from tests.support import warm
+from tests.support.forks import in_a_child
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, serves
 from tests.support.watched import environment
@@ -428,6 +430,73 @@ def test_a_suspended_writer_is_not_waited_for_forever(service: Service, monkeypa
             service.set(2)
         assert service.revision == 1
     service.set(2)
+
+
+def as_user(uid: int, groups: list[int], root: Path, work: Callable[[], bool]) -> bool:
+    """Do the work as another user, whose paths begin in `root`, as others may not go through the tests' folders."""
+
+    def child() -> bool:
+        os.chroot(root)
+        os.setgroups(groups)
+        os.setgid(uid)
+        os.setuid(uid)
+        return work()
+
+    return in_a_child(child)
+
+
+TEAM, ANA, BO, GUEST = 6001, 6002, 6003, 65534
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users can only be tried by root")
+@pytest.mark.parametrize("first", [ANA, BO, 0])
+@pytest.mark.parametrize(
+    ("mode", "group", "writers"),
+    [(0o755, ANA, [ANA]), (0o775, TEAM, [ANA, BO]), (0o2775, TEAM, [ANA, BO]), (0o777, TEAM, [ANA, BO, GUEST])],
+)
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_only_those_who_may_write_to_a_place_can_lock_it(
+    mode: int,
+    group: int,
+    writers: list[int],
+    first: int,
+    umask: int,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "SHARING_PATIENCE", 0.02)
+    folder = service.folder
+    os.chown(folder, ANA, group)
+    folder.chmod(mode)
+    folder.parent.chmod(0o755)
+
+    def may_write() -> bool:
+        os.umask(umask)
+        place = DesiredPlace(f"/{folder.name}")
+        try:
+            return place.hold(revision=place.read().revision).hold is not None
+        except DesiredError:
+            return False
+
+    def cannot_open() -> bool:
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            with pytest.raises(PermissionError):
+                os.open(f"/{folder.name}/.desired.lock", flags)
+        return True
+
+    for user in (first, ANA, BO, GUEST):
+        groups = [TEAM] if user in (ANA, BO) else []
+        assert as_user(user, groups, folder.parent, may_write) == (user in (*writers, 0))
+        if user not in (*writers, 0) and (folder / ".desired.lock").exists():
+            assert as_user(user, groups, folder.parent, cannot_open)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users can only be tried by root")
+def test_a_lock_that_could_be_read_is_closed_to_readers_by_its_owner(service: Service) -> None:
+    lock = service.folder / ".desired.lock"
+    lock.touch(0o644)
+    service.set(1)
+    assert lock.stat().st_mode & 0o777 == 0o600
 
 
 WRITE = """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 
@@ -50,17 +51,34 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
 ) -> None:
     lock, removed = files._lock, []
 
-    def late(file: BinaryIO, **options: Any) -> bool:
+    def late(file: BinaryIO) -> bool | None:
         if not removed:
             removed.append(Path(file.name))
             removed[0].unlink()
-        return lock(file, **options)
+        return lock(file)
 
     monkeypatch.setattr(files, "_lock", late)
     with new_file(tmp_path / "a") as file:
         file.write(b"data")
     assert removed
     assert (tmp_path / "a").read_bytes() == b"data"
+
+
+def test_a_lock_of_somebody_who_only_reads_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    lock = files._lock
+
+    def late(file: BinaryIO) -> bool | None:
+        if not held:
+            held.append(os.open(file.name, os.O_RDONLY))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        return lock(file)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with new_file(tmp_path / "a") as file:
+        file.write(b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    os.close(held[0])
 
 
 def test_where_there_are_no_locks_files_are_written_and_nothing_is_removed(
