@@ -360,12 +360,21 @@ def test_a_rule_holds_where_it_was_true_at_each_look_for_so_long(steps: Any, sec
         assert rule.held_for(now) == (0.0 if since is None else now - since)
 
 
+TOO_LARGE = f"errors * 1{'0' * 400} > 1"
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("errors < 1", 0), ("errors < 1 for 5 min", 300), ("errors<1 for 0.5h", 1800)]
 )
 def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
     assert Rule(text, frozenset({"errors"})).seconds == seconds
-    for wrong in (f"{text} for ever", f"{text} for 5 minutes", "for 5 min", "errors < 1 for 5 min for 5 min"):
+    for wrong in (
+        f"{text} for ever",
+        f"{text} for 5 minutes",
+        "for 5 min",
+        "errors < 1 for 5 min for 5 min",
+        TOO_LARGE,
+    ):
         with pytest.raises(Unsupported):
             check_plan(CanaryPlan(promote_if=wrong))
 

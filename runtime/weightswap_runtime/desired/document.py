@@ -20,7 +20,8 @@ KEPT_BYTES = 3 << 20  # of a document: readers take 4 MiB, so that whoever wrote
 SHOWN = 12  # characters of a weights id that messages show
 _Id = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST.pattern}$")]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]  # what other readers of JSON keep exactly
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]  # since the epoch: the years that dates can name
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +50,7 @@ class DesiredWeights(_Part, frozen=True, kw_only=True):
     weights_id: _Id
     graph_id: str = ""
     labels: dict[str, str] = {}
-    since: float
+    since: _Seconds
     by: str = ""
     why: str = ""
     bases: Annotated[tuple[DesiredBase, ...], msgspec.Meta(max_length=MOST_BASES)] | msgspec.UnsetType = msgspec.UNSET
@@ -58,7 +59,7 @@ class DesiredWeights(_Part, frozen=True, kw_only=True):
 class Hold(_Part, frozen=True, kw_only=True):
     """A hold, during which nothing is promoted. `since` in seconds since the epoch."""
 
-    since: float
+    since: _Seconds
     by: str = ""
     why: str = ""
 
@@ -88,6 +89,10 @@ class DesiredState(_Part, frozen=True, kw_only=True):
         return (*self.withdrawn, *self.history, *((self.weights,) if self.weights else ()))
 
 
+class _Versioned(msgspec.Struct):
+    desired_version: _Count | None = None
+
+
 def encode(state: DesiredState) -> bytes:
     """Encode a document with one field per line, for human readers."""
     return msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n"
@@ -98,8 +103,8 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
     if raw is None:
         return DesiredState()
     try:
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("desired_version")
-        if type(version) is int and version != FORMAT_VERSION:
+        version = msgspec.json.decode(raw, type=_Versioned).desired_version
+        if version not in (None, FORMAT_VERSION):
             raise DesiredDamaged(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. Install the weightswap that "
                 "wrote it."

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from weightswap_runtime.options import is_number
+
 Condition = ast.expr
 MOST_CHARACTERS, MOST_PARTS = 2000, 300
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -28,13 +30,13 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min}
+_CALLS: dict[str, Callable[[Iterable[Any]], Any]] = {"max": max, "min": min}
 
 
 def parse_condition(text: str, *, fractions: bool = False) -> Condition:
     """Parse and check a condition. Raises ValueError for anything but arithmetic, comparison and and/or/not.
 
-    fractions: accept numbers with a decimal point; otherwise only integers.
+    fractions: accept numbers with a decimal point, and compute with floats; otherwise only integers.
     """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"a condition of {len(text)} characters")
@@ -50,7 +52,27 @@ def parse_condition(text: str, *, fractions: bool = False) -> Condition:
             raise ValueError(f"{text!r} is not a condition ({type(node).__name__})")
     if len(nodes) > MOST_PARTS:
         raise ValueError(f"a condition of {len(nodes)} parts")
+    if fractions:
+        _check_numbers(nodes)
     return tree
+
+
+def _check_numbers(nodes: list[ast.AST]) -> None:
+    """Make floats of all numbers. Raise ValueError if a part without names has no finite value, or divides by zero."""
+    constants = [node for node in nodes if isinstance(node, ast.Constant)]
+    if not all(is_number(constant.value) for constant in constants):
+        raise ValueError("a number that is too large")
+    for constant in constants:
+        constant.value = float(constant.value)  # type: ignore[arg-type]
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and not condition_dims(node.right):
+            try:
+                left = 1.0 if condition_dims(node.left) else _value(node.left, {})
+                finite = math.isfinite(_computed(node.op, left, _value(node.right, {})))
+            except ArithmeticError as error:
+                raise ValueError(f"it computes what is not a number ({error})") from error
+            if not finite:
+                raise ValueError("a number that is too large")
 
 
 def condition_dims(condition: Condition) -> set[str]:
@@ -59,10 +81,10 @@ def condition_dims(condition: Condition) -> set[str]:
 
 
 def evaluate(condition: Condition, sizes: Mapping[str, float]) -> bool:
-    """Return True if the condition holds; False if it divides by zero."""
+    """Return True if the condition holds; False if it divides by zero, or computes what is not a number."""
     try:
         return bool(_value(condition, sizes))
-    except ZeroDivisionError:
+    except ArithmeticError:
         return False
 
 
@@ -105,7 +127,7 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> Any:
         case ast.Name(id=name):
             return sizes[name]
         case ast.BinOp(left, operation, right):
-            return _BINARY[type(operation)](_value(left, sizes), _value(right, sizes))
+            return _computed(operation, _value(left, sizes), _value(right, sizes))
         case ast.UnaryOp(operation, operand):
             value = _value(operand, sizes)
             return not value if isinstance(operation, ast.Not) else -value
@@ -117,5 +139,13 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> Any:
             combine = all if isinstance(operation, ast.And) else any
             return combine(_value(item, sizes) for item in operands)
         case ast.Call(ast.Name(id=name), arguments):
-            return _CALLS[name](*(_value(item, sizes) for item in arguments))
+            return _CALLS[name](_value(item, sizes) for item in arguments)
     raise AssertionError(node)
+
+
+def _computed(operation: ast.operator, left: Any, right: Any) -> Any:
+    """Raises ArithmeticError."""
+    value = _BINARY[type(operation)](left, right)
+    if isinstance(value, float) and math.isnan(value):
+        raise ArithmeticError("not a number")
+    return value

@@ -350,6 +350,15 @@ def test_the_history_has_an_end(service: Service, monkeypatch: pytest.MonkeyPatc
     assert MOST_KEPT == 20
 
 
+def with_field(field: str, value: str) -> bytes:
+    """Return a document that is valid but for one field."""
+    weights = {"source": '"v"', "weights_id": '"' + "0" * 64 + '"', "since": "0"}
+    document = {"desired_version": "1", "revision": "1"}
+    (document if field in document else weights)[field] = value
+    document["weights"] = "{" + ", ".join(f'"{name}": {text}' for name, text in weights.items()) + "}"
+    return ("{" + ", ".join(f'"{name}": {text}' for name, text in document.items()) + "}").encode()
+
+
 BROKEN = {
     "empty": (b"", "not a desired state"),
     "torn": (b'{"desired_version": 1, "revision": 4, "wei', "not a desired state"),
@@ -370,6 +379,18 @@ BROKEN = {
         "not a desired state",
     ),
     "deep": (b"[" * 100_000, "not a desired state"),
+    "deep in a field": (b'{"desired_version": 1, "revision": 1, "more": ' + b"[" * 100_000, "not a desired state"),
+    **{
+        f"{field} of {value}": (with_field(field, value), "not a desired state")
+        for field, values in {
+            "revision": ("1e400", "9007199254740992", "1" + "0" * 400, "1.5", '"1"', "NaN"),
+            "desired_version": ("1" + "0" * 400, "1" + "0" * 5000, "1.5", '"1"', "[[]]", "true"),
+            "since": ("1e308", "-1e308", "1e999", "-1", "253402300800", "1" + "0" * 400, "NaN", "Infinity", '"1"'),
+            "labels": ("[]", '{"a": 1}', "null", '{"a": "\\ud800"}'),
+            "by": ("1", "null", '"\\ud800"'),
+        }.items()
+        for value in values
+    },
     "large": (b" " * (5 << 20), "more than a desired state can have"),
 }
 

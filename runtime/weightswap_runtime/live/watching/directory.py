@@ -75,7 +75,7 @@ def fingerprint(path: str | Path, check: Check) -> Hashable:
         return tuple(entry for entry in _weight_files(_entries(location.parent)) if entry.name == location.name)
     except StageCancelled:
         raise
-    except WeightswapError:
+    except (WeightswapError, OSError, ValueError):  # such as a name that is too long
         return UNKNOWN
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.intake_rig import in_place
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.live.watching.directory import UNKNOWN, Entry, open_directory, order
+from weightswap_runtime.live.watching.directory import UNKNOWN, Entry, fingerprint, open_directory, order
 from weightswap_runtime.sources.local import CLOCK_TICK_NS
 from weightswap_runtime.sources.location import printable
 
@@ -153,6 +153,12 @@ def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_pa
     (after,) = listing()
     assert after.fingerprint == before[0].fingerprint
     assert (after.changed, after.beside) != (before[0].changed, before[0].beside)
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "9" * 5000 + ".safetensors", "a\0b.safetensors", "a\0b"])
+def test_a_path_that_cannot_be_has_no_fingerprint(name: str, tmp_path: Path) -> None:
+    found = fingerprint(tmp_path / name, lambda: None)
+    assert found is UNKNOWN or {entry.fingerprint for entry in found} == {UNKNOWN}  # type: ignore[attr-defined]
 
 
 def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
