@@ -285,7 +285,7 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
 
 
 def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
-    """Return the stamp of a file. Raises WeightFileError or UnexpectedWeights if it was removed or has other weights."""
+    """Return the stamp of a file. Raises WeightFileError or UnexpectedWeights if it is gone or has other weights."""
     stamp = _stamp(source)
     if stamp is not None and stamp.weights_id != weights_id:
         raise UnexpectedWeights(
