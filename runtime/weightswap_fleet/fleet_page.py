@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,8 @@ from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.admin.event_stream import event_line
 from weightswap_server.admin.operator_page import page_routes
-from weightswap_server.http.listening import listening
+from weightswap_server.http.listening import GuardedProtocol, listening
+from weightswap_server.settings import Settings
 
 from .documents import NodeStatus, TrialReport
 
@@ -70,7 +72,8 @@ def serve_page(fleet: Watched, host: str, port: int, ready: Callable[[str], None
     with listening(host, port) as listener:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
         hosts = ["*"] if host not in ("127.0.0.1", "::1", "localhost") else ["127.0.0.1", "[::1]", "localhost"]
-        config = uvicorn.Config(page_app(fleet, hosts), log_config=None, lifespan="off", ws="none")
+        http: Any = partial(GuardedProtocol, Settings())
+        config = uvicorn.Config(page_app(fleet, hosts), http=http, log_config=None, lifespan="off", ws="none")
         config.timeout_graceful_shutdown = 1
         ready(address)
         uvicorn.Server(config).run([listener])

@@ -393,3 +393,19 @@ def test_tokens_of_other_letters() -> None:
 def test_settings_that_cannot_be_meant(fields: Any) -> None:
     with pytest.raises(Unsupported):
         AdminSettings(**fields).check()
+
+
+def test_the_body_of_a_request_is_never_another_request(server: Server) -> None:
+    inner = f"GET /admin/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    head = (
+        f"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nUpgrade: foo\r\n"
+        f"Connection: Upgrade\r\nContent-Length: {len(inner)}\r\n\r\n"
+    )
+    last = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.admin.port), 10) as raw:
+        for piece in (head, inner, last):
+            raw.sendall(piece.encode())
+        while data := raw.recv(65536):
+            received += data
+    assert [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]] == [b"400", b"401"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import Event
 from typing import Any
 
@@ -347,15 +348,118 @@ def test_headers_that_are_too_long(server: Server) -> None:
             assert raw.recv(12) == b"HTTP/1.1 " + status
 
 
-@pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"upgrade:h2c "])
-def test_a_client_that_offers_another_protocol_is_answered_by_this_one(offer: bytes, server: Server) -> None:
-    """Java's clients do so with their first request, whose body must not be lost."""
-    body = json.dumps(as_json(x=X)).encode()
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\n%s\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n"
+BODY = json.dumps(as_json(x=X)).encode()
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+CALL = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
+OFFER = b"Upgrade: foo\r\nConnection: Upgrade\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (BODY[:5], len(BODY) - 5, BODY[5:])
+
+
+def sized(body: bytes) -> bytes:
+    return b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def answers(port: int, pieces: Iterable[bytes]) -> list[int]:
+    """Send pieces of requests and a last request, and return the status of each answer until the connection ends."""
+    last = LIVE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), 10) as raw, suppress(ConnectionError):
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(ConnectionError):
+            for piece in (*pieces, last):
+                raw.sendall(piece)
+        while data := raw.recv(65536):
+            received += data
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+
+
+FRAMED: dict[str, tuple[bytes, list[int]]] = {
+    "a body that is a request": (CALL + sized(LIVE), [400]),
+    "foo": (CALL + OFFER + sized(BODY), [200]),
+    "foo, and a body that is a request": (CALL + OFFER + sized(LIVE), [400]),
+    "websocket": (CALL + b"Upgrade: websocket\r\nConnection: keep-alive, upgrade\r\n" + sized(BODY), [200]),
+    "h2c": (
+        CALL + b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n" + sized(BODY),
+        [200],
+    ),
+    "in chunks": (CALL + OFFER + CHUNKED + b"\r\n" + CHUNKS, [200]),
+    "two lines of Connection": (CALL + b"Connection: a\r\n" + OFFER + b"Upgrade: bar\r\n" + sized(BODY), [200]),
+    "waiting for 100": (CALL + OFFER + b"Expect: 100-continue\r\n" + sized(BODY), [100, 200]),
+    "no body": (LIVE[:-2] + OFFER + b"\r\n", [200]),
+    "several": ((CALL + OFFER + sized(BODY)) * 3, [200] * 3),
+    "a trailer": (CALL + CHUNKED + b"\r\n" + CHUNKS[:-2] + OFFER + b"\r\n", [200]),
+    "a header as a trailer": (CALL + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"Content-Encoding: gzip\r\n\r\n", [200]),
+    "an extension of a chunk": (CALL + CHUNKED + b"\r\n" + CHUNKS.replace(b"5\r\n", b"5;a=b\r\n", 1), [200]),
+    "an answer before the body": (b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + sized(LIVE), [404]),
+    "an absolute target": (LIVE.replace(b" /", b" http://x/", 1), [200]),
+    "many at once": (LIVE * 60, [200] * 60),
+}
+ENDED: dict[str, tuple[bytes, list[int]]] = {
+    "foo, then close": (CALL + b"Upgrade: foo\r\nConnection: close, Upgrade\r\n" + sized(BODY) + LIVE, [200]),
+    "foo of 1.0": ((CALL + OFFER + sized(BODY)).replace(b"/1.1", b"/1.0") + LIVE, [200]),
+    "100 of 1.0": ((CALL + b"Expect: 100-continue\r\n" + sized(BODY)).replace(b"/1.1", b"/1.0") + LIVE, [200]),
+    "a tunnel": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, [400]),
+    "a tunnel to a path": (b"CONNECT /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, [400]),
+    "a tunnel with a body": (b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n" + sized(LIVE), [400]),
+    "HTTP/2 without an offer": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + LIVE, [400]),
+    "2.0": (LIVE.replace(b"/1.1", b"/2.0"), [400]),
+    "0.9": (LIVE.replace(b"/1.1\r\n", b"/0.9\r\nConnection: keep-alive\r\n"), [400]),
+    "a target without a path": (LIVE.replace(b"/v2/health/live", b"http://x", 1), [400]),
+    "two lengths": (CALL + b"Content-Length: 5\r\n" + sized(BODY), [400]),
+    "a length and chunks": (CALL + b"Content-Length: 5\r\n" + CHUNKED + b"\r\n" + CHUNKS, [400]),
+    "chunks and a length": (CALL + CHUNKED + sized(CHUNKS), [400]),
+    "unknown coding": (CALL + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS, [400]),
+    "coded after the chunks": (CALL + b"Transfer-Encoding: chunked, gzip\r\n\r\n" + CHUNKS, [400]),
+    "a folded header": (CALL + b"Transfer-Encoding:\r\n chunked\r\n\r\n" + CHUNKS, [400]),
+    "bare line feeds": ((CALL + sized(BODY)).replace(b"\r\n", b"\n"), [400]),
+    "a space before the colon": (CALL + b"Content-Length : 5\r\n\r\nhello", [400]),
+    "an endless chunk": (CALL + CHUNKED + b"\r\n" + b"f" * 17 + b"\r\n{", [400]),
+    "a chunk that is longer than it says": (CALL + CHUNKED + b"\r\n2\r\nabcdef\r\n", [400]),
+}
+
+
+@pytest.mark.parametrize("split", ["whole", "head and body", "pieces"])
+@pytest.mark.parametrize("name", [*FRAMED, *ENDED])
+def test_each_request_has_the_answer_that_a_proxy_expects(name: str, split: str, server: Server) -> None:
+    sent, expected = FRAMED[name] if name in FRAMED else ENDED[name]
+    head = sent.index(b"\n\r\n" if b"\n\r\n" in sent else b"\n\n") + 3
+    size = {"whole": len(sent), "head and body": head, "pieces": 7}[split]
+    pieces = [sent[start : start + size] for start in range(0, len(sent), size)]
+    assert answers(server.http_port, pieces) == [*expected, *([200] if name in FRAMED else [])]
+
+
+def test_garbage_does_not_replace_the_answer_to_the_request_before_it(server: Server) -> None:
+    assert answers(server.http_port, [CALL + sized(BODY) + b"\0\r\n\r\n"])[0] == 200
+
+
+def test_only_so_many_requests_wait_for_their_turn(server: Server) -> None:
+    found = answers(server.http_port, [LIVE * 1000])
+    assert 129 <= len(found) < 1000
+    assert set(found) == {200}
+
+
+def test_a_request_that_is_answered_before_its_body_may_come(server: Server) -> None:
+    """The client may then send its body, or the next request instead."""
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        for _ in range(2):
-            raw.sendall(head % offer + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n")
+        received = b""
+        while data := raw.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 404")
+
+
+def test_what_is_no_request_has_no_answer_after_another(server: Server) -> None:
+    """A proxy would take it for the answer to the next request."""
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + CHUNKED + b"\r\n")
+        received = raw.recv(4096)
+        assert received.startswith(b"HTTP/1.1 404")
+        raw.sendall(b"zz\r\n")
+        with suppress(ConnectionError):
+            while data := raw.recv(4096):
+                received += data
+    assert received.count(b"HTTP/1.1") == 1
 
 
 def test_a_client_that_does_not_read(server: Server) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import re
 import select
 import socket
 import struct
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, cast
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,13 +20,18 @@ from weightswap_server.settings import Settings
 
 from .bodies import RECEIVED
 
-_REFUSAL = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n%s"
-_BUSY = b'{"error":"too many connections"}'
-_TOO_MANY = _REFUSAL % (b"503 Service Unavailable", b"retry-after: 1\r\n", len(_BUSY), _BUSY)
-_LONG = b'{"error":"the headers have more than 65536 bytes"}'
-_TOO_LONG = _REFUSAL % (b"431 Request Header Fields Too Large", b"", len(_LONG), _LONG)
+
+def _refusal(status: bytes, error: bytes, more: bytes = b"") -> bytes:
+    body = b'{"error":"%s"}' % error
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, more, len(body)) + body
+
+
 _LARGE = _MOST_HEADERS = 1 << 16
-_H2C_UPGRADE = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
+_MOST_WAITING = 128  # requests of one connection that were sent before their predecessors were answered
+_TOO_MANY = _refusal(b"503 Service Unavailable", b"too many connections", b"retry-after: 1\r\n")
+_TOO_LONG = _refusal(b"431 Request Header Fields Too Large", b"the headers have more than 65536 bytes")
+_NOT_HTTP = _refusal(b"400 Bad Request", b"not a valid HTTP/1.1 request")
 ON_DISCONNECT = "weightswap.on_disconnect"  # in a scope: a callback for a client that disconnects before its response
 _Timer = Literal["request", "reading", "closing"]
 _DRAIN_CHECKS, _DRAIN_PAUSE = 20, 0.05  # of the accept queue; seconds before each check, for pending handshakes
@@ -51,9 +56,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(**options)
         self.settings = settings
         self._timers: dict[_Timer, asyncio.TimerHandle] = {}
-        self._is_last_request = self._reads_headers = False
+        self._is_last_request = self._reads_headers = self._reads_body = False
         self._header_bytes = 0  # bytes that the parser has not passed on, or has taken for headers
-        self._is_between_requests = True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _JoinedWrites(transport, self.loop)))
@@ -72,40 +76,93 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._header_bytes += len(data)
-        super().data_received(_without_h2c_upgrade(data) if self._is_between_requests else data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError:
+            self._refuse(_NOT_HTTP)
+            return
         if self._header_bytes > _MOST_HEADERS:
-            self.transport.write(_TOO_LONG)
-            self.transport.close()
+            self._refuse(_TOO_LONG)
         elif self._reads_headers and "request" not in self._timers:  # most requests come at once, and need no timer
             self._start_timer("request")
 
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser. It takes what follows an offer to upgrade for another protocol, but a server may ignore
+        the offer (RFC 9110 7.8): such headers are fed again, without it."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data, head = data[offer.args[0] :], self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([first, *lines, b"", b""])
+
+    def _refuse(self, response: bytes) -> None:
+        """Answer what is no request, and close; without an answer if it would be taken for that to another request."""
+        if self._reads_body:
+            answerable = not (self.cycle.response_started or self.pipeline)
+            self.cycle.disconnected = True
+        elif self.cycle is None or self.cycle.response_complete:
+            answerable = True
+        else:
+            self.cycle.keep_alive = False  # the earlier requests are answered first
+            return
+        if answerable:
+            self.transport.write(response)
+        self.transport.close()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes, self._is_between_requests = 0, False
+        self._header_bytes = 0
         self._stop_timer("closing")
         self._stop_timer("request")
         self._reads_headers = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_headers:  # not a trailer, which is no header of the request
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT" or version not in ("1.0", "1.1") or len(self.pipeline) >= _MOST_WAITING:
+            raise ValueError("not a request for this server")
+        if self.parser.should_upgrade():
+            return
         self._reads_headers, self._header_bytes = False, 0
         self._stop_timer("request")
+        if version == "1.0":  # whose clients know no 100 Continue
+            self.expect_100_continue = False
         super().on_headers_complete()
+        self._reads_body = True
         if self._is_last_request:
             self._close_after_response()
 
     def on_body(self, body: bytes) -> None:
         self._header_bytes = 0
+        self.expect_100_continue = False  # the client no longer waits
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._header_bytes, self._is_between_requests = 0, True
+        if self.parser.should_upgrade():
+            return
+        self._header_bytes, self._reads_body = 0, False
         self._stop_timer("request")
         cast("dict[str, Any]", self.cycle.scope)[RECEIVED] = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self.cycle.more_body:  # the request was answered before its body was read
-            self._start_timer("request")
+        if self.cycle.more_body and not self.pipeline:  # the request was answered before its body was read
+            if self.expect_100_continue:  # the client may send its body now, or the next request
+                self.transport.close()
+            else:
+                self._start_timer("request")
         super().on_response_complete()
 
     def shutdown(self) -> None:
@@ -137,16 +194,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stop_timer(self, timer: _Timer) -> None:
         if timer in self._timers:
             self._timers.pop(timer).cancel()
-
-
-def _without_h2c_upgrade(data: bytes) -> bytes:
-    """Rename the header with which a client, such as Java's, offers to upgrade to HTTP/2: the parser would take the
-    body for that protocol, and a server may ignore the offer (RFC 9113 3.1)."""
-    if data.find(b"h2c", 0, _LARGE) < 0:
-        return data
-    end = data.find(b"\r\n\r\n")
-    match = _H2C_UPGRADE.search(data, 0, end + 2 if end >= 0 else len(data))
-    return data[: match.start()] + b"\r\nx-upgrade:" + data[match.end() :] if match else data
 
 
 class _JoinedWrites:
