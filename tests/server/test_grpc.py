@@ -177,6 +177,49 @@ def test_what_no_client_would_send(server: Server, changes: Any, says: str) -> N
     assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
 
 
+def field(number: int, content: bytes) -> bytes:
+    """Return a field of a message, as it is on the wire."""
+    length, size = b"", len(content)
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (b"\x2a\0" * 30_000, "more than 20000 fields"),  # inputs
+        (b"\x32\0" * 30_000, "more than 20000 fields"),  # outputs
+        (b"\x22\0" * 30_000, "more than 20000 fields"),  # parameters
+        (b"\x3a\0" * 30_000, "more than 20000 fields"),  # raw_input_contents
+        (field(5, b"\x22\0" * 30_000), "more than 20000 fields"),  # parameters of an input
+        (field(5, field(5, b"\x18\0" * 30_000)), "more than 20000 fields"),  # numbers, one by one
+        (field(5, field(5, field(3, bytes(3 << 20)))), "beside raw_input_contents"),
+        (field(5, field(3, bytes(3 << 20))), "beside raw_input_contents"),  # a shape
+        (field(3, b"a" * (3 << 20)), "beside raw_input_contents"),  # an id
+    ],
+)
+def test_a_message_that_would_take_far_more_memory_than_its_bytes(
+    tiny: TinyArtifact, weight_file: WriteWeights, message: bytes, says: str
+) -> None:
+    with (
+        serving({"tiny": load(tiny.path, weight_file(1))}, grpc_port=0) as running,
+        grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel,
+    ):
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError, match=says) as caught:
+            call(message, timeout=20)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        good = service_pb2.ModelInferRequest(
+            model_name="tiny", inputs=[{"name": "x", "datatype": "FP32", "shape": [2, 3]}],
+            raw_input_contents=[X.tobytes()], id="7" * 100_000,
+        )  # fmt: skip
+        answer = service_pb2.ModelInferResponse.FromString(call(good.SerializeToString(), timeout=20))
+        np.testing.assert_array_equal(
+            np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(2, 5), expected(1)
+        )
+
+
 def test_a_method_that_there_is_not(client: Any) -> None:
     with pytest.raises(triton.InferenceServerException, match="UNIMPLEMENTED"):
         client.load_model("tiny")

@@ -6,6 +6,7 @@ import msgspec
 
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_server.errors import BadRequest
+from weightswap_server.protocol.tensors_on_the_wire import decoded
 
 from .documents import LoadRequest, StageRequest
 from .operations import ModelOperations
@@ -20,8 +21,8 @@ def staging_of(request: LoadRequest) -> StageRequest | None:
     weights = request.parameters.weights
     if request.parameters.config is not None:
         try:
-            weights = weights or msgspec.json.decode(request.parameters.config, type=_Config).weights
-        except msgspec.MsgspecError as error:
+            weights = weights or decoded(request.parameters.config.encode(), _Config).weights
+        except BadRequest as error:
             raise BadRequest(f"config: {error}; expected a JSON document, with a string as its weights") from error
     return StageRequest(source=weights) if weights else None
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from weightswap_server.errors import BodyTooLarge
+
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 _TENSOR = "name:string datatype:string shape:int64*"
@@ -41,7 +43,11 @@ MESSAGES = {
     "ModelStreamInferResponse": "error_message:string infer_response:ModelInferResponse",
 }
 """The fields of each message, numbered from 1: `name:type`, `*` if repeated; `map`: strings to InferParameter."""
+_RAW = "raw_input_contents"
+_SMALL = 1 << 14  # bytes of a message that may be of any kind
+_MOST_FIELDS, _MOST_BESIDE_RAW = 20_000, 2 << 20  # no other thread runs while a message is parsed
 _ONE_OF = {"InferParameter": "parameter_choice"}
+_SIZES = {1: 8, 5: 4}  # bytes of the fixed wire types
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
@@ -64,6 +70,54 @@ def _pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return pool
+
+
+def parsed(name: str, raw: bytes) -> Any:
+    """Parse a message. Raises DecodeError, and BodyTooLarge for one that would take far more memory than its bytes."""
+    kind = message_class(name)
+    if len(raw) > _SMALL:
+        _check_size(raw, kind.DESCRIPTOR)
+    return kind.FromString(raw)
+
+
+def _check_size(raw: bytes, descriptor: Any) -> None:
+    fields, documents, unread = 0, len(raw), [(0, len(raw), descriptor)]
+    while unread:
+        place, end, kind = unread.pop()
+        while place < end:
+            fields += 1
+            number, begin, place = _field(raw, place)
+            field = kind.fields_by_number.get(number)
+            if field is not None and field.message_type is not None:
+                unread.append((begin, place, field.message_type))
+            elif field is not None and field.name == _RAW:
+                documents -= place - begin
+            if fields > _MOST_FIELDS:
+                raise BodyTooLarge(f"the message has more than {_MOST_FIELDS} fields; send tensors in {_RAW}")
+    if documents > _MOST_BESIDE_RAW:
+        raise BodyTooLarge(f"the message has {documents} bytes beside {_RAW}, at most {_MOST_BESIDE_RAW} are read")
+
+
+def _field(raw: bytes, place: int) -> tuple[int, int, int]:
+    """Return the number of the field at a place, and where its content begins and ends. What is malformed ends the
+    message; the parser will say so."""
+    try:
+        tag, begin = _varint(raw, place)
+        if tag & 7 == 2:
+            size, begin = _varint(raw, begin)
+            return tag >> 3, begin, begin + size
+        end = _varint(raw, begin)[1] if tag & 7 == 0 else begin + _SIZES.get(tag & 7, 0)
+    except IndexError:
+        return 0, len(raw), len(raw)
+    return 0, begin, end
+
+
+def _varint(raw: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while raw[place] > 127 and shift < 63:
+        value |= (raw[place] & 127) << shift
+        place, shift = place + 1, shift + 7
+    return value | raw[place] << shift, place + 1
 
 
 def _add_field(message: Any, owner: str, number: int, name: str, kind: str) -> None:

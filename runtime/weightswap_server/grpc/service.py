@@ -15,15 +15,23 @@ from google.protobuf.message import DecodeError
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_server.canary.canary import HEADER
-from weightswap_server.errors import BadRequest
+from weightswap_server.errors import BadRequest, BodyTooLarge, RequestError
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
-from weightswap_server.protocol.tensors_on_the_wire import Answer, dtype_of, from_bytes, from_values, select, version_of
+from weightswap_server.protocol.tensors_on_the_wire import (
+    Answer,
+    dtype_of,
+    from_bytes,
+    from_values,
+    pieces_of,
+    select,
+    version_of,
+)
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
 
 from .client_timeouts import ClientTimeouts
-from .protobuf import SERVICE, message_class
+from .protobuf import SERVICE, message_class, parsed
 
 _MOST_DETAIL = 800  # characters of a status' text: clients take 8 KB, and one may be nine bytes on the wire
 _CONTENTS = {
@@ -174,8 +182,9 @@ class _Methods:
 
     def _answers(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         try:
-            if self._service.find_ready(_checked(request).model_name, request.model_version).generates:
-                for piece in self._generated(request, _metadata(context, "traceparent")):
+            served = self._service.find_ready(_checked(request).model_name, request.model_version)
+            if (generation := served.model.artifact.manifest.generation) is not None:
+                for piece in self._generated(request, generation.length, _metadata(context, "traceparent")):
                     yield {"infer_response": piece}
             else:
                 yield {"infer_response": self._infer(request, context)}
@@ -184,9 +193,9 @@ class _Methods:
         except Exception as error:
             yield {"error_message": self._service.refused(getattr(request, "model_name", ""), error).text}
 
-    def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
+    def _generated(self, request: Any, most: int, traceparent: str) -> Iterator[Any]:
         name, version = request.model_name, request.model_version
-        generation = OpenGeneration(self._service, name, version, _prompt(request), traceparent)
+        generation = OpenGeneration(self._service, name, version, _prompt(request, most), traceparent)
         timer = Timer(generation.seconds_left, generation.close)  # even if the client does not read
         timer.daemon = True
         timer.start()
@@ -203,11 +212,13 @@ class _Methods:
             generation.close()
 
 
-def _prompt(request: Any) -> GenerateRequest:
-    """Return the prompt in the input `input_ids`, with the parameters. Raises BadRequest."""
+def _prompt(request: Any, most: int) -> GenerateRequest:
+    """Return the prompt of at most so many tokens in the input `input_ids`, with the parameters. Raises BadRequest."""
     tensors = _tensors(request)
     if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
         raise BadRequest("expected exactly one input, input_ids, of datatype INT64")
+    if (count := tensors["input_ids"].nbytes // 8) > most:
+        raise BadRequest(f"the prompt has {count} tokens, but the cache holds {most}")
     values = {
         name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
         for name, value in request.parameters.items()
@@ -233,21 +244,22 @@ def _detail(text: str) -> str:
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:
-    """Return a parser of a message. It returns a BadRequest for malformed bytes: gRPC would blame the server."""
-    message = message_class(name)
+    """Return a parser of a message. It returns a RequestError instead of raising it: gRPC would blame the server."""
 
     def parse(raw: bytes) -> Any:
         try:
-            return message.FromString(raw)
+            return parsed(name, raw)
         except DecodeError as error:
             return BadRequest(f"expected a message {name}: {error}")
+        except BodyTooLarge as error:
+            return error
 
     return parse
 
 
 def _checked(request: Any) -> Any:
-    """Return a parsed request. Raises BadRequest if it was malformed."""
-    if isinstance(request, BadRequest):
+    """Return a parsed request. Raises BadRequest if it was malformed, and BodyTooLarge."""
+    if isinstance(request, RequestError):
         raise request
     return request
 
@@ -284,7 +296,8 @@ def _from_contents(tensor: Any) -> TensorBytes:
     field = _CONTENTS[dtype]
     if others := [other.name for other, _ in tensor.contents.ListFields() if other.name != field]:
         raise BadRequest(f"{tensor.name}: {tensor.datatype} belongs in {field}, got {', '.join(others)}")
-    return from_values(tensor.name, dtype, shape, getattr(tensor.contents, field))
+    values = getattr(tensor.contents, field)
+    return from_values(tensor.name, dtype, shape, len(values), pieces_of(values))
 
 
 def response(request: Any, answer: Answer, names: list[str]) -> Any:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded
+from weightswap_server.protocol.documents import MOST_DOCUMENT, MOST_JSON
 from weightswap_server.settings import Settings
 
 T = TypeVar("T")
@@ -45,26 +46,31 @@ class Bodies:
         self._bytes = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightswap-reading")
 
-    async def body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
-        """Receive a body, and decompress it.
+    async def body(self, scope: Scope, receive: Receive, headers: Headers, most_json: int | None = None) -> bytes:
+        """Receive a body, and decompress it. most_json: the most bytes, if it is a JSON document.
 
         Raises BodyTooLarge, BodyTooSlow, Overloaded, BadRequest and ClientDisconnect.
         """
-        body = await self._receive_in_time(scope, receive, headers)
+        most = min(self._settings.max_body, most_json or self._settings.max_body)
+        body = await self._receive_in_time(scope, receive, headers, most)
         encoding = headers.text("content-encoding") or _PLAIN
         if encoding == _PLAIN:
             return body
-        decompressed = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
+        decompressed = await self._in_thread(lambda: _decompressed(body, encoding, most))
         self._hold(scope, len(decompressed))
         return decompressed
 
     async def body_of(self, request: Request) -> bytes:
-        """Receive the body of a Starlette request. Raises as `body`."""
-        return await self.body(request.scope, request.receive, Headers(request.scope["headers"]))
+        """Receive the body of a Starlette request, a small JSON document. Raises as `body`."""
+        return await self.body(request.scope, request.receive, Headers(request.scope["headers"]), MOST_DOCUMENT)
 
     async def parse(self, body: bytes, parser: Callable[[bytes], T]) -> T:
         """Call a parser, in a thread if the body is large."""
-        return parser(body) if len(body) <= _SMALL else await self._in_thread(lambda: parser(body))
+        return await self.compute(len(body), lambda: parser(body))
+
+    async def compute(self, nbytes: int, work: Callable[[], T]) -> T:
+        """Do work for so many bytes, in a thread if they are many."""
+        return work() if nbytes <= _SMALL else await self._in_thread(work)
 
     def release(self, scope: Scope) -> None:
         """Stop counting the bytes of an answered request."""
@@ -76,19 +82,19 @@ class Bodies:
         if self._bytes > self._settings.max_bodies:
             raise Overloaded(f"the bodies of all requests take more than {self._settings.max_bodies} bytes; try again")
 
-    async def _receive_in_time(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
-        most, timeout = self._settings.max_body, self._settings.body_timeout
+    async def _receive_in_time(self, scope: Scope, receive: Receive, headers: Headers, most: int) -> bytes:
+        timeout = self._settings.body_timeout
         if int(headers.text("content-length") or 0) > most:
             raise _too_large(most)
         if RECEIVED in scope:  # no timer is needed
-            return await self._receive(scope, receive)
+            return await self._receive(scope, receive, most)
         try:
             async with asyncio.timeout(timeout):
-                return await self._receive(scope, receive)
+                return await self._receive(scope, receive, most)
         except TimeoutError as error:
             raise BodyTooSlow(f"the body did not arrive within {timeout:g} s") from error
 
-    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
+    async def _receive(self, scope: Scope, receive: Receive, most: int) -> bytes:
         chunks, size, more = [], 0, True
         while more:
             message = await receive()
@@ -96,8 +102,8 @@ class Bodies:
                 raise ClientDisconnect
             chunk, more = message.get("body", b""), message.get("more_body", False)
             size += len(chunk)
-            if size > self._settings.max_body:
-                raise _too_large(self._settings.max_body)
+            if size > most:
+                raise _too_large(most)
             self._hold(scope, len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
@@ -122,4 +128,5 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
 
 
 def _too_large(most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has more than {most} bytes, the most that this server accepts")
+    advice = "; tensors may have more if they are sent as bytes" if most == MOST_JSON else ""
+    return BodyTooLarge(f"the body has more than {most} bytes, the most that this server accepts{advice}")

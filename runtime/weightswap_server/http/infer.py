@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_server.canary.canary import HEADER
-from weightswap_server.protocol.documents import HEADER_LENGTH, Answered, InferRequest, InferResponse
+from weightswap_server.protocol.documents import HEADER_LENGTH, MOST_JSON, Answered, InferRequest, InferResponse
 from weightswap_server.protocol.tensors_on_the_wire import Answer, read_request, select, version_of, write_outputs
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.service import Service
@@ -64,9 +64,13 @@ class InferEndpoint:
             self._bodies.release(scope)
 
     async def _infer(self, name: str, version: str, headers: Headers, scope: Scope, receive: Receive) -> _Parts:
-        self._service.find(name, version)
-        parser = partial(read_request, header_length=headers.text(HEADER_LENGTH) if _LENGTH in headers else None)
-        request, tensors = await self._bodies.parse(await self._bodies.body(scope, receive, headers), parser)
+        _, method = self._service.method(name, version)
+        has_tail = _LENGTH in headers
+        parser = partial(
+            read_request, header_length=headers.text(HEADER_LENGTH) if has_tail else None, check=method.arguments
+        )
+        body = await self._bodies.body(scope, receive, headers, None if has_tail else MOST_JSON)
+        request, tensors = await self._bodies.parse(body, parser)
         variants = read_variants(request.parameters.get(PARAMETER))
         traceparent, wish = headers.text("traceparent"), headers.text(HEADER)
         served, call = self._service.call(name, version, tensors, traceparent, wish, variants)
@@ -74,7 +78,8 @@ class InferEndpoint:
             call.method.check_outputs([output.name for output in request.outputs])
         scope[ON_DISCONNECT] = call.answer.cancel  # drops the call if it has not begun
         answer = await self._service.answer(served, call)
-        response = _response(name, request, answer)
+        nbytes = sum(content.nbytes for _, content in answer.outputs)
+        response = await self._bodies.compute(nbytes, partial(_response, name, request, answer))
         self._service.metrics.answered(name, answer.weights_id)
         return response
 

@@ -26,11 +26,17 @@ DATATYPES = {
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 BINARY_SIZE = "binary_data_size"
 HEADER_LENGTH = "inference-header-content-length"
+MOST_JSON = 4 << 20
+"""The most bytes of the JSON of a call: no other thread runs while it is parsed."""
+MOST_DOCUMENT = 2 << 20
+"""The most bytes of any other document."""
 EXTENSIONS = ("binary_tensor_data", "generate", "weightswap")
 
 Parameters = dict[str, bool | int | float | str | None]
-_ARRAY = Meta(extra_json_schema={"type": "array"})
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_MOST = (1 << 63) - 1
+_SIZES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
+Array = Annotated[Raw, Meta(extra_json_schema={"type": "array"})]
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
 class InputTensor(Struct):
@@ -38,9 +44,9 @@ class InputTensor(Struct):
 
     name: str
     datatype: str
-    shape: list[Count]
+    shape: Annotated[Raw, Meta(extra_json_schema=_SIZES)]
     parameters: Parameters = {}
-    data: Annotated[Raw, _ARRAY] = msgspec.field(default_factory=Raw)
+    data: Array = msgspec.field(default_factory=Raw)
 
 
 class WantedOutput(Struct):
@@ -66,7 +72,7 @@ class OutputTensor(Struct, omit_defaults=True):
     datatype: str
     shape: list[int]
     parameters: dict[str, int] = {}
-    data: list[Any] | None = None
+    data: Array | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answered(Struct, omit_defaults=True):
@@ -137,7 +143,7 @@ class GenerateParameters(Struct, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    stop: list[str | int] = []
+    stop: Annotated[list[str | int], Meta(max_length=256)] = []
     seed: Count | None = None
     variant: str = ""
 

@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
-from weightswap_server.errors import BadRequest
+from weightswap_server.errors import BadRequest, BodyTooLarge
 
-from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputTensor, OutputTensor
+from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, MOST_JSON, Count, InferRequest, InputTensor, OutputTensor
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
 _MOST_DIMENSIONS = 64  # the limit of numpy and torch
-_SPARE_COMMAS = 1000  # such as between empty lists; small excess gets a better message later
+_MOST_SHAPE = 1 << 16  # bytes of JSON
+_SMALL_JSON = 1 << 16  # bytes whose structure can be anything
+_MOST_OBJECTS, _MOST_QUOTES = 20_000, 100_000  # in larger JSON; for a thousand inputs with all their fields
+_PIECE = 1 << 14  # numbers that are converted at once: other threads run in between
+_UNSTRUCTURED = bytes(set(range(256)) - set(b"[],"))
+_BESIDE_NUMBERS = b"[] \t\r\n"
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
 
-def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, dict[str, TensorBytes]]:
-    """Return a request's document and its inputs by name. Binary inputs are views of the body. Raises BadRequest."""
+def read_request(
+    body: bytes, header_length: str | None, check: Callable[[Mapping[str, TensorBytes]], object]
+) -> tuple[InferRequest, dict[str, TensorBytes]]:
+    """Return a request's document and its inputs by name. Binary inputs are views of the body.
+
+    check: called before tensors are converted from JSON, with empty ones; raises for inputs that the model does not
+    take. Raises BadRequest and BodyTooLarge.
+    """
     head, tail = _split(memoryview(body), header_length)
+    if len(head) > MOST_JSON:
+        raise BodyTooLarge(f"the JSON has {len(head)} bytes, at most {MOST_JSON} are read; send tensors as bytes")
+    if len(head) > _SMALL_JSON:
+        _check_structure(bytes(head))
     request = decoded(head, InferRequest)
-    return request, _inputs(request.inputs, tail)
+    inputs, later = _inputs(request.inputs, tail)
+    if later:
+        check(inputs)
+        inputs |= {name: convert() for name, convert in later.items()}
+    return request, inputs
+
+
+def _check_structure(head: bytes) -> None:
+    """Raise BadRequest for JSON that would become very many objects. Numbers and lists in data do not."""
+    if (objects := head.count(b"{")) > _MOST_OBJECTS or (quotes := head.count(b'"')) > _MOST_QUOTES:
+        found = f"{objects} objects" if objects > _MOST_OBJECTS else f"{quotes} quotes"
+        raise BadRequest(f"the request's JSON has {found}; a call has at most {_MOST_OBJECTS} and {_MOST_QUOTES}")
 
 
 def decoded(document: bytes | memoryview, kind: type[T]) -> T:
@@ -51,13 +79,24 @@ def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, mem
     return body[: int(digits)], body[int(digits) :]
 
 
-def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, TensorBytes]:
+_Later = dict[str, Callable[[], TensorBytes]]
+
+
+def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str, TensorBytes], _Later]:
+    """Return the inputs, and the conversions of those that are empty yet; numbers alone may be sizes of others."""
     inputs: dict[str, TensorBytes] = {}
+    later: _Later = {}
     for tensor in tensors:
         if tensor.name in inputs:
             raise BadRequest(f"{brief(tensor.name)}: given more than once")
+        shape = _shape(tensor)
         if BINARY_SIZE not in tensor.parameters:
-            inputs[tensor.name] = _from_json(tensor)
+            convert = partial(_from_json, tensor, shape)
+            if _elements(tensor.name, shape) == 1:
+                inputs[tensor.name] = convert()
+            else:
+                inputs[tensor.name] = TensorBytes(dtype_of(tensor.name, tensor.datatype), shape, memoryview(b""))
+                later[tensor.name] = convert
             continue
         size = tensor.parameters[BINARY_SIZE]
         if type(size) is not int or not 0 <= size <= len(tail):
@@ -66,11 +105,21 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
             )
         if tensor.data:
             raise BadRequest(f"{brief(tensor.name)}: has both data and {BINARY_SIZE}")
-        inputs[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, tail[:size])
+        inputs[tensor.name] = from_bytes(tensor.name, tensor.datatype, shape, tail[:size])
         tail = tail[size:]
     if tail:
         raise BadRequest(f"{len(tail)} bytes at the end of the body belong to no input")
-    return inputs
+    return inputs, later
+
+
+def _shape(tensor: InputTensor) -> tuple[int, ...]:
+    try:
+        if len(tensor.shape) <= _MOST_SHAPE:
+            return msgspec.json.decode(tensor.shape, type=tuple[Count, ...])
+        problem = f"has {len(tensor.shape)} bytes; an array has at most {_MOST_DIMENSIONS} dimensions"
+    except msgspec.MsgspecError as error:
+        problem = str(error)
+    raise BadRequest(f"{brief(tensor.name)}: shape: {problem}")
 
 
 def dtype_of(name: str, datatype: str) -> str:
@@ -94,44 +143,69 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview)
     expected = DTYPES[dtype].bits // 8 * _elements(name, shape)
     if min(shape, default=0) < 0 or expected != len(data):
         raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {expected} bytes, got {len(data)}")
-    if dtype == "BOOL" and bytes(data).translate(None, b"\0\1"):
+    if dtype == "BOOL" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
         raise BadRequest(f"{brief(name)}: a BOOL is a byte of 0 or 1, but the data has others")
     return TensorBytes(dtype, tuple(shape), data)
 
 
-def _from_json(tensor: InputTensor) -> TensorBytes:
-    dtype, shape, name = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape), brief(tensor.name)
-    if not tensor.data:
+def _from_json(tensor: InputTensor, shape: tuple[int, ...]) -> TensorBytes:
+    dtype, data, name = dtype_of(tensor.name, tensor.datatype), bytes(tensor.data), brief(tensor.name)
+    if not data:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
-    elements = _elements(name, shape)
-    if (commas := bytes(tensor.data).count(b",")) > elements + _SPARE_COMMAS:  # refuse before parsing
-        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, but the data about {commas}")
+    elements, lists = _elements(name, shape), data.translate(None, _UNSTRUCTURED)
+    if not _is_nested(lists, (elements,)) and not _is_nested(lists, shape):
+        found = lists.count(b",") + 1 if lists != b"[]" else 0
+        text = f"{name}: shape {brief(str(list(shape)))} has {brief(str(elements))} elements, but the data {found}"
+        advice = ", nested otherwise; expected one list of numbers, or lists nested like the shape"
+        raise BadRequest(text + advice if found == elements else text)
     kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
     try:
-        values = _flat(tensor.data, kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequest(f"{name}: data: {error}; expected {tensor.datatype}") from error
-    return from_values(name, dtype, shape, values)
+        return from_values(name, dtype, shape, elements, _values(data.translate(None, _BESIDE_NUMBERS), kind))
+    except msgspec.MsgspecError as error:
+        problem = str(error).partition(" - at ")[0]  # the place would be one in a piece
+        raise BadRequest(f"{name}: data: {problem}; expected {tensor.datatype}") from error
 
 
-def _flat(data: msgspec.Raw, kind: Any) -> list[Any]:
+def _is_nested(lists: bytes, shape: Sequence[int]) -> bool:
+    """Return True if nested lists, of which only brackets and commas are left, have a shape."""
+    if not shape:
+        return False
+    inner, length = b"", 0
+    for size in reversed(shape):
+        length = 2 + size * length + max(0, size - 1)
+        if length > len(lists):
+            return False
+        inner = b"[" + b",".join([inner] * size) + b"]"
+    return inner == lists
+
+
+def _values(numbers: bytes, kind: Any) -> Iterator[list[Any]]:
+    """Yield numbers that commas separate, in pieces."""
+    begin = 0
+    while begin < len(numbers):
+        end = numbers.find(b",", begin + 4 * _PIECE)
+        end = len(numbers) if end < 0 else end
+        yield msgspec.json.decode(b"[%s]" % numbers[begin:end], type=list[kind])
+        begin = end + 1
+
+
+def from_values(
+    name: str, dtype: str, shape: tuple[int, ...], count: int, pieces: Iterable[Sequence[Any]]
+) -> TensorBytes:
+    """Return an input of `count` bools, integers or floats in row-major order. Raises BadRequest if they do not fit."""
+    if (elements := _elements(name, shape)) != count:
+        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, but the data {count}")
+    array, place = np.empty(count, numpy_dtype(dtype)), 0
+    for values in pieces:
+        array[place : place + len(values)] = _converted(name, dtype, values)
+        place += len(values)
     try:
-        flat: list[Any] = msgspec.json.decode(data, type=list[kind])
-        return flat
-    except msgspec.ValidationError:
-        values = msgspec.json.decode(data, type=list[Any])
-        if not values or not isinstance(values[0], list):
-            raise
-    while values and all(isinstance(value, list) for value in values):
-        values = [item for value in values for item in value]
-    converted: list[Any] = msgspec.convert(values, list[kind])
-    return converted
+        return array_content(array.reshape(shape))
+    except ValueError as error:  # such as a huge size beside a size of 0
+        raise BadRequest(f"{name}: shape {brief(str(list(shape)))}: {error}") from error
 
 
-def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[Any]) -> TensorBytes:
-    """Return an input of bools, integers or floats in row-major order. Raises BadRequest if they do not fit."""
-    if (elements := _elements(name, shape)) != len(values):
-        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, but the data {len(values)}")
+def _converted(name: str, dtype: str, values: Sequence[Any]) -> NDArray[Any]:
     if has_fractions(dtype):
         with np.errstate(over="ignore"):
             array = np.asarray(values, np.float64).astype(numpy_dtype(dtype))
@@ -142,10 +216,12 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
         array = np.asarray(values if fits else [], numpy_dtype(dtype))
     if not fits:
         raise BadRequest(f"{name}: data has a number that {DATATYPE_OF[dtype]} cannot hold")
-    try:
-        return array_content(array.reshape(shape))
-    except ValueError as error:  # such as a huge size beside a size of 0
-        raise BadRequest(f"{name}: shape {brief(str(list(shape)))}: {error}") from error
+    return array
+
+
+def pieces_of(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield a sequence in pieces, between which other threads run."""
+    return (values[begin : begin + _PIECE] for begin in range(0, len(values), _PIECE))
 
 
 class Answer(NamedTuple):
@@ -182,7 +258,7 @@ def write_outputs(outputs: Sequence[Named], binary: Mapping[str, bool]) -> tuple
     return documents, tail
 
 
-def _numbers(name: str, content: TensorBytes) -> list[Any]:
+def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
     array = as_array(content).reshape(-1)
     if has_fractions(content.dtype):
         array = array.astype(np.float64) if array.dtype.itemsize < 4 else array
@@ -191,5 +267,5 @@ def _numbers(name: str, content: TensorBytes) -> list[Any]:
                 f"{brief(name)}: has NaN or infinities, which JSON cannot represent; ask for binary "
                 '("parameters": {"binary_data": true})'
             )
-    numbers: list[Any] = array.tolist()
-    return numbers
+    pieces: Iterator[Any] = pieces_of(array)  # type: ignore[arg-type]
+    return msgspec.Raw(b"[%s]" % b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces))

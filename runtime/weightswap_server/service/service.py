@@ -16,6 +16,7 @@ from weightswap_runtime.live.model import Model
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.awaiting import done_within
 from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure_of
+from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol.documents import (
     EXTENSIONS,
     Answered,
@@ -90,6 +91,14 @@ class Service:
             raise NotReady(f"{name} was unloaded by an operator")
         return served
 
+    def method(self, name: str, version: str = "") -> tuple[Served, ServedMethod]:
+        """Return the model and the method of a name. Raises UnknownModel, NotReady, and Unsupported if it generates."""
+        served = self.find_ready(name, version)
+        method = served.methods.get(name)
+        if method is None:
+            raise Unsupported(f"{name} generates: use POST /v2/models/{name}/generate, or generate_stream")
+        return served, method
+
     def call(
         self,
         name: str,
@@ -103,10 +112,7 @@ class Service:
 
         Raises UnknownModel, NotReady, InputMismatch, BadRequest, and Unsupported for a model that generates.
         """
-        served = self.find_ready(name, version)
-        method = served.methods.get(name)
-        if method is None:
-            raise Unsupported(f"{name} generates: use POST /v2/models/{name}/generate, or generate_stream")
+        served, method = self.method(name, version)
         canary = served.choose_canary(version, wish)
         return served, Call(method, method.arguments(tensors), version, traceparent, canary, variants)
 

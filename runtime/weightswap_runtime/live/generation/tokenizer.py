@@ -11,6 +11,7 @@ from typing import Any
 from weightswap_runtime.errors import MissingExtra, Unsupported
 
 TOKENIZER = "tokenizer.json"
+_LONG = 4096  # characters, from which on other threads must run meanwhile
 
 
 class Tokenizer:
@@ -31,7 +32,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with the special tokens that the model expects around it. Raises Unsupported."""
         with self._errors(f"gives no tokens for {text!a:.80}"):
-            tokens: list[int] = self._loaded.encode(text).ids
+            is_long = len(text) > _LONG
+            encoded = self._loaded.encode_batch_fast([text])[0] if is_long else self._loaded.encode(text)
+            tokens: list[int] = encoded.ids
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
