@@ -23,7 +23,7 @@ from weightswap_runtime.tensors.dtypes import describe, same_type
 from .header import parse_file
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
 
-MAX_MANIFEST = 256 << 20
+MAX_MANIFEST = 64 << 20
 Row = NamedTensor | AdapterInput
 _FILES = (".safetensors", ".json")  # suffixes of files; an artifact is a folder
 _AGAIN = "Export the artifact again, or copy it again."

@@ -21,7 +21,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.dtypes import describe, same_type
 
-from .header import FileTensor
+from .header import LEAST_HEADER, FileTensor
 from .manifest import NamedTensor
 from .weight_file import METADATA_KEY, StampedFile, canonical_order, read_header
 
@@ -137,7 +137,7 @@ def read_context(
 
 
 def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> SavedContext:
-    header = read_header(source)
+    header = read_header(source, LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows))
     stamp = _stamp(header.metadata, where)
     if graph_id is not None:
         stamp.check_graph(graph_id, where)

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -27,8 +27,8 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import DIGEST, digest_of
 
 from .artifact import Artifact
-from .header import parse_file
-from .manifest import Manifest
+from .header import LEAST_HEADER, parse_file
+from .manifest import Manifest, Versioned
 from .recorded_call import Case, GoldensPart, case_problems
 from .weight_file import METADATA_KEY, TensorRow, canonical_order, encode_tensors
 from .weight_set import WeightSet, goldens_path, goldens_url
@@ -214,7 +214,7 @@ def _read(path: Path) -> bytes:
 
 
 def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
-    tensors, metadata = parse_file(raw, where)
+    tensors, metadata = parse_file(raw, where, LEAST_HEADER + manifest.most_header)
     record = _record(metadata, where)
     same_graph = record.graph_id == manifest.graph_id
     if not same_graph and not allow_other_graph:
@@ -233,7 +233,7 @@ def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
     if text is None:
         raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
     try:
-        version = msgspec.json.decode(text, type=dict[str, Any]).get("format_version")
+        version = msgspec.json.decode(text, type=Versioned).format_version
         if type(version) is int and version != FORMAT_VERSION:
             raise GoldensError(
                 f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "

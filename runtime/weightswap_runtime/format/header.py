@@ -7,23 +7,31 @@ implementation and two more (duplicate keys, byte ranges in any order without ho
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from json import JSONDecoder
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError
-from weightswap_runtime.messages import listed
+from weightswap_runtime.messages import brief, listed
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
 
 MAX_HEADER = 100_000_000
+LEAST_HEADER = 4 << 20  # bytes that any reader accepts
 DATA_ALIGNMENT = 4096
 MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
 _ZIP = b"PK\x03\x04"
 _LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 _AGAIN = "Write it again, or copy it again."
+_METADATA = "__metadata__"
+_NOT_STRINGS = "__metadata__ is not an object of strings"
+_MOST_ENTRY = 4096  # characters of one tensor's entry
+_SPACES = re.compile(r"[ \t\n\r]*+")
+T = TypeVar("T")
 LFS_POINTER = "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
 
 
@@ -52,8 +60,8 @@ class Header(NamedTuple):
         return {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in self.tensors.items()}
 
 
-def header_length(prefix: bytes, file_size: int, where: str) -> int:
-    """Decode the first eight bytes of a file, and return how many bytes of JSON follow them.
+def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEADER) -> int:
+    """Decode the first eight bytes of a file, and return how many bytes of JSON follow them, at most `most`.
 
     Raises DamagedFile, and TruncatedFile if the file is too short.
     """
@@ -71,6 +79,11 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
         _refuse(where, f"damaged, or not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
         _cut_off(where, f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length")
+    if length > most:
+        raise DamagedFile(
+            f"{where}: has a header of {length} bytes; for this model at most {most} are read. Give a file with fewer "
+            "tensors and less metadata."
+        )
     return length
 
 
@@ -80,17 +93,20 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     Raises DamagedFile, and TruncatedFile if the file is shorter than the header says.
     """
     data_start = _LENGTH.size + len(raw)
-    document = _load_json(raw, where)
-    metadata = _metadata(document.pop("__metadata__", {}), where)
-    tensors = {name: _tensor(name, entry, where) for name, entry in document.items()}
+    if not raw.startswith(b"{"):
+        _refuse(where, "the header does not begin with '{', so it is not a safetensors header")
+    try:
+        tensors, metadata = _Reader(raw.decode(), where).header()
+    except (ValueError, RecursionError) as error:
+        _refuse(where, f"the header is not JSON, or has a long entry ({error})")
     _check_names(tensors, where)
     _check_coverage(tensors, file_size - data_start, where)
     return Header(tensors, metadata, data_start)
 
 
-def parse_file(raw: bytes, where: str) -> tuple[dict[str, TensorBytes], dict[str, str]]:
+def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str, TensorBytes], dict[str, str]]:
     """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
-    length = header_length(raw[:8], len(raw), where)
+    length = header_length(raw[:8], len(raw), where, most)
     header = parse_header(raw[8 : 8 + length], len(raw), where)
     return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
@@ -104,7 +120,7 @@ def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str]
         name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
         for name, t in tensors.items()
     }
-    document = {"__metadata__": dict(metadata), **entries}
+    document = {_METADATA: dict(metadata), **entries}
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     blocks = -(-(_LENGTH.size + len(text) + reserve) // DATA_ALIGNMENT)
     size = blocks * DATA_ALIGNMENT - _LENGTH.size
@@ -121,28 +137,80 @@ def _cut_off(where: str, problem: str) -> NoReturn:
     raise TruncatedFile(f"{where}: {problem}. {_AGAIN}")
 
 
-def _load_json(raw: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class _Reader:
+    """Reader of a header's JSON, value by value: while one is decoded, no other thread runs."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self._text, self._where, self._place = text, where, 0
+        self._decode = JSONDecoder(object_pairs_hook=self._unique).raw_decode
+
+    def header(self) -> tuple[dict[str, FileTensor], dict[str, str]]:
+        """Return the tensors and the metadata. Raises ValueError and RecursionError for what is not JSON."""
+        metadata: dict[str, str] = {}
+
+        def value(name: str) -> FileTensor | None:
+            if name != _METADATA:
+                return _tensor(name, self._entry(), self._where)
+            if self._next() == "{":
+                metadata.update(self._object(self._text_of))
+            else:
+                _refuse(self._where, _NOT_STRINGS)
+            return None
+
+        found = self._object(value)
+        if self._next():
+            raise ValueError("it goes on after its end")
+        return {name: tensor for name, tensor in found.items() if tensor is not None}, metadata
+
+    def _object(self, value: Callable[[str], T]) -> dict[str, T]:
+        """Read an object. value: reads the value of a name."""
+        members: dict[str, T] = {}
+        self._pass("{")
+        while self._next() != "}":
+            if members:
+                self._pass(",")
+            name = self._string()
+            if name in members:
+                self._unique([(name, None), (name, None)])
+            self._pass(":")
+            members[name] = value(name)
+        self._pass("}")
+        return members
+
+    def _text_of(self, name: str) -> str:
+        if self._next() != '"':
+            _refuse(self._where, _NOT_STRINGS)
+        return self._string()
+
+    def _next(self) -> str:
+        """Return the next character that is no space, or an empty string."""
+        self._place = _SPACES.match(self._text, self._place).end()  # type: ignore[union-attr]
+        return self._text[self._place : self._place + 1]
+
+    def _pass(self, expected: str) -> None:
+        if self._next() != expected:
+            raise ValueError(f"expected {expected!r} at character {self._place}")
+        self._place += 1
+
+    def _string(self) -> str:
+        if self._next() != '"':
+            raise ValueError(f"expected a string at character {self._place}")
+        text, self._place = self._decode(self._text, self._place)
+        return str(text)
+
+    def _entry(self) -> object:
+        self._next()
+        entry, length = self._decode(self._text[self._place : self._place + _MOST_ENTRY])
+        self._place += length
+        return entry
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         document = dict(pairs)
         if len(document) != len(pairs):
             counts = Counter(name for name, _ in pairs)
-            duplicates = sorted(name for name, count in counts.items() if count > 1)
-            _refuse(where, f"the header has duplicate keys: {listed(duplicates)}")
+            duplicates = sorted(brief(name) for name, count in counts.items() if count > 1)
+            _refuse(self._where, f"the header has duplicate keys: {listed(duplicates)}")
         return document
-
-    if not raw.startswith(b"{"):
-        _refuse(where, "the header does not begin with '{', so it is not a safetensors header")
-    try:
-        document = json.loads(raw.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        _refuse(where, f"the header is not JSON ({error})")
-    return dict(document)
-
-
-def _metadata(value: object, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        _refuse(where, "__metadata__ is not an object of strings")
-    return value
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
@@ -150,23 +218,26 @@ def _check_names(names: Iterable[str], where: str) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            _refuse(where, f"the name {name!a} is not Unicode text")
+            _refuse(where, f"the name {_short(name)!a} is not Unicode text")
 
 
 def _tensor(name: str, entry: object, where: str) -> FileTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        _refuse(where, f"{name!r} is not an object with dtype, shape and data_offsets")
+        _refuse(where, f"{_short(name)} is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        _refuse(where, f"{name!r} has the unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        _refuse(where, f"{_short(name)} has the unknown dtype {_short(dtype)}; expected one of {', '.join(DTYPES)}")
     if not _naturals(shape, MAX_DIMENSIONS):
-        _refuse(where, f"{name!r} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes")
+        _refuse(
+            where,
+            f"{_short(name)} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes",
+        )
     if not _naturals(offsets, 2) or len(offsets) != 2:
-        _refuse(where, f"{name!r} has the data_offsets {_short(offsets)}, which are not two byte offsets")
+        _refuse(where, f"{_short(name)} has the data_offsets {_short(offsets)}, which are not two byte offsets")
     begin, end = offsets
     size = nbytes(dtype, shape)
     if size != end - begin:
-        _refuse(where, f"{name!r} is {dtype}{shape}, {size} bytes, but its range is [{begin}, {end}]")
+        _refuse(where, f"{_short(name)} is {dtype}{shape}, {size} bytes, but its range is [{begin}, {end}]")
     return FileTensor(dtype, tuple(shape), begin, end)
 
 
@@ -188,9 +259,11 @@ def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: st
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < position:
-            _refuse(where, f"{name!r} begins at {tensor.begin}, inside the tensor before it, which ends at {position}")
+            _refuse(
+                where, f"{_short(name)} begins at {tensor.begin}, inside the tensor before it, which ends at {position}"
+            )
         if tensor.begin > position:
-            _refuse(where, f"bytes {position} to {tensor.begin} belong to no tensor ({name!r} comes next)")
+            _refuse(where, f"bytes {position} to {tensor.begin} belong to no tensor ({_short(name)} comes next)")
         position = tensor.end
     if position > data_size:
         _cut_off(where, f"the tensors need {position} bytes, the file holds {data_size}: it is truncated")

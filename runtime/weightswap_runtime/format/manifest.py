@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from blake3 import blake3
@@ -18,6 +18,7 @@ from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, describe, is_valid, nbytes
 
 from .conditions import condition_dims, parse_condition
+from .header import LEAST_HEADER, MAX_HEADER
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
 from .signature import Literal as LiteralLeaf
 from .weight_file import TensorRow
@@ -35,6 +36,12 @@ METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
+
+
+class Versioned(msgspec.Struct):
+    """The version of a document of any version."""
+
+    format_version: object = None
 
 
 class GraphInput(_ManifestPart, frozen=True, array_like=True):
@@ -167,6 +174,16 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
         return tuple(row for rows in self.variants.values() for row in rows)
 
     @property
+    def most_header(self) -> int:
+        """The most bytes of the header of a file for this graph: what weights and a delta of all of them need, with
+        digests, and three times as much for other tensors of a checkpoint."""
+        rows = (*self.weights, *self.state, *self.variable)
+        names = {name for row in rows for name in row.names} | {*self.adapter.ignored, *self.adapter.needed}
+        names |= {key for source in self.adapter.sources for key in source.keys}
+        needed = sum(1000 + 6 * len(name.encode()) for name in names)
+        return min(MAX_HEADER, max(LEAST_HEADER, 4 * needed))
+
+    @property
     def total_bytes(self) -> int:
         """Size of one set of weights."""
         return sum(weight.nbytes for weight in self.weights)
@@ -202,7 +219,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     """
     advice = "Export the artifact again, or copy it again."
     try:
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        version = msgspec.json.decode(raw, type=Versioned).format_version
         if type(version) is int and version not in (FORMAT_VERSION, VARIANTS_VERSION):
             raise FormatVersionError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} and {VARIANTS_VERSION}. "

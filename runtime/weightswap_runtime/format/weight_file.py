@@ -24,7 +24,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import DIGEST, TensorHasher
 from weightswap_runtime.tensors.dtypes import nbytes
 
-from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
+from .header import MAX_HEADER, FileTensor, Header, header_length, pack_ranges, parse_header, render_header
 
 ALIGNMENT = 256
 LABEL_ROOM = 1024
@@ -89,15 +89,17 @@ class WeightFile(AbstractContextManager["WeightFile"]):
     path: a local path or an fsspec URL; the attributes `path` and `where` show no credentials of it. A local file stays
     readable when its name is replaced, a remote object while its content is the same. `check_unchanged()` detects
     writes. check: a callback, called every few milliseconds while waiting for a remote response; an exception that it
-    raises ends the wait.
+    raises ends the wait. most_header: the most bytes of the header; see `Manifest.most_header`.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Url, check: Check | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
+    ) -> None:
         self.path = as_location(path)
         self.source = open_source(self.path, check)
         try:
             self.where = self.source.where
-            self.header = read_header(self.source)
+            self.header = read_header(self.source, most_header)
             self.tensors = self.header.tensors
             self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # without digests, only the file's times show that it changed
@@ -135,11 +137,11 @@ def encode_tensors(
     return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
 
 
-def read_header(source: ByteSource) -> Header:
+def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
     """Read and parse the header of a safetensors file. Raises WeightFileError."""
     prefix = bytearray(min(8, source.size))
     source.read_into([memoryview(prefix)], 0)
-    length = header_length(bytes(prefix), source.size, source.where)
+    length = header_length(bytes(prefix), source.size, source.where, most)
     raw = bytearray(length)
     source.read_into([memoryview(raw)], len(prefix))
     return parse_header(bytes(raw), source.size, source.where)

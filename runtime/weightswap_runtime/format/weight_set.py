@@ -19,6 +19,7 @@ from weightswap_runtime.sources.location import Location, Url, as_location, fold
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.dtypes import describe
 
+from .header import MAX_HEADER
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
 from .weight_file import Stamp, WeightFile, holds_goldens
 
@@ -29,7 +30,6 @@ SIGNATURE_SUFFIX = ".sig"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
-MOST_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
 
@@ -84,19 +84,22 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         self.close()
 
 
-def open_weights(path: str | os.PathLike[str] | Url, check: Check | None = None) -> WeightSet:
+def open_weights(
+    path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
+) -> WeightSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
     path: a local path or an fsspec URL. In a directory `model.safetensors` is opened, else the only index, else the
     only .safetensors file that is not a shard. Every header is read and checked; no data is read. check: a callback,
     called every few milliseconds while waiting for a remote response; an exception that it raises ends the wait.
+    most_header: the most bytes of all headers together; see `Manifest.most_header`.
 
     Raises WeightFileError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
     """
     location = _find(as_location(path), check)
     if location.name.endswith(INDEX_SUFFIX):
-        return _open_shards(location, check)
-    return WeightSet(location, {"": WeightFile(location, check)})
+        return _open_shards(location, check, most_header)
+    return WeightSet(location, {"": WeightFile(location, check, most_header)})
 
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
@@ -198,25 +201,29 @@ def _no_candidate(names: Sequence[str]) -> str:
     return "a directory without a .safetensors file or an index of one; give the directory of a saved model"
 
 
-def _open_shards(index: Location, check: Check | None) -> WeightSet:
+def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
     # resolved once: a link to the folder may be changed while the shards are opened
     folder = folder_behind(index.parent)
-    weight_map = read_index(folder / index.name, SUFFIX, check)
+    weight_map = read_index(folder / index.name, SUFFIX, check, most)
+    files: dict[str, WeightFile] = {}
     with ExitStack() as stack:
-        names = sorted(set(weight_map.values()))
-        files = {name: stack.enter_context(WeightFile(folder / name, check)) for name in names}
+        for name in sorted(set(weight_map.values())):
+            files[name] = stack.enter_context(WeightFile(folder / name, check, most))
+            most = max(0, most - files[name].header.data_start)
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
     return WeightSet(index, files)
 
 
-def read_index(index: Location, suffix: str, check: Check | None = None) -> dict[str, str]:
+def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:
     """Read and check an index of shards with the given suffix, and return its map of tensors to shards.
+
+    most: bytes of all headers; an index, which says less, has at most half as many.
 
     The shards' paths are relative to the index's folder. Raises WeightFileError.
     """
-    raw = read_small(index, MOST_INDEX_BYTES, check)
+    raw = read_small(index, most // 2, check)
     if raw is None:
         raise WeightFileError(f"{index}: cannot be opened (no such file)")
     try:

@@ -188,7 +188,8 @@ class Store:
         """Read and verify the requested weights, beside the served ones. The caller has a claim."""
         self.job = job
         try:
-            with _memory_errors(printable(request.path)), open_weights(request.path, job.check) as weights:
+            most = max(each.artifact.manifest.most_header for each in list(self._members.values()))
+            with _memory_errors(printable(request.path)), open_weights(request.path, job.check, most) as weights:
                 return self._stage(member, weights, request, job)
         except RuntimeError as error:
             if not is_of_device(error):

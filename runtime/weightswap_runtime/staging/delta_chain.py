@@ -20,10 +20,11 @@ def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: St
     check_header(stamp, weights.where, staging)  # before large files are read
     full, *deltas = staging.request.onto
     first = _staging_of(full, staging)
-    with open_weights(full.path, staging.job.check) as opened:
+    most = staging.manifest.most_header
+    with open_weights(full.path, staging.job.check, most) as opened:
         contents = stage_full(plan(opened, first.manifest, first.request), arena, first)
     for delta in deltas:
-        with open_weights(delta.path, staging.job.check) as opened:
+        with open_weights(delta.path, staging.job.check, most) as opened:
             contents = _lay_delta(opened, delta_stamp(opened), arena, contents, _staging_of(delta, staging))
     return _lay_delta(weights, stamp, arena, contents, staging)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -40,6 +41,14 @@ def copy_of(path: Path, change: Callable[[bytearray], None]) -> Path:
     return copy
 
 
+def with_header(path: Path, size: int) -> Path:
+    """Return a copy whose header has a size."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = size.to_bytes(8, "little") + raw[8 : 8 + length].ljust(size)
+    return copy_of(path, lambda copy: copy.__setitem__(slice(8 + length), header))
+
+
 REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], type[SwapError], str]] = {
     "empty": (lambda t, w, p: copy_of(w(1), bytearray.clear), WeightFileError, "too few"),
     "truncated": (
@@ -53,6 +62,7 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
         DigestMismatch,
         "the file records the digest",
     ),
+    "a header for many models": (lambda t, w, p: with_header(w(1), 5 << 20), WeightFileError, "for this model at most"),
     "another graph": (
         lambda t, w, p: t.write(p, t.values(1), graph_id="1" * 64),
         GraphMismatch,
@@ -306,3 +316,30 @@ def test_advice_in_single_residency_is_not_single_residency(
         maps.left = 100
         model.rollback()
         assert serves(model, 0)
+
+
+def test_a_header_has_room_for_other_tensors(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path)
+    model.swap(with_header(weight_file(1), 4 << 20))
+    assert serves(model, 1)
+
+
+def test_an_index_and_the_headers_of_its_shards_are_bounded(tiny: TinyArtifact, tmp_path: Path) -> None:
+    model, values = load(tiny.path), {"w": tiny.values(1).pop("weight"), **tiny.values(1)}
+    del values["weight"]
+    index = tmp_path / "model.safetensors.index.json"
+    for name, value in values.items():
+        safetensors.torch.save_file({name: value}, tmp_path / f"{name}.safetensors")
+    weight_map = {name: f"{name}.safetensors" for name in values}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    model.swap(index)
+    index.write_text(json.dumps({"weight_map": weight_map}).ljust(3 << 20))
+    with pytest.raises(WeightFileError, match="expected at most"):
+        model.swap(index)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for name in values:  # each is small enough by itself
+        path = tmp_path / f"{name}.safetensors"
+        with_header(path, 3 << 20).replace(path)
+    with pytest.raises(WeightFileError, match="for this model at most"):
+        model.swap(index)
+    assert serves(model, 1)

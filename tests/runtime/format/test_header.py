@@ -48,6 +48,20 @@ BROKEN = {
     "not UTF-8": (raw_file(b'{"\xff\xfe": 1}'), "is not JSON"),
     "nested beyond reason": (raw_file(b'{"a":' * 100_000), "is not JSON"),
     "duplicate keys": (raw_file(DUPLICATES, b""), "duplicate keys: a"),
+    "duplicate keys of an entry": (
+        raw_file(DUPLICATES[:52].replace(b"U8", b'U8","dtype":"U8') + b"}", b""),
+        "keys: dtype",
+    ),
+    "duplicate metadata": (raw_file(b'{"__metadata__":{},"__metadata__":{}}', b""), "duplicate keys: __metadata__"),
+    "duplicate keys of metadata": (raw_file(b'{"__metadata__":{"a":"","a":""}}', b""), "duplicate keys: a"),
+    "no comma": (raw_file(DUPLICATES.replace(b'},"a"', b'}"b"'), b""), "is not JSON"),
+    "a comma too many": (raw_file(DUPLICATES[:52] + b",}", b""), "is not JSON"),
+    "no colon": (raw_file(b'{"a" 1}', b""), "is not JSON"),
+    "a name that is no text": (raw_file(b"{1: 2}", b""), "is not JSON"),
+    "not closed": (raw_file(DUPLICATES[:52], b""), "is not JSON"),
+    "more after the end": (raw_file(DUPLICATES[:52] + b"} {}", b""), "goes on after its end"),
+    "an entry of lists": (raw_file(b'{"a":[' + b"[]," * 100_000 + b"[]]}"), "a long entry"),
+    "a long name": (raw_file(b'{"' + b"a" * 100_000 + b'":0}'), "is not an object with dtype"),
     "a torch checkpoint": (b"PK\x03\x04" + b"\0" * 40, "weightswap pack"),
     "a git-lfs pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
@@ -85,6 +99,13 @@ def test_broken_files_are_refused_with_a_reason(raw: bytes, says: str, tmp_path:
     assert says in str(refused.value)
     assert str(path) in str(refused.value)
     assert len(str(refused.value)) < 600
+
+
+def test_spaces_may_come_anywhere() -> None:
+    text = json.dumps({"__metadata__": {"a": "b", "c": "}\\n"}, **GOOD}, indent=3) + "\r\n\t "
+    raw = raw_file(text.encode())
+    header = parse_header(raw[8:-11], len(raw), "x")
+    assert (list(header.tensors), header.metadata) == (["a", "b"], {"a": "b", "c": "}\\n"})
 
 
 def test_ranges_may_come_in_any_order_of_names() -> None:

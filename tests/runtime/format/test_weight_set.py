@@ -66,7 +66,7 @@ def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
     link = tmp_path / "current"
     link.symlink_to("one")
 
-    def opened(path: Path, check: object) -> WeightFile:
+    def opened(path: Path, *_: object) -> WeightFile:
         file = WeightFile(path)
         link.unlink(missing_ok=True)
         link.symlink_to("two")

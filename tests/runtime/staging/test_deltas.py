@@ -31,7 +31,8 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.format import delta_writing as deltas
 from weightswap_runtime.format import weight_file as weight_file_format
-from weightswap_runtime.format.delta_file import DELTA_KEY, DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp
+from weightswap_runtime.format.header import LEAST_HEADER, pack_ranges, render_header
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Counts
@@ -43,6 +44,7 @@ from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.reading import write_rows
 from weightswap_runtime.staging.request import Base, Staging, SwapRequest
 from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.tensors.dtypes import TensorType
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
@@ -317,3 +319,19 @@ def test_goldens_beside_the_target_stay_if_the_delta_cannot_be_written(
         with pytest.raises(WeightFileError, match="cannot be written"):
             write_delta(weight_file(0), weight_file(1), tmp_path / "d.safetensors")
         assert goldens.read_bytes() == b"precious"
+
+
+def test_a_delta_of_many_small_weights_fits_into_the_limit_of_headers(tiny: TinyArtifact) -> None:
+    rows = [
+        NamedTensor(name=f"layers.{i}.experts.{i % 9}.\u00e9.weight", dtype="F8_E4M3", shape=(1,)) for i in range(9000)
+    ]
+    manifest = msgspec.structs.replace(tiny.manifest, weights=tuple(rows))
+    names = [prefix + row.name for row in rows for prefix in (DATA, RUNS)]
+    changes = {row.name: TensorType("F8_E4M3", (1,)) for row in rows}
+    digest = "0" * 64
+    stamp = DeltaStamp(
+        graph_id=digest, base=digest, weights_id=digest, changes=changes, digests=dict.fromkeys(names, digest)
+    )
+    ranges = pack_ranges([(name, "U8", (4_000_000_000,)) for name in names])
+    header = render_header(ranges, {DELTA_KEY: msgspec.json.encode(stamp).decode()})
+    assert LEAST_HEADER < len(header) < manifest.most_header / 3

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightswap_runtime.errors import DigestMismatch, OutOfMemory, WeightsMismatch
+from weightswap_runtime.format.header import LEAST_HEADER
 from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Nonfinite, count_nonfinite, newly_nonfinite, refuse_nonfinite
@@ -59,7 +60,8 @@ def stage_variant(
     folder, file = weights_in(as_location(request.path))
     config = read_config(folder)
     try:
-        with open_weights(request.path if config is None else file) as weights:
+        most = LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows)
+        with open_weights(request.path if config is None else file, most_header=most) as weights:
             if config is None:
                 sources = _match_names(weights, rows)
             else:

@@ -10,6 +10,7 @@ from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.delta_file import delta_stamp
 from weightswap_runtime.format.weight_set import open_weights
 
+_MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -24,7 +25,7 @@ class HeaderPeek(NamedTuple):
 def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:
     """Read a file's header. `check` is called during the wait for a response, and may raise StageCancelled."""
     try:
-        with open_weights(path, check) as weights:
+        with open_weights(path, check, _MOST_HEADER) as weights:
             if delta := delta_stamp(weights):
                 return HeaderPeek(delta.weights_id, delta.base)
             return HeaderPeek(weights.stamp.weights_id if weights.stamp else None)

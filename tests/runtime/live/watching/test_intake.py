@@ -255,9 +255,9 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, rig: IntakeRig, monk
     opened: Counter[str] = Counter()
     original = header_peek.open_weights
 
-    def count(path: str | Path, check: Callable[[], None]) -> object:
+    def count(path: str | Path, check: Callable[[], None], most: int) -> object:
         opened[Path(path).stem] += 1
-        return original(path, check)
+        return original(path, check, most)
 
     monkeypatch.setattr(header_peek, "open_weights", count)
     monkeypatch.setattr(rig, "swap", lambda path, *_: rig.committed.append(Path(path).stem))

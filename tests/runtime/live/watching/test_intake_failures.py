@@ -207,7 +207,7 @@ def test_nothing_is_opened_after_the_stop(rig: IntakeRig, monkeypatch: pytest.Mo
     rig.write("v1", 1)
     rig.stopped = True
     opened: list[str | Path] = []
-    monkeypatch.setattr(header_peek, "open_weights", lambda path, check: opened.append(path))
+    monkeypatch.setattr(header_peek, "open_weights", lambda path, *_: opened.append(path))
     rig.look()
     assert (opened, rig.reports, rig.intake.last_error) == ([], [], None)
 
@@ -217,7 +217,7 @@ def test_a_stop_while_a_header_is_waited_for_ends_the_look(rig: IntakeRig, monke
     rig.write("v1", 1)
     rig.write("v2", 2)
 
-    def stalled(path: str | Path, check: Callable[[], None]) -> None:
+    def stalled(path: str | Path, check: Callable[[], None], most: int) -> None:
         rig.stopped = True
         check()
 
