@@ -15,6 +15,7 @@ from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.local import LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.dtypes import describe
@@ -30,6 +31,7 @@ SIGNATURE_SUFFIX = ".sig"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
+_MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
 
@@ -210,6 +212,8 @@ def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
         for name in sorted(set(weight_map.values())):
             files[name] = stack.enter_context(WeightFile(folder / name, check, most))
             most = max(0, most - files[name].header.data_start)
+            if len(files) > _MOST_OPEN and isinstance(source := files[name].source, LocalFile):
+                source.rest()
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them

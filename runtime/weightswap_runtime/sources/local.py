@@ -8,7 +8,8 @@ import os
 import signal
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,12 @@ class _Fingerprint(NamedTuple):
     modified: int
     changed: int
     links: int
+    inode: tuple[int, int]
+
+
+def _fingerprint(status: os.stat_result) -> _Fingerprint:
+    inode = status.st_dev, status.st_ino
+    return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, inode)
 
 
 def outwait_clock(changed: int) -> bool:
@@ -65,12 +72,13 @@ def open_at_once(path: Path) -> int:
 
 
 class LocalFile:
-    """Regular file as a ByteSource. It stays readable when its name is replaced."""
+    """Regular file as a ByteSource. It stays readable when its name is replaced, unless it rests."""
 
     unit = 1 << 20  # small enough to stay in the cache until it is hashed
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
+        self._path, self._rests = path, False
         self.fd = self._open(path)
         try:
             self._check_regular()
@@ -92,19 +100,42 @@ class LocalFile:
             raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        size = sum(map(len, buffers))
         try:
-            done = os.preadv(self.fd, buffers, offset)
-            while done < size:
-                count = os.preadv(self.fd, between(buffers, done, size), offset + done)
-                if not count:
-                    raise WeightFileError(
-                        f"{self.where}: ends at byte {offset + done}, {size - done} bytes early; it was truncated "
-                        f"while it was read. {_REPLACE}"
-                    )
-                done += count
+            with self._descriptor() as fd:
+                self._read(fd, buffers, offset)
         except OSError as error:
             raise self._unreadable(error, f" at byte {offset}") from error
+
+    def _read(self, fd: int, buffers: list[memoryview], offset: int) -> None:
+        size = sum(map(len, buffers))
+        done = os.preadv(fd, buffers, offset)
+        while done < size:
+            count = os.preadv(fd, between(buffers, done, size), offset + done)
+            if not count:
+                raise WeightFileError(
+                    f"{self.where}: ends at byte {offset + done}, {size - done} bytes early; it was truncated "
+                    f"while it was read. {_REPLACE}"
+                )
+            done += count
+
+    def rest(self) -> None:
+        """Close the file, and open it for each read from now on; one that was replaced meanwhile is refused then."""
+        self.close()
+        self._rests = True
+
+    @contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        if not self._rests:
+            yield self.fd
+            return
+        fd = self._open(self._path)
+        try:
+            now = _fingerprint(os.fstat(fd))
+            if now.inode != self._identity.inode or now[:2] != self._identity[:2]:
+                raise WeightFileError(f"{self.where}: the file was replaced or written to while it was read. Try again")
+            yield fd
+        finally:
+            os.close(fd)
 
     def await_stable_mtime(self) -> None:
         """Wait until the file's times are older than a tick of the clock, so that a later write changes them.
@@ -112,7 +143,9 @@ class LocalFile:
         A write sets the times when it begins, so a file that is still open for writing is refused.
         """
         waited = outwait_clock(self._identity.changed)
-        if has_writer(self.fd):
+        with self._descriptor() as fd:
+            is_written = has_writer(fd)
+        if is_written:
             raise WeightFileError(
                 f"{self.where}: is being written to: it is open for writing, in this process or another. Try again "
                 f"when it is closed. {_REPLACE}"
@@ -130,18 +163,18 @@ class LocalFile:
             raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
 
     def close(self) -> None:
-        fd, self.fd = self.fd, -1
+        fd, self.fd, self._rests = self.fd, -1, False
         if fd >= 0:
             with suppress(OSError):  # the descriptor is closed even then, and nothing was written
                 os.close(fd)
 
     def _fingerprint(self) -> _Fingerprint:
-        status = self._status()
-        return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
+        return _fingerprint(self._status())
 
     def _status(self) -> os.stat_result:
         try:
-            return os.fstat(self.fd)
+            with self._descriptor() as fd:
+                return os.fstat(fd)
         except OSError as error:
             raise self._unreadable(error) from error
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from weightswap_runtime import WeightFileError
+from weightswap_runtime import WeightFileError, read_weights
 from weightswap_runtime.format import weight_set as weightset
 from weightswap_runtime.format.weight_file import WeightFile
 from weightswap_runtime.format.weight_set import open_weights
@@ -74,6 +76,52 @@ def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
 
     monkeypatch.setattr(weightset, "WeightFile", opened)
     assert read(link) == WANTED
+
+
+def many_shards(folder: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+    values = {f"t{number:03}": np.full(5, number, np.float32) for number in range(200)}
+    for name, value in values.items():
+        safetensors.numpy.save_file({name: value}, folder / f"{name}.safetensors")
+    write_index(folder, {name: f"{name}.safetensors" for name in values})
+    return folder / INDEX, values
+
+
+def test_only_some_of_many_shards_are_open_at_a_time(tmp_path: Path) -> None:
+    index, values = many_shards(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(list(Path("/proc/self/fd").iterdir())) + 60
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        found = read_weights(index)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.keys() == values.keys()
+    assert all(np.array_equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("change", ["replaced", "written", "gone"])
+def test_a_shard_that_is_not_the_same_when_it_is_read_is_refused(change: str, tmp_path: Path) -> None:
+    index, values = many_shards(tmp_path)
+    last = tmp_path / "t199.safetensors"
+    with open_weights(index) as opened:
+        tensor = opened.tensors["t199"]
+        memory = memoryview(bytearray(tensor.nbytes))
+        tensor.file.source.read_into([memory], tensor.offset)
+        assert memory == values["t199"].tobytes()
+        if change == "replaced":
+            other = tmp_path / "other"
+            safetensors.numpy.save_file({"t199": values["t198"]}, other)
+            os.utime(other, ns=(0, last.stat().st_mtime_ns))
+            other.replace(last)
+        elif change == "written":
+            safetensors.numpy.save_file({"t199": values["t198"]}, last)
+            os.utime(last, ns=(0, 0))
+        else:
+            last.unlink()
+        with pytest.raises(WeightFileError, match=r"t199.*(while it was read|no such file|No such file)"):
+            tensor.file.source.read_into([memory], tensor.offset)
+        with pytest.raises(WeightFileError, match="t199"):
+            opened.check_unchanged()
 
 
 def test_a_folder_that_leads_in_circles_is_refused(tmp_path: Path) -> None:
