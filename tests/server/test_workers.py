@@ -21,13 +21,14 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from tests import ROOT
-from tests.server.worker_processes import Fleet, eventually, serving
+from tests.server.worker_processes import Fleet, children_of, eventually, serving, started
 from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_runtime.metrics import Families
 from weightswap_server import ModelSource, Settings
+from weightswap_server.workers.child import environment
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Role, Totals
@@ -72,6 +73,52 @@ def test_a_commit_is_all_workers(fleet: Fleet) -> None:
     for seed in (2, 3, 1):
         wanted = fleet.desire(seed)
         assert {fleet.infer()[0] for _ in range(20)} == {wanted}
+
+
+SECRETS = {
+    "WEIGHTSWAP_ADMIN_TOKEN": TOKEN,
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "s",
+    "AWS_SESSION_TOKEN": "t",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "f",
+    "GOOGLE_APPLICATION_CREDENTIALS": "g",
+    "AZURE_STORAGE_ACCOUNT_KEY": "k",
+    "AZURE_STORAGE_CONNECTION_STRING": "c",
+    "HF_TOKEN": "h",
+    "FSSPEC_S3_SECRET": "i",
+    "WEIGHTSWAP_SIGNING_PASSWORD": "p",
+    "OPENAI_API_KEY": "o",
+}
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_workers_inherit_no_secrets(admin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "AWS_REGION": "eu-1", "HOME_KEY": "x"}
+    for name, value in {**SECRETS, **kept}.items():
+        monkeypatch.setenv(name, value)
+    TinyArtifact(tmp_path / "tiny.artifact")
+    (tmp_path / "outbox").mkdir()
+    options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "admin")] if admin else [])]
+    with started(tmp_path, 1, *options) as (process, *_):
+        keeper, worker = (_environment(child) for child in children_of(process.pid))
+        if admin:
+            assert AdminClient(f"unix://{tmp_path}/admin", TOKEN).get("/admin/status")["pid"] > 0
+    assert worker.keys() & SECRETS.keys() == set()
+    assert kept.items() <= worker.items()
+    assert SECRETS.keys() - keeper.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
+
+
+def test_workers_of_an_artifact_behind_a_url_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    sources = {"tiny": ModelSource(artifact="s3://bucket/tiny.artifact")}
+    task = ChildTask(role="worker", name="worker 0", sources=sources, segments={}, settings=Settings())
+    assert SECRETS.keys() - environment(task).keys() == {"WEIGHTSWAP_ADMIN_TOKEN"}
+
+
+def _environment(pid: int) -> dict[str, str]:
+    parts = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(part.split("=", 1) for part in parts if "=" in part)
 
 
 def test_metrics_are_those_of_all(fleet: Fleet) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +17,9 @@ import msgspec
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
+from weightswap_runtime.sources.location import is_url
 from weightswap_server.admin.journal import JournalState
+from weightswap_server.admin.tokens import ENVIRONMENT
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import ModelSource
@@ -28,6 +32,11 @@ _HEALTHY = 30.0  # seconds of life after which earlier failures do not count
 _MOST_LINE = 1 << 26  # bytes; metrics are a line
 _KILL_AFTER = 5.0  # seconds beyond the grace
 _CHECKS = 10  # per timeout
+_SECRET = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|(?:ACCESS|ACCOUNT|API|PRIVATE|STORAGE)_?KEY"
+    r"|CONNECTION_STRING|SAS)(?:_|$)",
+    re.IGNORECASE,
+)
 
 
 class ChildFailed(WeightswapError):
@@ -96,7 +105,11 @@ class Child:
         self._failure, self._reported = "", None
         with theirs:
             self._process = process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=passed, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *command,
+                pass_fds=passed,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment(self._task),
             )
         self.status = self._starting(process.pid)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
@@ -199,3 +212,16 @@ class Child:
         elif not self._supervisor.done():
             self._supervisor.cancel()  # it waits to start the next process
         await asyncio.wait([self._supervisor])
+
+
+def environment(task: ChildTask) -> dict[str, str]:
+    """Return the environment of a process, without secrets that it does not need.
+
+    The keeper reads weights from wherever they are, and has the admin plane. A worker reads the artifact alone.
+    """
+    reads_urls = task.role == "keeper" or any(is_url(source.artifact) for source in task.sources.values())
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (reads_urls or not _SECRET.search(name)) and (name != ENVIRONMENT or task.admin is not None)
+    }

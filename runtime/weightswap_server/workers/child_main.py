@@ -33,6 +33,7 @@ from weightswap_server.admin.journal import JournalState
 from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
+from weightswap_server.admin.tokens import ENVIRONMENT
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.service.service import Service
@@ -147,6 +148,7 @@ def _keep(manager: ManagerConnection) -> None:
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = manager.processes
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
+    os.environ.pop(ENVIRONMENT, None)  # no process that starts here needs it
     for name, operations in plane.models.items() if plane is not None else ():
         operations.on_source = partial(manager.send_source, name)
         operations.journal.on_change = partial(manager.send_journal, name)
