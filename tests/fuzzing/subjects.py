@@ -50,7 +50,7 @@ class Readers:
         self._index = folder / "sharded" / "input.safetensors.index.json"
         self._index.parent.mkdir()
         tiny = TinyArtifact(folder / "tiny.artifact")
-        self._tiny = tiny
+        self.tiny = tiny
         files = [tiny.write(folder / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
         delta = write_delta(*files, folder / "delta.safetensors").path.read_bytes()
         plain = folder / "plain.safetensors"

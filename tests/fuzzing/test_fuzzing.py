@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -28,3 +29,17 @@ def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path)
     for subject in ("weights", "part", "delta", "index", "manifest", "graph"):
         counts = [line.split() for line in done.stdout.splitlines() if line.startswith(subject)]
         assert len(counts) > 1, "all inputs had one outcome"
+
+
+@pytest.mark.parametrize(("size", "every"), [(1_000_000, 23), pytest.param(1_000_000, 1, marks=pytest.mark.slow)])
+def test_documents_that_are_large_in_one_place(size: int, every: int) -> None:
+    """Bounds are generous: on an idle machine the worst takes half a second, 30 MB, and stops others for 0.05 s."""
+    command = [warm.python(), "-m", "tests.fuzzing.bombs", str(size), "--every", str(every)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"weights", "delta", "index", "manifest", "goldens", "context", "call"} <= {each["reader"] for each in found}
+    for each in found:
+        assert each["seconds"][0] < 3, each
+        assert each["bytes"][0] < 200 << 20, each
+        assert each["stopped"][0] < 2, each

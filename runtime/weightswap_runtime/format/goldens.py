@@ -233,8 +233,8 @@ def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
     if text is None:
         raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
     try:
-        version = msgspec.json.decode(text, type=Versioned).format_version
-        if type(version) is int and version != FORMAT_VERSION:
+        version = msgspec.json.decode(text, type=Versioned).number
+        if version is not None and version != FORMAT_VERSION:
             raise GoldensError(
                 f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "
                 "Install the weightswap that wrote them, or record them again."

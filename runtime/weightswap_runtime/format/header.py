@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError
 from weightswap_runtime.messages import brief, listed
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
+from weightswap_runtime.tensors.dtypes import DTYPES, MAX_DIMENSIONS, nbytes
 
 MAX_HEADER = 100_000_000
 LEAST_HEADER = 4 << 20  # bytes that any reader accepts
 DATA_ALIGNMENT = 4096
-MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
 _ZIP = b"PK\x03\x04"
 _LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,7 @@ CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits
+_MOST_PROBLEMS = 1000  # that are looked for
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -39,9 +41,14 @@ class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Versioned(msgspec.Struct):
-    """The version of a document of any version."""
+    """The version of a document of any version; other values than numbers are not decoded."""
 
-    format_version: object = None
+    format_version: msgspec.Raw = msgspec.Raw(b"")
+
+    @property
+    def number(self) -> int | None:
+        text = bytes(self.format_version)
+        return int(text) if text.isdigit() and len(text) < 20 else None
 
 
 class GraphInput(_ManifestPart, frozen=True, array_like=True):
@@ -219,8 +226,8 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     """
     advice = "Export the artifact again, or copy it again."
     try:
-        version = msgspec.json.decode(raw, type=Versioned).format_version
-        if type(version) is int and version not in (FORMAT_VERSION, VARIANTS_VERSION):
+        version = msgspec.json.decode(raw, type=Versioned).number
+        if version is not None and version not in (FORMAT_VERSION, VARIANTS_VERSION):
             raise FormatVersionError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} and {VARIANTS_VERSION}. "
                 f"Install the weightswap that wrote it, or export again."
@@ -228,7 +235,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
-    problems = list(_problems(manifest))
+    problems = list(islice(_problems(manifest), _MOST_PROBLEMS))
     if problems:
         raise ArtifactError(f"{where}: the manifest contradicts itself: {listed(problems, 10, '; ')}. {advice}")
     return manifest
@@ -289,13 +296,15 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return True if the strides are those of a permuted row-major tensor, without gaps and overlaps."""
+    if len(stride) != len(shape):
+        return False
     expected = 1
-    for step, size in sorted(zip(stride, shape, strict=False)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
             if step != expected:
                 return False
             expected *= size
-    return len(stride) == len(shape)
+    return True
 
 
 def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[str]:

@@ -22,6 +22,7 @@ class DType(NamedTuple):
     code: int | None = None
 
 
+MAX_DIMENSIONS = 64  # of a tensor, in numpy and torch
 DTYPES: dict[str, DType] = {
     row.name: row
     for row in (
@@ -65,8 +66,8 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
 
 
 def is_valid(tensor: Typed) -> bool:
-    """Return whether the dtype is known, no size is negative, and the bits fill whole bytes."""
-    known = tensor.dtype in DTYPES and min(tensor.shape, default=0) >= 0
+    """Return whether the dtype is known, there are at most 64 sizes, none negative, and the bits fill whole bytes."""
+    known = tensor.dtype in DTYPES and len(tensor.shape) <= MAX_DIMENSIONS and min(tensor.shape, default=0) >= 0
     return known and nbytes(tensor.dtype, tensor.shape) is not None
 
 
@@ -104,7 +105,8 @@ class TensorType(msgspec.Struct, frozen=True):
 
 def describe(tensor: Typed) -> str:
     """Format a tensor's type for messages and tables, such as `F32[2, 3]`."""
-    return f"{tensor.dtype}{list(tensor.shape)}"
+    sizes = list(tensor.shape) if len(tensor.shape) <= MAX_DIMENSIONS else [f"{len(tensor.shape)} dimensions"]
+    return f"{tensor.dtype}[{', '.join(map(str, sizes))}]"
 
 
 def same_type(one: Typed, other: Typed) -> bool:

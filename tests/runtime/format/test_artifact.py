@@ -48,6 +48,7 @@ BROKEN = {
     "a weight altered": (change(("weights", 0, "shape", 0), 4), "its contents give"),
     "an unknown field": (change(("surprise",), 1), "unknown field `surprise`"),
     "an unknown dtype": (change(("weights", 0, "dtype"), "F31"), "'weight' has the type F31[3, 5]"),
+    "too many sizes": (change(("weights", 0, "shape"), [3] * 65), "has the type F32[65 dimensions]"),
     "a negative size": (change(("weights", 0, "shape"), [-1, 5]), "'weight' has the type"),
     "a wrong stride": (change(("weights", 0, "stride"), [1, 1]), "'weight' has the stride [1, 1]"),
     "two tensors of one name": (change(("weights", 1, "name"), "weight"), "'weight' names 2 tensors"),

@@ -23,7 +23,7 @@ from weightswap_runtime.tensors.dtypes import describe
 
 T = TypeVar("T")
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-_MOST_CONFIG = 1 << 20
+_MOST_CONFIG = 256 << 10
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
 _UNKNOWN = "not in the graph"
