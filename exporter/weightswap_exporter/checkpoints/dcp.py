@@ -17,7 +17,7 @@ from weightswap_runtime.tensors.dtypes import row_major
 from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, read_metadata
 from .stored import Files, Stored, Window, read_into
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
-from .zip_records import Record, damaged_pickle, is_damaged, read_records
+from .zip_records import PICKLE_NAME, Records, check_description, is_damaged, read_records
 
 PART = 1 << 20  # largest size in bytes of a chunk that may be read whole for each part of it
 _AGAIN = "Save the checkpoint again, or copy it again."
@@ -82,8 +82,7 @@ class _AssembledTensor:
     def _damage(self, chunk: Chunk) -> Iterator[str]:
         with self._files.open(self.folder / chunk.file) as fd:
             stored, records = self._locate(fd, chunk)
-            damaged = is_damaged(fd, records["data/0"], stored.where, chunk.begin)
-            if damaged or damaged_pickle(fd, records, stored.where, chunk.begin):
+            if is_damaged(fd, records["data/0"], stored.where, chunk.begin):
                 yield f"{stored.where} is damaged: its CRC-32 does not match the one in the file. {_AGAIN}"
 
     def load(self) -> torch.Tensor:
@@ -120,23 +119,26 @@ class _AssembledTensor:
             self._located[chunk] = self._locate(fd, chunk)[0]
         return self._located[chunk]._replace(fd=fd)
 
-    def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
+    def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, Records]:
         """Return the place of a chunk's values in its file. Each chunk is a zip by `torch.save` of one tensor."""
         name, described = self.name, self.described
         where = f"{self.folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
         file = io.BufferedReader(Window(fd, chunk.begin, chunk.length))
         try:
             records = read_records(file)  # refuses compressed records, which could expand to any size
+            if PICKLE_NAME not in records or [key for key in records if key.startswith("data/")] != ["data/0"]:
+                raise CheckpointError(f"{where} must have one storage, as torch.save writes for a tensor. {_AGAIN}")
+            check_description(fd, records, where, chunk.begin)
             file.seek(0)
             # reads the tensor's description alone, as a meta tensor has no values
             meta: Any = torch.load(file, map_location="meta", weights_only=True)
+        except CheckpointError:
+            raise
         except Exception as error:  # a damaged pickle can raise any error
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(
                 f"{where} cannot be read ({reason}). The file is damaged or cut off. {_AGAIN}"
             ) from error
-        if [key for key in records if key.startswith("data/")] != ["data/0"]:
-            raise CheckpointError(f"{where} must have one storage, as torch.save writes for a tensor. {_AGAIN}")
         if not isinstance(meta, torch.Tensor) or meta.dtype != described.dtype or tuple(meta.shape) != chunk.sizes:
             raise CheckpointError(f"{where} is not the {described.dtype} {list(chunk.sizes)} of the metadata")
         if meta.is_conj() or meta.is_neg():

@@ -6,14 +6,13 @@ import io
 import os
 import pickle
 import re
-import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from zipfile import BadZipFile, is_zipfile
 
 import torch
@@ -23,15 +22,29 @@ from weightswap_runtime.format.header import LFS_POINTER
 from weightswap_runtime.format.weight_set import read_index
 from weightswap_runtime.messages import listed
 
+from .pickle_scan import as_text, items
 from .stored import Files, Stored, Window, read_into
 from .tensor import CheckpointTensor, dtype_of, values_of
-from .zip_records import PICKLE_NAME, SCRIPT_NAME, Record, damaged_pickle, is_damaged, read_records, record_names
+from .zip_records import (
+    AGAIN,
+    ONLY_WEIGHTS,
+    PICKLE_NAME,
+    SCRIPT_NAME,
+    Record,
+    Records,
+    check_description,
+    is_damaged,
+    read_records,
+    scanned,
+)
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
 _MAPS = Path("/proc/self/maps")
 _REFUSED_NAME = re.compile(r"GLOBAL (\S+)")
-_AGAIN = "Save it again, or copy it again."
+_UNREADABLE = "not a checkpoint that torch.load can open: cut off, damaged, or something else"
+_HEAD = 1 << 20  # bytes of an old file that are read at first
+_OLD_PICKLES = 5  # a magic number, the version, the machine, the content, the keys of the storages
 
 
 class Storages:
@@ -55,7 +68,7 @@ class Storages:
         if record not in self._problems:
             damaged = is_damaged(self.fd, record, str(self.path))
             text = f"{self.path}: damaged: the CRC-32 of {self._names[record]} does not match the one in the file"
-            self._problems[record] = [f"{text}. {_AGAIN}"] if damaged else []
+            self._problems[record] = [f"{text}. {AGAIN}"] if damaged else []
         return self._problems[record]
 
 
@@ -102,10 +115,12 @@ def open_pickled(path: Path, files: Files) -> Iterator[Pickled]:
     """Open a file by `torch.save`; the format before torch 1.6 is read whole. Raises CheckpointError."""
     with files.open(path) as fd:
         if not _is_zip(fd, path):
-            yield Pickled(_load(path), ())
+            _check_old(fd, path)
+            # not by its path: torch would try it as a tar archive first
+            yield Pickled(_load(io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size)), path), ())
             return
         storages = Storages(fd, path, _records(fd, path))
-        tree = _load(path, mmap=True)
+        tree = _load(path, path, mmap=True)
         mapped = tuple(_mapped(storages))
         if not mapped and (problems := storages.all_problems()):
             raise CheckpointError(*problems)
@@ -158,26 +173,26 @@ def _is_zip(fd: int, path: Path) -> bool:
     """Return whether a file is in the format since torch 1.6. Raises CheckpointError for files of other kinds."""
     head = os.pread(fd, 64, 0)
     if not head:
-        raise CheckpointError(f"{path}: the file is empty. {_AGAIN}")
+        raise CheckpointError(f"{path}: the file is empty. {AGAIN}")
     if head.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path}: {LFS_POINTER}")
     zipped = is_zipfile(path)
     if head.startswith(b"PK\x03\x04") and not zipped:
-        raise CheckpointError(f"{path}: cut off: the end of the zip file is missing. {_AGAIN}")
+        raise CheckpointError(f"{path}: cut off: the end of the zip file is missing. {AGAIN}")
     return zipped
 
 
-def _records(fd: int, path: Path) -> dict[str, Record]:
-    """Return the records of a zip. Raises CheckpointError, also if the description of the tensors is damaged."""
+def _records(fd: int, path: Path) -> Records:
+    """Return the records of a zip. Raises CheckpointError, also if the description of the tensors is wrong."""
     file = io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size))
     try:
-        _check_kind(path, record_names(file))
-        records = read_records(file)
+        records = read_records(file, partial(_check_kind, path))
     except (BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
-    if damaged_pickle(fd, records, str(path)):
-        raise CheckpointError(f"{path}: damaged: the CRC-32 of data.pkl does not match the one in the file. {_AGAIN}")
-    _check_byte_order(fd, path, records)
+        raise CheckpointError(f"{path}: damaged ({error}). {AGAIN}") from error
+    try:
+        check_description(fd, records, str(path))
+    except EOFError as error:
+        raise CheckpointError(f"{path}: damaged (data.pkl: {error}). {AGAIN}") from error
     return records
 
 
@@ -196,26 +211,48 @@ def _check_kind(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> None:
-    """Refuse a foreign byte order: torch would swap bytes in memory, but values are read from the file."""
-    if (record := records.get("byteorder")) is None:
-        return
-    order = bytearray(min(record.size, 16))
-    read_into(fd, memoryview(order), record.offset, str(path))
-    if order != sys.byteorder.encode():
-        raise CheckpointError(f"{path}: written on a machine with another byte order; save it as .safetensors there")
+def _check_old(fd: int, path: Path) -> None:
+    """Check a file in the format before torch 1.6: five pickles, then the storages. Raises CheckpointError.
+
+    torch leaves memory as it is for a storage that the last pickle does not list.
+    """
+    length = os.fstat(fd).st_size
+    size = min(_HEAD, length)
+    while True:
+        raw = bytearray(size)
+        read_into(fd, memoryview(raw), 0, str(path))
+        try:
+            storages, keys = _old_storages(bytes(raw), str(path))
+            break
+        except EOFError as error:
+            if size == length:
+                raise CheckpointError(f"{path}: {_UNREADABLE} ({error}). {AGAIN}") from error
+            size = min(2 * size, length)
+    if lost := [key for key in storages if key not in keys]:
+        raise CheckpointError(f"{path}: damaged: it does not hold the values of storage {listed(lost)}. {AGAIN}")
 
 
-def _load_tensors(path: Path, mmap: bool) -> Any:
+def _old_storages(raw: bytes, where: str) -> tuple[Collection[str], Collection[str]]:
+    """Return the keys of the storages that the tensors need, and of those that follow."""
+    end, scans = 0, []
+    for _ in range(_OLD_PICKLES):
+        scans.append(scanned(raw, where, end))
+        end = scans[-1].end
+    return scans[-2].storages, {as_text(key) for key in items(scans[-1].value) if isinstance(key, str | bytes)}
+
+
+def _load_tensors(source: Path | IO[bytes], path: Path, mmap: bool) -> Any:
     """Load a file with torch, without executing code. Importing torchao registers its classes with torch."""
     try:
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         name = _REFUSED_NAME.search(str(error))
         if name is None or not name[1].startswith("torchao."):
             raise
         _import_torchao(path)
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        if not isinstance(source, Path):
+            source.seek(0)
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
 
 
 def _import_torchao(path: Path) -> None:
@@ -228,23 +265,20 @@ def _import_torchao(path: Path) -> None:
         ) from error
 
 
-def _load(path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
+def _load(source: Path | IO[bytes], path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
     try:
-        loaded = _load_tensors(path, mmap)
+        loaded = _load_tensors(source, path, mmap)
     except pickle.UnpicklingError as error:
         name = _REFUSED_NAME.search(str(error))
         raise CheckpointError(
             f"{path}: holds more than tensors{f' (it names {name[1]})' if name else ''}, and unpickling it could run "
-            "any code, so it was not opened. Save only model.state_dict(), or a .safetensors file. If you trust the "
-            "source of the file, unpickle it yourself and give the part that holds the weights: "
+            f"any code, so it was not opened. {ONLY_WEIGHTS} If you trust the source of the file, "
+            " unpickle it yourself and give the part that holds the weights: "
             'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)'
         ) from error
     except Exception as error:  # a damaged pickle can raise any error
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(
-            f"{path}: not a checkpoint that torch.load can open: cut off, damaged, or something else ({reason}). "
-            f"{_AGAIN}"
-        ) from error
+        raise CheckpointError(f"{path}: {_UNREADABLE} ({reason}). {AGAIN}") from error
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")
     return loaded

@@ -1,18 +1,25 @@
-"""Zip files by `torch.save`: places and checksums of their records."""
+"""Zip files by `torch.save`: places and checksums of their records, and checks of what they say."""
 
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
+from weightswap_runtime.errors import CheckpointError
+
+from .pickle_scan import Refused, Scan, scan
 from .stored import read_into
 
 PIECE = 1 << 20  # fits into the processor's cache
 PICKLE_NAME = "data.pkl"
 SCRIPT_NAME = "constants.pkl"  # in files by torch.jit.save alone
+AGAIN = "Save it again, or copy it again."
+ONLY_WEIGHTS = "Save only model.state_dict(), or a .safetensors file."
+_ORDER_NAME, _OWN_ORDER = "byteorder", sys.byteorder.encode()
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _SIGNATURE = b"PK\x03\x04"
 
@@ -25,24 +32,32 @@ class Record(NamedTuple):
     crc: int
 
 
-def record_names(file: IO[bytes]) -> list[str]:
-    """Return the names of a zip's records, without their folder. Raises BadZipFile, ValueError and OSError."""
+Records = Mapping[str, Record]
+
+
+def read_records(file: IO[bytes], check_names: Callable[[Sequence[str]], None] | None = None) -> Records:
+    """Return the records of a zip by name, without their folder; `check_names` gets the names before.
+
+    Raises BadZipFile, ValueError and OSError, also for records that are not where the zip says, share bytes, or extend
+    beyond the zip.
+    """
     with ZipFile(file) as archive:
-        return [_name(info) for info in archive.infolist()]
-
-
-def read_records(file: IO[bytes]) -> dict[str, Record]:
-    """Return the records of a zip by name, without their folder. Raises BadZipFile, ValueError and OSError."""
-    with ZipFile(file) as archive:
-        return {_name(info): _record(file, info) for info in archive.infolist()}
-
-
-def _name(info: ZipInfo) -> str:
-    return info.filename.partition("/")[2]
+        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        names = [info.filename.partition("/")[2] for info in infos]
+        if check_names:
+            check_names(names)
+        if len({name.casefold() for name in names}) < len(names):  # torch's reader ignores case
+            raise BadZipFile("a name is there twice")
+        records = [_record(file, info) for info in infos]
+        ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
+        for info, record, end in zip(infos, records, ends, strict=True):
+            if record.offset + record.size > end:
+                raise BadZipFile(f"{info.filename} extends beyond its place")
+        return dict(zip(names, records, strict=True))
 
 
 def _record(file: IO[bytes], info: ZipInfo) -> Record:
-    if info.compress_type != ZIP_STORED:
+    if info.compress_type != ZIP_STORED or info.compress_size != info.file_size:
         raise ValueError(f"{info.filename} is compressed, which torch.save does not do")
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER.size)
@@ -69,6 +84,36 @@ def is_damaged(fd: int, record: Record, where: str, begin: int = 0) -> bool:
     return crc != record.crc
 
 
-def damaged_pickle(fd: int, records: Mapping[str, Record], where: str, begin: int = 0) -> bool:
-    """Return whether the description of the tensors is damaged."""
-    return PICKLE_NAME in records and is_damaged(fd, records[PICKLE_NAME], where, begin)
+def check_description(fd: int, records: Records, where: str, begin: int = 0) -> None:
+    """Check the pickle that describes the tensors, in a zip at `begin`, before torch reads it. Raises CheckpointError.
+
+    torch itself takes storages that are shorter than their tensors if it maps a file, and swaps the bytes of foreign
+    machines in memory, while values are read from the file.
+    """
+    pickled = records[PICKLE_NAME]
+    if is_damaged(fd, pickled, where, begin):
+        raise CheckpointError(f"{where}: damaged: the CRC-32 of data.pkl does not match the one in the file. {AGAIN}")
+    order = records.get(_ORDER_NAME)
+    if order is not None and _read(fd, order._replace(size=min(order.size, 16)), where, begin) != _OWN_ORDER:
+        raise CheckpointError(f"{where}: written on a machine with another byte order; save it as .safetensors there")
+    for key, size in scanned(_read(fd, pickled, where, begin), where).storages.items():
+        name = f"data/{key}"
+        found = records[name].size if name in records else 0
+        if found != size:
+            raise CheckpointError(f"{where}: damaged: {name} has {found} bytes, its tensors need {size}. {AGAIN}")
+
+
+def scanned(raw: bytes, where: str, begin: int = 0) -> Scan:
+    """Return what a pickle would make. Raises CheckpointError, and EOFError if its end is missing."""
+    try:
+        return scan(raw, begin)
+    except Refused as error:
+        raise CheckpointError(f"{where}: was not opened: {error}. {ONLY_WEIGHTS}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{where}: damaged, or something else ({error}). {AGAIN}") from error
+
+
+def _read(fd: int, record: Record, where: str, begin: int) -> bytes:
+    raw = bytearray(record.size)
+    read_into(fd, memoryview(raw), begin + record.offset, where)
+    return bytes(raw)
