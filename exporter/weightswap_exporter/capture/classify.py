@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from weightswap_exporter.models.parts import kinds_of
 from weightswap_exporter.models.tensors import (
     TieKey,
     dtype_name,
@@ -30,7 +31,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from .capture import Captured
 from .document_check import is_path
 from .programs import graph_inputs
-from .variants import NO_GROUPS, Groups, check_variable, grouped
+from .variants import NO_GROUPS, Groups, check_variable, grouped, with_siblings
 
 
 class Tables(NamedTuple):
@@ -69,9 +70,9 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     """
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
     variable = frozenset(fqn for fqns in variants.values() for fqn in fqns)
+    tensors, composed = named_tensors(model), kinds_of(model)
     for method in captured.values():
-        _drop_unused(method.program, mutated | variable)
-    tensors = named_tensors(model)
+        _drop_unused(method.program, mutated | with_siblings(variable, tensors, composed))
     parameters = named_parameters(model)
     persistent = parameters | persistent_buffers(model)
     groups: dict[TieKey, list[str]] = {}
@@ -101,7 +102,7 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     _check_state(values, rows["state"], rows["constant"])
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
-    variant_rows = grouped(rows["variant"], variants, inputs)
+    variant_rows = grouped(rows["variant"], variants, inputs, composed)
     return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, variant_rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -77,10 +77,23 @@ def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
         raise CaptureError(f"{listed(fqns)}: a variant needs all names of a tensor, and no tensor that calls change")
 
 
+def with_siblings(variable: frozenset[str], names: Collection[str], composed: Collection[str]) -> frozenset[str]:
+    """Add to variable tensors the other parts of the tensors that they are parts of. composed: FQNs of such tensors."""
+    parts = ([name for name in names if name.startswith(f"{fqn}.")] for fqn in composed)
+    return variable.union(*(each for each in parts if variable.intersection(each)))
+
+
 def grouped(
-    rows: Sequence[NamedTensor], groups: Groups, inputs: Mapping[str, Sequence[GraphInput]]
+    rows: Sequence[NamedTensor],
+    groups: Groups,
+    inputs: Mapping[str, Sequence[GraphInput]],
+    composed: Collection[str] = (),
 ) -> dict[str, tuple[NamedTensor, ...]]:
-    """Return the rows by group. Raises CaptureError for rows that no method reads, and for inputs named `variants`."""
+    """Return the rows by group. composed: FQNs of the parameters that are made of other tensors.
+
+    Raises CaptureError for rows that no method reads, for only some of the parts of a tensor that methods read, and for
+    inputs named `variants`.
+    """
     read = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
     if unread := [row.name for row in rows if not read.intersection(row.names)]:
         raise CaptureError(f"variants: no method reads {listed(unread)}; declare only what calls choose, or delete it")
@@ -90,4 +103,12 @@ def grouped(
         ]
     ):
         raise CaptureError(f"method {named[0]!r}: rename the input {CALL_ARGUMENT!r}: calls choose variants by it")
+    reads = {item.name for items in inputs.values() for item in items if item.kind in ("weight", "variant")}
+    for fqn in composed if rows else ():
+        owners: dict[str, list[str]] = {}
+        for part in sorted(name for name in reads if name.startswith(f"{fqn}.")):
+            owners.setdefault(next((group for group, names in groups.items() if part in names), ""), []).append(part)
+        if len(owners) > 1:
+            parts = "; ".join(f"{listed(names)} in {group or 'no group'}" for group, names in owners.items())
+            raise CaptureError(f"variants: {fqn} is one tensor ({parts}); declare all its parts in one group")
     return {group: tuple(row for row in rows if row.name in names) for group, names in groups.items()}

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of
+from weightswap_exporter.models.parts import describe_kind, kinds_of
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import ArtifactError, CheckpointError, WeightsMismatch
+from weightswap_runtime.errors import CheckpointError, WeightsMismatch
+from weightswap_runtime.format.manifest import PARTS_NAME
 from weightswap_runtime.format.name_matching import Match
 
 from .nested_state_dicts import NestedStateDict
 from .reading_checkpoints import Checkpoint
 
-PARTS_NAME = "parts.json"  # runtimes do not read it
 _ADVICE = "Quantise the checkpoint as the exported model was, or export the checkpoint's model."
 
 
@@ -29,27 +29,14 @@ def kinds_file(model: nn.Module) -> dict[str, bytes]:
     return {PARTS_NAME: json.dumps(kinds, indent=1).encode() + b"\n"} if kinds else {}
 
 
-def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
-    """Return the kinds of an artifact's composed parameters, by FQN. Raises ArtifactError."""
-    if PARTS_NAME not in artifact.manifest.files:
-        return {}
-    try:
-        kinds = json.loads(artifact.read(PARTS_NAME))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{artifact.path / PARTS_NAME}: not JSON ({error}). Export the artifact again.") from error
-    if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
-        raise ArtifactError(f"{artifact.path / PARTS_NAME}: some tensors have no kind. Export the artifact again.")
-    return kinds
-
-
 def model_problems(model: nn.Module, artifact: Artifact) -> list[str]:
     """Return the parameters whose kind is not the graph's, as texts."""
-    return list(_differences(artifact_kinds(artifact), kinds_of(model), "the model"))
+    return list(_differences(artifact.kinds, kinds_of(model), "the model"))
 
 
 def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:
     """Raise WeightsMismatch for weights that are parts of tensors whose kind is not the graph's."""
-    graph_kinds = artifact_kinds(artifact)
+    graph_kinds = artifact.kinds
     pairs = [(weight, level.tensors[names[0]].part_of) for weight, names in match.found.items()]
     kinds = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
     if problems := list(_differences({name: graph_kinds.get(name) for name in kinds}, kinds, "the checkpoint")):
@@ -58,7 +45,7 @@ def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where:
 
 def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch | CheckpointError | None:
     """Return an error if names differ because tensors are of another kind than the graph's, else None."""
-    graph_kinds = artifact_kinds(artifact)
+    graph_kinds = artifact.kinds
     plain = {name for weight in artifact.manifest.weights for name in weight.names}
     plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
     for level in checkpoint.levels:

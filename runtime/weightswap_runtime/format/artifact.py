@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -21,7 +22,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import describe, same_type
 
 from .header import parse_file
-from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
 
 MAX_MANIFEST = 64 << 20
 Row = NamedTensor | AdapterInput
@@ -89,6 +90,16 @@ class Artifact:
     def methods_with_state(self) -> frozenset[str]:
         """Names of the methods whose graphs take state."""
         return frozenset(name for name, method in self.manifest.methods.items() if method.has_state)
+
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, Any]]:
+        """Kinds of the parameters that are made of other tensors, by FQN. Raises ArtifactError."""
+        if PARTS_NAME not in self.manifest.files:
+            return {}
+        try:
+            return msgspec.json.decode(self.read(PARTS_NAME), type=dict[str, dict[str, Any]])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ArtifactError(f"{self.path / PARTS_NAME}: not the kinds of tensors ({error}). {_AGAIN}") from error
 
     def compiled_methods(self, engine: str) -> list[str]:
         """Return the names of the methods for which the artifact has compiled files of an engine."""

@@ -29,6 +29,7 @@ VARIANTS_VERSION = 2  # format version of artifacts that declare variants
 STEPS = ("prefill", "decode")  # the methods that generate text
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
+PARTS_NAME = "parts.json"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits

@@ -43,6 +43,23 @@ def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
     return set().union(*matched.values())
 
 
+def check_whole(manifest: Manifest, only: Sequence[str], composed: Iterable[str]) -> None:
+    """Raise Unsupported if patterns take some of a tensor's parts. composed: FQNs of tensors that are made of others.
+
+    The parts of a quantised tensor have no meaning without each other, such as integers with another file's scales.
+    """
+    for fqn in composed if only else ():
+        parts = [
+            weight.names for weight in manifest.weights if any(name.startswith(f"{fqn}.") for name in weight.names)
+        ]
+        taken = [any(fnmatchcase(name, pattern) for name in names for pattern in only) for names in parts]
+        if any(taken) and not all(taken):
+            left = parts[taken.index(False)][0]
+            raise Unsupported(
+                f"only={', '.join(map(repr, only))}: takes a part of {fqn} without {left}; take '{fqn}.*'"
+            )
+
+
 def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
     """Return the manifest with only the weights that have a matching name. Raises Unsupported."""
     chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")

@@ -18,7 +18,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
-from weightswap_runtime.format.name_patterns import patterns
+from weightswap_runtime.format.name_patterns import check_whole, patterns
 from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.live.generation.generating import GenerationRequest, check
 from weightswap_runtime.live.generation.sampling import Sampling
@@ -67,6 +67,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
     ) -> None:
         self.artifact = artifact
+        self._composed = tuple(artifact.kinds)  # now: swaps go on if the artifact is deleted
         self.device = device
         self.engine = engine.name
         self.engines = dict(engine.runs)  # by method
@@ -231,7 +232,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         request = SwapRequest(
             path,
             keys,
-            only=patterns(only) if only is not None else (),
+            only=self._patterns(only),
             expect=expect,
             allow_other_graph=allow_other_graph,
             verify=verify,
@@ -256,6 +257,12 @@ class Model(Caller, AbstractContextManager["Model"]):
         if self._closed:  # by another thread meanwhile
             staged.cancel_soon()
         return staged.start() if background else staged.run()
+
+    def _patterns(self, only: str | Sequence[str] | None) -> tuple[str, ...]:
+        """Return the patterns of a part. Raises Unsupported, also if they take a part of a quantised tensor."""
+        chosen = patterns(only) if only is not None else ()
+        check_whole(self.artifact.manifest, chosen, self._composed)
+        return chosen
 
     def swap(
         self,
@@ -402,7 +409,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         request = SwapRequest(
             "",
             keys,
-            only=patterns(only) if only is not None else (),
+            only=self._patterns(only),
             allow_other_graph=allow_other_graph,
             verify=verify,
             allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),

@@ -19,7 +19,7 @@ from tests.support.packages import needs
 from tests.support.quantised import BATCH, KINDS, X, floats, quantised
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.parity import compare, first_divergence
-from weightswap_runtime import Artifact, CaptureError, load
+from weightswap_runtime import Artifact, CaptureError, Unsupported, load
 
 pytestmark = needs("torchao")
 PACKED = "int4 packed for a CPU"
@@ -213,3 +213,47 @@ def compiled(kind: str, folder: Path) -> tuple[nn.Module, Artifact]:
     model = nn.Sequential(nn.Linear(32, 64)).eval()
     KINDS[kind](model)
     return model, export(model, (X[:3],), out=folder / "a.artifact", dynamic_shapes=BATCH, engines=["aoti"])
+
+
+HALF = "0.weight.qdata"
+
+
+def test_no_swap_takes_integers_without_their_scales(tmp_path: Path) -> None:
+    artifact = exported("int8 dynamic", tmp_path / "a.artifact")
+    one, two = quantised("int8 dynamic", 1), quantised("int8 dynamic", 2)
+    file = packed(two, artifact, tmp_path / "2.safetensors")
+    model = load(artifact.path, packed(one, artifact, tmp_path / "1.safetensors"))
+    (artifact.path / "parts.json").unlink()
+    for only in (HALF, "*.qdata", ["*.scale", "2.*"], ["0.weight.qdata", "0.weight.zero_point"]):
+        with pytest.raises(
+            Unsupported, match=r"takes a part of 0\.weight without 0\.weight\.\w+; take '0\.weight\.\*'"
+        ):
+            model.swap(file, only=only)
+        with pytest.raises(Unsupported, match="takes a part of"):
+            model.stage(file, only=only, background=True)
+        with pytest.raises(Unsupported, match="takes a part of"):
+            model.watch(tmp_path, only=only)
+    assert torch.equal(model(X), eager(one))
+    model.swap(file, only="0.*")
+    mixed = nn.Sequential(two[0], *list(one)[1:])  # type: ignore[index,call-overload]
+    assert torch.equal(model(X), eager(mixed))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"q": HALF},
+        {"q": "0.weight.scale"},
+        {"q": [HALF, "2.weight.qdata", "2.weight.scale"]},
+        {"q": HALF, "s": "0.weight.scale"},
+    ],
+)
+def test_no_group_of_variants_has_integers_without_their_scales(groups: Any, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"variants: 0\.weight is one tensor \(0\.weight\.qdata in "):
+        exported("int8 dynamic", tmp_path / "a.artifact", variants=groups)
+
+
+def test_a_quantised_tensor_can_be_chosen_whole(tmp_path: Path) -> None:
+    names = [HALF, "0.weight.scale"]
+    artifact = exported("int8 dynamic", tmp_path / "a.artifact", variants={"q": names})
+    assert [row.name for row in artifact.manifest.variants["q"]] == names

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -28,17 +30,19 @@ _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
 _UNKNOWN = "not in the graph"
 _OF_THE_BASE = "belongs to the base, not to a variant: save_pretrained(..., save_embedding_layers=False)"
-_MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may backtrack for ever
-_MOST_ALTERNATIVES = 16
+_BASE_WEIGHT = re.compile(r"(?P<module>.*?)(?:\.base_layer)?\.weight(?:\.[^.]+)*")
+_PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
+_ALL_LINEAR = "all-linear"
+# a pattern may backtrack over all places for each repetition, and over all alternatives of each group
+_MOST_REPETITIONS, _MOST_ALTERNATIVES = 4, 64
+_MOST_STEPS = 100_000_000  # about a second
+_PLAIN_STEPS, _COMPILED_STEPS, _LONGEST_PATTERN = 100, 30_000, 1000
 _IRRELEVANT = {  # fields about the training, and those that the names and shapes of the file repeat
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
-    "exclude_modules",
     "fan_in_fan_out",
     "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
     "loftq_config",
     "lora_dropout",
     "megatron_config",
@@ -46,7 +50,6 @@ _IRRELEVANT = {  # fields about the training, and those that the names and shape
     "peft_version",
     "qalora_group_size",
     "revision",
-    "target_modules",
     "task_type",
 }
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -63,6 +66,10 @@ class Config(msgspec.Struct, kw_only=True):
     alpha_pattern: dict[str, float] | None = None
     bias: str = "none"
     init_lora_weights: bool | str = True
+    target_modules: str | frozenset[str] | None = None
+    exclude_modules: str | frozenset[str] | None = None
+    layers_to_transform: int | frozenset[int] | None = None
+    layers_pattern: str | list[str] | None = None
     use_dora: bool = False
     lora_bias: bool = False
     modules_to_save: list[str] | None = None
@@ -82,30 +89,135 @@ class Config(msgspec.Struct, kw_only=True):
         used += sorted(set(others) - _IRRELEVANT)
         if used:
             raise Unsupported(f"{where}: uses {listed(used)}; a variant can only be LoRA's A and B")
-        for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
-            choices = len(re.findall(r"[*+?{(]", pattern))
-            nested = re.search(r"\)[*+?{]", pattern)
-            if choices > _MOST_CHOICES or pattern.count("|") > _MOST_ALTERNATIVES or nested:
-                raise Unsupported(f"{where}: the pattern {pattern!r} may take forever; name the modules instead")
+        if not self.target_modules:
+            raise Unsupported(f"{where}: has no target_modules, so that nothing tells whether its file is whole")
+        for pattern in self._patterns:
+            if not _PLAIN.fullmatch(pattern):
+                _check_pattern(pattern, where)
+        self.check_work((), where)
+
+    @property
+    def _patterns(self) -> list[str]:
+        """All regular expressions."""
+        found = [*(self.rank_pattern or ()), *(self.alpha_pattern or ()), *_listed(self.layers_pattern)]
+        return found + [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
+
+    def check_work(self, modules: Collection[str], where: str) -> None:
+        """Raise Unsupported if to compare its patterns with the names of modules could take long."""
+        longest = max(map(len, modules), default=0)
+        steps = sum(_COMPILED_STEPS + len(modules) * _steps(each, longest) for each in self._patterns)
+        steps -= sum(_COMPILED_STEPS for each in self._patterns if _PLAIN.fullmatch(each))
+        if steps > _MOST_STEPS:
+            raise Unsupported(
+                f"{where}: its {len(self._patterns)} patterns may take forever with {len(modules)} modules; name the "
+                "modules instead, without what the default gives them"
+            )
 
     def rank(self, module: str) -> int:
         """Return the rank of a module, given its name in the base."""
         return _first_match(self.rank_pattern, module, self.r)
 
-    def factor(self, module: str) -> float:
+    def factor(self, module: str, rank: int) -> float:
         """Return the factor by which PEFT multiplies a module's result."""
-        rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
+        alpha = _first_match(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def targets(self, module: str, *, linear: bool) -> bool:
+        """Return whether PEFT puts LoRA at a module, given its name in the base, and whether it is no embedding."""
+        names = self.target_modules or ""
+        if self.exclude_modules and _is_named(self.exclude_modules, module):
+            return False
+        if isinstance(names, str):
+            return linear if names == _ALL_LINEAR else _is_named(names, module)
+        return module in names or (_is_named(names, module) and self._has_layer(module))
+
+    def _has_layer(self, module: str) -> bool:
+        """Return whether `layers_to_transform` takes the layer that a module is in: the first number in its name."""
+        layers = self.layers_to_transform
+        if layers is None or layers == frozenset():
+            return True
+        found = next(filter(None, (each.match(module) for each in self._layer_patterns())), None)
+        return found is not None and int(found["index"]) in (layers if isinstance(layers, frozenset) else {layers})
+
+    def _layer_patterns(self) -> list[re.Pattern[str]]:
+        starts = [rf"(?:^|.*?\.){each}" for each in _listed(self.layers_pattern)] or [r".*?\.[^.]*"]
+        return [_compiled(rf"{start}\.(?P<index>\d+)\.") for start in starts]
+
+    def compile(self) -> None:
+        """Compile all patterns. Raises re.error and OverflowError."""
+        for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
+            if not _PLAIN.fullmatch(pattern):
+                _compiled(_ending(pattern))
+        for whole in (self.target_modules, self.exclude_modules):
+            if isinstance(whole, str):
+                _compiled(whole)
+        self._layer_patterns()
+
+
+def _listed(value: str | Sequence[str] | None) -> Sequence[str]:
+    return ([value] if value else []) if isinstance(value, str) else value or ()
+
+
+def _is_named(names: str | frozenset[str], module: str) -> bool:
+    """Return whether a pattern, or a list of names or their ends, has a module."""
+    if isinstance(names, str):
+        return _compiled(names).fullmatch(module) is not None
+    parts = module.split(".")
+    return any(".".join(parts[begin:]) in names for begin in range(len(parts)))
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    repetitions, alternatives = _choices(pattern)
+    nested = re.search(r"\)[*+?{]", pattern) or len(pattern) > _LONGEST_PATTERN
+    if repetitions > _MOST_REPETITIONS or alternatives > _MOST_ALTERNATIVES or nested:
+        raise Unsupported(f"{where}: the pattern {pattern!r:.200} may take forever; name the modules instead")
+
+
+def _choices(pattern: str) -> tuple[int, int]:
+    """Return the number of repetitions in a pattern, and in how many ways its alternatives may all match."""
+    plain = pattern.replace("(?", "(")
+    return len(re.findall(r"[*+?{]", plain)), math.prod(map(_ways, re.split("[()]", plain)))
+
+
+def _ways(group: str) -> int:
+    """Return how many alternatives may match at one place: of words that do not begin with each other, one."""
+    words = sorted(group.split("|"))
+    if re.fullmatch(r"[\w|-]*", group) and not any(after.startswith(word) for word, after in pairwise(words)):
+        return 1
+    return len(words)
+
+
+def _steps(pattern: str, length: int) -> int:
+    """Return about how many steps a pattern takes at most with a name of a length."""
+    if _PLAIN.fullmatch(pattern):
+        return _PLAIN_STEPS
+    repetitions, alternatives = _choices(pattern)
+    return 100 + int(length**repetitions) // math.factorial(repetitions) * alternatives
 
 
 def _first_match(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
     """Return the value of the first pattern that matches, as PEFT does."""
-    matches = (value for pattern, value in (patterns or {}).items() if _pattern(pattern).match(module))
+    matches = (value for pattern, value in (patterns or {}).items() if _matches(pattern, module))
     return next(matches, default)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({text})$")
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a pattern matches a name or its end. A plain one is not compiled: there may be thousands."""
+    if not _PLAIN.fullmatch(pattern):
+        return _compiled(_ending(pattern)).match(module) is not None
+    end = module[-len(pattern) :]
+    if len(end) < len(pattern) or (len(module) > len(end) and module[-len(end) - 1] != "."):
+        return False
+    return end == pattern or (
+        "." in pattern and all(each in (".", char) for each, char in zip(pattern, end, strict=True))
+    )
+
+
+def _ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+_compiled = lru_cache(maxsize=10_000)(re.compile)  # as many as `_MOST_STEPS` allows
 
 
 class RowSource(NamedTuple):
@@ -125,44 +237,93 @@ def read_config(folder: Location) -> Config | None:
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
         config = msgspec.convert(fields, Config)
-        for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
-            _pattern(pattern)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, re.error) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
-    if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
-        raise WeightFileError(f"{where}: has a rank below 1")
+    if not all(0 < rank < 1 << 31 for rank in (config.r, *(config.rank_pattern or {}).values())):
+        raise WeightFileError(f"{where}: has a rank below 1, or one that no tensor has")
     known = set(Config.__struct_fields__)
     config.check(where, (name for name, value in fields.items() if value and name not in known))
+    try:
+        config.compile()
+    except (re.error, OverflowError, RecursionError) as error:
+        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
     return config
 
 
 def match_peft(
-    tensors: Mapping[str, StoredTensor], rows: Iterable[NamedTensor], config: Config, where: str
+    tensors: Mapping[str, StoredTensor],
+    rows: Iterable[NamedTensor],
+    config: Config,
+    where: str,
+    base: Iterable[str] = (),
 ) -> list[RowSource]:
-    """Return the source of each row of a graph. Modules that the file does not have get zeros, so the base answers.
+    """Return the source of each row of a graph. Modules that the configuration does not target get zeros.
 
-    Raises WeightsMismatch with the tensors of both sides.
+    base: FQNs of the base's weights. Raises WeightsMismatch with the tensors of both sides, and for modules that the
+    configuration targets and the file lacks, and the other way round: PEFT warns, and computes without them.
     """
+    parsed = {row: _Part.of(row.name) for row in rows}
+    linear = {part.module: not part.name.startswith("lora_embedding") for part in parsed.values() if part}
+    others = {found["module"] for name in base if (found := _BASE_WEIGHT.fullmatch(name))} - linear.keys()
+    config.check_work([*linear, *others], where)
+    ranks = {module: config.rank(module) for module in linear}
     keys = {key.removeprefix(_PREFIX): key for key in tensors}
     sources: list[RowSource] = []
     problems = [f"{key}: present both with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
-    for row in rows:
-        parsed = _FQN.fullmatch(row.name)
-        module = parsed["module"].removeprefix(_PREFIX) if parsed else ""
-        key = keys.pop(f"{module}.{parsed['part']}{parsed['weight'] or ''}", None) if parsed else None
-        is_b = bool(parsed) and parsed["part"].endswith("B")  # type: ignore[index]
-        if key is not None:
-            problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
-        sources.append(RowSource(row, key, config.factor(module) if is_b else 1.0))
+    for row, part in parsed.items():
+        key = keys.pop(part.stem, None) if part else None
+        if key is not None and part:
+            problems += _problems(row, tensors[key], ranks[part.module], rank_axis=int(part.is_b))
+        sources.append(
+            RowSource(row, key, config.factor(part.module, ranks[part.module]) if part and part.is_b else 1.0)
+        )
     problems += _missing_halves(sources)
+    present = {part.module for source in sources if source.key and (part := parsed[source.row])}
+    problems += _untargeted(config, linear, others, present)
     problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _UNKNOWN}" for stem in sorted(keys)]
     if len(keys) == len(tensors):
         problems.append(f"the graph expects tensors such as {listed([each.row.name for each in sources][:2])}")
     if problems:
         raise WeightsMismatch(
-            where, problems, "Give an adapter trained for this architecture, or export with its targets and rank."
+            where,
+            problems,
+            "Give an adapter trained for this architecture, saved whole, or export with its targets and rank.",
         )
     return sources
+
+
+class _Part(NamedTuple):
+    """Row of a graph: the module in the base that it belongs to, which of its tensors it is, and its name in a file."""
+
+    module: str
+    name: str
+    stem: str
+
+    @classmethod
+    def of(cls, fqn: str) -> _Part | None:
+        if (found := _FQN.fullmatch(fqn)) is None:
+            return None
+        module = found["module"].removeprefix(_PREFIX)
+        return cls(module, found["part"], f"{module}.{found['part']}{found['weight'] or ''}")
+
+    @property
+    def is_b(self) -> bool:
+        return self.name.endswith("B")
+
+
+def _untargeted(
+    config: Config, linear: Mapping[str, bool], others: Collection[str], present: Collection[str]
+) -> Iterator[str]:
+    """Yield the modules for which the configuration and the file disagree. others: those to which a graph adds none."""
+    for module, is_linear in linear.items():
+        targeted = config.targets(module, linear=is_linear)
+        if targeted and module not in present:
+            yield f"{module}: {CONFIG_NAME} targets it, but the file has no tensors for it"
+        elif module in present and not targeted:
+            yield f"{module}: the file has tensors for it, but {CONFIG_NAME} does not target it"
+    for module in others:  # which of them are linear is not known
+        if config.targets(module, linear=False):
+            yield f"{module}: {CONFIG_NAME} targets it, but the graph has no room for it, and the file no tensors"
 
 
 def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:

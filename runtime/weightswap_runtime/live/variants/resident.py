@@ -177,7 +177,7 @@ class Variants:
         if not isinstance(name, str) or not name:
             raise Unsupported(f"expected a non-empty string as a variant's name, got {name!r}")
         rows = self._manifest.variants[group]
-        staged = stage_variant(rows, self._memory, self._workers, request, admit)
+        staged = stage_variant(rows, self._memory, self._workers, request, admit, self._manifest.weights)
         chosen = self._engine.variant(rows, staged.arena)
         receipt = self._receipt(group, name, staged, base, request.by)
         with self._lock:

@@ -49,12 +49,15 @@ def stage_variant(
     workers: WorkerThreads,
     request: SwapRequest,
     admit: Admit | None = None,
+    base: Sequence[NamedTensor] = (),
 ) -> StagedVariant:
     """Read and verify a variant: a PEFT directory, or a safetensors file with the FQNs of `rows`.
 
     request: only its path, `expect`, `allow_nonfinite` and `rate_limit` are used. admit: called last, with the weights
-    id of the variant that was read. Raises what `admit` raises, WeightFileError, WeightsMismatch, DigestMismatch,
-    UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
+    id of the variant that was read. base: the weights over which calls choose it.
+
+    Raises what `admit` raises, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
+    OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
     """
     start, job = time.perf_counter(), Job(request.rate_limit)
     folder, file = weights_in(as_location(request.path))
@@ -65,7 +68,7 @@ def stage_variant(
             if config is None:
                 sources = _match_names(weights, rows)
             else:
-                sources = match_peft(weights.tensors, rows, config, weights.where)
+                sources = match_peft(weights.tensors, rows, config, weights.where, [each.name for each in base])
             arena, findings = _read(weights, sources, memory, workers, job)
             labels = weights.stamp.labels if weights.stamp else {}
             location, where = weights.location, weights.where

@@ -124,6 +124,20 @@ def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, f
         ({"alpha_pattern": {f"({'|'.join('.' * 99)})!": 1}}, Unsupported, "may take forever"),
         ({"use_qalora": True}, Unsupported, "use_qalora"),
         ({"something_new": {"of": 1}}, Unsupported, "something_new"),
+        ({"r": 10**400}, WeightFileError, "configuration"),
+        ({"rank_pattern": {"v_proj": 10**12}}, WeightFileError, "one that no tensor has"),
+        ({"target_modules": None}, Unsupported, "has no target_modules"),
+        ({"target_modules": []}, Unsupported, "has no target_modules"),
+        ({"target_modules": "(.*"}, WeightFileError, "configuration"),
+        ({"target_modules": "(.*a|.*b)*v_proj"}, Unsupported, "may take forever"),
+        ({"exclude_modules": ".*.*.*.*.*x"}, Unsupported, "may take forever"),
+        ({"layers_to_transform": [1], "layers_pattern": ["(", "layers"]}, WeightFileError, "configuration"),
+        ({"layers_to_transform": [1], "layers_pattern": "(.+)+x"}, Unsupported, "may take forever"),
+        ({"rank_pattern": {f".*.*.*_{index}": 1 for index in range(3000)}}, Unsupported, "may take forever"),
+        ({"alpha_pattern": {f".*.*.*_{index}": 1 for index in range(900)}}, Unsupported, "may take forever"),
+        ({"rank_pattern": {f"a{index}": 1 for index in range(300_000)}}, Unsupported, "may take forever"),
+        ({"rank_pattern": {f"[a]{index}": 1 for index in range(30_000)}}, Unsupported, "may take forever"),
+        ({"rank_pattern": {"[a]" * 100_000: 1}}, Unsupported, "may take forever"),
     ],
 )
 def test_configurations_that_the_graph_does_not_compute(
@@ -136,6 +150,74 @@ def test_configurations_that_the_graph_does_not_compute(
     with pytest.raises(error, match=text):
         model.add_variant("lora", "a", tmp_path)
     assert model.variants == {"lora": {}}
+
+
+TARGETED: dict[str, dict[str, Any]] = {
+    "a name": {"target_modules": ["v_proj"]},
+    "a whole name": {"target_modules": ["model.layers.1.self_attn.q_proj", "embed_tokens"]},
+    "a pattern": {"target_modules": r".*\.(?:q_proj|v_proj)"},
+    "a pattern that looks ahead": {"target_modules": r"^(?!.*layers\.0).*\.(q_proj|v_proj|down_proj)$"},
+    "layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 0},
+    "layers below a name": {"target_modules": ["v_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    "all but some": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    "all but a pattern": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*layers\.1.*"},
+}
+
+
+@pytest.mark.parametrize("config", TARGETED.values(), ids=TARGETED)
+def test_a_directory_has_the_modules_that_its_configuration_targets(
+    model: Model, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    source = tmp_path / "peft"
+    tuned(r=4, **config).save_pretrained(source, save_embedding_layers=False)
+    model.add_variant("lora", "whole", source)
+    tensors = load_file(source / "adapter_model.safetensors")
+    modules = sorted({name.partition(".lora_")[0] for name in tensors})
+    for module in modules:
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{module}.")}
+        save_file(kept, source / "adapter_model.safetensors")
+        name = module.removeprefix("base_model.model.")
+        with pytest.raises(WeightsMismatch, match=f"{name}: adapter_config.json targets it, but the file has no"):
+            model.add_variant("lora", "half", source)
+    assert set(model.variants["lora"]) == {"whole"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"target_modules": ["q_proj"]},
+            r"1\.self_attn\.v_proj: the file has tensors for it, but \S+ does not target it",
+        ),
+        ({"layers_to_transform": [0]}, r"layers\.1\.self_attn\.v_proj: the file has tensors for it"),
+        ({"exclude_modules": ["v_proj"]}, r"layers\.0\.self_attn\.v_proj: the file has tensors for it"),
+        ({"target_modules": ["v_proj", "k_proj"]}, r"k_proj: \S+ targets it, but the graph has no room for it"),
+        ({"target_modules": ["v_proj", "lm_head"]}, r"lm_head: \S+ targets it, but the graph has no room for it"),
+        ({"target_modules": "all-linear"}, r"q_proj: \S+ targets it, but the file has no tensors for it"),
+    ],
+)
+def test_a_configuration_of_other_modules_than_the_files(
+    model: Model, folder: Path, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    source = folder / "fewer targets"
+    config = json.loads((source / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    with pytest.raises(WeightsMismatch, match=text):
+        model.add_variant("lora", "a", tmp_path)
+
+
+def test_a_rank_for_each_of_a_thousand_modules(model: Model, folder: Path, tmp_path: Path) -> None:
+    """As methods write it that choose ranks: by name, or by the end of a name, where a dot is any character."""
+    source = folder / "fewer targets"
+    config = json.loads((source / "adapter_config.json").read_text())
+    expected = model.add_variant("lora", "a", source).weights_id
+    own = {"model.layers.0.self_attn.v_proj": 4, "self_attn.v.proj": 4}
+    config |= {"r": 99, "rank_pattern": {f"model.layers.{index}.mlp.up_proj": 7 for index in range(1000)} | own}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    assert model.add_variant("lora", "b", tmp_path).weights_id == expected
 
 
 def test_a_tensor_that_is_there_twice(model: Model, folder: Path, tmp_path: Path) -> None:
