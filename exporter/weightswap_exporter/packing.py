@@ -206,6 +206,7 @@ def pack_checkpoint(
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
+    ignored = (*match.ignored, *(level.extra if checkpoint.names else ()))
     writing = new_weight_file(
         out,
         [weight.row for weight in manifest.weights],
@@ -222,7 +223,7 @@ def pack_checkpoint(
                 weights_id=stamp.weights_id,
                 nbytes=manifest.total_bytes,
                 labels=stamp.labels,
-                ignored=(*(f"{level.prefix}{name}" for name in match.ignored), *level.left_out),
+                ignored=(*(f"{level.prefix}{name}" for name in ignored), *level.left_out),
                 level=level.path,
                 cast=changed,
             )

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weightswap_exporter.models.tensors import is_empty_state
 from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.format.name_matching import extra_state_of
 from weightswap_runtime.tensors.dtypes import row_major
 
-from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, read_metadata
+from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, SavedState, read_metadata
 from .stored import Files, Stored, Window, read_into
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
 from .zip_records import PICKLE_NAME, Records, check_description, is_damaged, read_records
@@ -23,14 +25,36 @@ PART = 1 << 20  # largest size in bytes of a chunk that may be read whole for ea
 _AGAIN = "Save the checkpoint again, or copy it again."
 
 
-def open_dcp(folder: Path, files: Files) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint by their flat names, and the path of the mapping that each was in.
+def open_dcp(folder: Path, files: Files) -> tuple[dict[str, CheckpointTensor], dict[str, str], list[str]]:
+    """Return the tensors of a checkpoint by their flat names, the path of the mapping that each was in, and the names
+    of extra states that are no tensors and say something.
 
     `files` opens the chunks' files. Raises CheckpointError.
     """
     metadata = read_metadata(folder / METADATA_NAME)
-    tensors = {name: _values(_AssembledTensor(folder, files, name, described)) for name, described in metadata.items()}
-    return tensors, {name: described.holder for name, described in metadata.items()}
+    tensors = {}
+    extra: dict[str, bool] = {}
+    for name, described in metadata.items():
+        state = extra_state_of(name)
+        if state and (state != name or isinstance(described, SavedState)):  # a dict is saved item by item
+            place = described.place if isinstance(described, SavedState) else None
+            extra[state] = extra.get(state, False) or state != name or place is None or _says(folder, files, place)
+        elif isinstance(described, ChunkedTensor):
+            tensors[name] = _values(_AssembledTensor(folder, files, name, described))
+    holders = {name: described.holder for name, described in metadata.items()}
+    return tensors, holders, [name for name, says in extra.items() if says]
+
+
+def _says(folder: Path, files: Files, place: Chunk) -> bool:
+    """Return whether an extra state says something, also if it cannot be read: it may be of any class."""
+    try:
+        with files.open(folder / place.file) as fd:
+            file = io.BufferedReader(Window(fd, place.begin, place.length))
+            check_description(fd, read_records(file), str(folder / place.file), place.begin)
+            file.seek(0)
+            return not is_empty_state(torch.load(file, map_location="meta", weights_only=True))
+    except Exception:
+        return True
 
 
 def _values(tensor: _AssembledTensor) -> CheckpointTensor:

@@ -6,16 +6,22 @@ replaced by an inert record class, made for one reading; any other name is refus
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
+from itertools import chain, groupby, islice, product
 from math import prod
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown  # short even for values that contain themselves
 from typing import Any, NamedTuple
 
 import torch
 
-from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
+from weightswap_runtime.format.name_matching import extra_state_of
+
+from .pickle_scan import scan
 
 METADATA_NAME = ".metadata"
 CHUNKS_SUFFIX = ".distcp"
@@ -37,6 +43,10 @@ _CLASSES = {
     "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
 }
 _AGAIN = "Save the checkpoint again, or copy it again."
+_BYTES_OF_CHUNK = 16  # a pickle needs more to describe one
+_MOST_AXES, _MOST_CUT = 64, 6
+_MOST_OF_PATH = 4096
+_Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Chunk(NamedTuple):
@@ -63,13 +73,24 @@ class ChunkedTensor(NamedTuple):
     holder: str = ""
 
 
-def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
-    """Return the tensors of a checkpoint by name, without entries of other kinds. Raises CheckpointError."""
+class SavedState(NamedTuple):
+    """Extra state (`Module.get_extra_state`) that is no tensor: a pickle in a range of bytes in a file.
+
+    place: None if the metadata do not locate it.
+    """
+
+    place: Chunk | None
+    holder: str
+
+
+def read_metadata(path: Path) -> dict[str, ChunkedTensor | SavedState]:
+    """Return the tensors and extra states of a checkpoint by name, without other entries. Raises CheckpointError."""
     if not path.is_file():  # opening a pipe would block
         raise CheckpointError(f"{path}: cannot be opened (not a regular file)")
     try:
-        with path.open("rb") as file:
-            document = _Unpickler(file, str(path)).load()
+        raw = path.read_bytes()
+        scan(raw)
+        document = _Unpickler(io.BytesIO(raw), str(path)).load()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
     except CheckpointError:
@@ -78,11 +99,19 @@ def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
         raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint ({error}). {_AGAIN}") from error
     try:
         stored = _stored(document)
-        return {
-            name: _described(name, entry, stored.get(name, {}))._replace(holder=_holder(document, name))
+        entries = {
+            name: entry
             for name, entry in _mapping(document.state_dict_metadata).items()
             if type(entry).__name__ == "TensorStorageMetadata"
         }
+        if sum(len(entry.chunks) for entry in entries.values()) > len(raw) // _BYTES_OF_CHUNK:
+            raise ValueError("several tensors are described by the same chunks")
+        tensors = {
+            name: _described(name, entry, stored.get(name, {}))._replace(holder=_holder(document, name))
+            for name, entry in entries.items()
+        }
+        others = [name for name in document.state_dict_metadata if name not in entries and extra_state_of(name)]
+        return {**tensors, **{name: _state(stored.get(name, {}), _holder(document, name)) for name in others}}
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: is not valid metadata of a checkpoint ({error}). {_AGAIN}") from error
 
@@ -131,18 +160,27 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
     return value
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+    if not isinstance(value, tuple) or len(value) > _MOST_AXES or not all(map(_is_size, value)):
         raise TypeError(f"expected sizes, found {shown(value)}")
     return value
 
 
-def _stored(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
-    """Return the storage info of each chunk: name -> offsets in the tensor -> info."""
-    stored: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+def _stored(document: Any) -> dict[str, dict[str, Any]]:
+    """Return the storage info of each chunk: name -> offsets in the tensor, as a text -> info.
+
+    Anybody can find numbers whose hashes as a tuple are equal; the hashes of texts are random.
+    """
+    stored: dict[str, dict[str, Any]] = {}
     for index, info in _mapping(document.storage_data).items():
         offset = getattr(index, "offset", None)
-        stored.setdefault(index.fqn, {})[None if offset is None else _sizes(offset)] = info
+        if not isinstance(index.fqn, str):
+            raise TypeError(f"expected a name, found {shown(index.fqn)}")
+        stored.setdefault(index.fqn, {})[str(offset if offset is None else _sizes(offset))] = info
     return stored
 
 
@@ -152,10 +190,12 @@ def _holder(document: Any, name: str) -> str:
     keys = planned.get(name) if isinstance(planned, Mapping) else None
     if not isinstance(keys, tuple) or not all(isinstance(key, str | int) for key in keys):
         return ""
+    if len(keys) + sum(len(key) for key in keys if isinstance(key, str)) > len(name) + 1:  # one text in many keys
+        return ""
     return ".".join(map(str, keys[:-1]))
 
 
-def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, Any]) -> ChunkedTensor:
+def _described(name: str, entry: Any, stored: Mapping[str, Any]) -> ChunkedTensor:
     properties = entry.properties
     dtype = properties.args[0] if properties.args else properties.dtype
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
@@ -163,19 +203,27 @@ def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, An
     shape = _sizes(entry.size)
     blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
     blocks = [block for block in blocks if prod(block[1])]
-    missing = [offsets for offsets, _ in blocks if offsets not in stored]
-    problems = [f"{name}: the metadata does not locate its chunk at {list(offsets)}" for offsets in missing]
-    chunks = [_chunk(*block, stored[block[0]]) for block in blocks if block[0] in stored]
-    problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
-    problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, stored[chunk.offsets])]
-    return ChunkedTensor(dtype, shape, tuple(chunks), tuple(problems))
+    missing = (offsets for offsets, _ in blocks if str(offsets) not in stored)
+    found = [(_chunk(*block, info), info) for block in blocks if (info := stored.get(str(block[0]))) is not None]
+    problems = chain(
+        (f"the metadata does not locate its chunk at {list(offsets)}" for offsets in missing),
+        _gaps(shape, blocks),
+        (text for chunk, info in found for text in _misplaced(chunk, info)),
+    )
+    first = tuple(f"{name}: {text}" for text in islice(problems, MOST_PRINTED))
+    return ChunkedTensor(dtype, shape, tuple(chunk for chunk, _ in found), first)
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
     begin, length = _sizes((info.offset, info.length))
-    if not isinstance(info.relative_path, str):
+    if not isinstance(info.relative_path, str) or len(info.relative_path) > _MOST_OF_PATH:
         raise TypeError(f"expected a file name, found {shown(info.relative_path)}")
     return Chunk(offsets, sizes, info.relative_path, begin, length)
+
+
+def _state(stored: Mapping[str, Any], holder: str) -> SavedState:
+    places = [_chunk((), (), info) for info in stored.values()]
+    return SavedState(places[0] if places and not list(_misplaced(places[0], None)) else None, holder)
 
 
 def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
@@ -183,10 +231,10 @@ def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
     if path.is_absolute() or ".." in path.parts or "\0" in chunk.file:
         yield f"is stored in {chunk.file!r}, outside the checkpoint's folder"
     if extensions := getattr(info, "transform_descriptors", None):
-        yield f"was written with extensions ({', '.join(map(str, extensions))}); save without them"
+        yield f"was written with extensions ({shown(extensions)}); save without them"
 
 
-def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
+def _gaps(shape: tuple[int, ...], blocks: list[_Block]) -> Iterator[str]:
     """Yield reasons why the blocks do not cover the tensor exactly once."""
     for offsets, sizes in blocks:
         ends = [start + size for start, size in zip(offsets, sizes, strict=False)]
@@ -196,19 +244,30 @@ def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int,
     covered = sum(prod(sizes) for _, sizes in blocks)
     if covered != prod(shape):
         yield f"its chunks have {covered} elements, but its shape {list(shape)} has {prod(shape)}"
-    elif shape and blocks and (overlap := _overlap(blocks)):
-        yield f"its chunks at {list(overlap[0])} and {list(overlap[1])} overlap"
+    elif covered:
+        yield from _overlaps(shape, blocks)
 
 
-def _overlap(blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return two blocks that overlap, or None. Sorts them along the dimension with the most cuts."""
-    axis = max(range(len(blocks[0][0])), key=lambda axis: len({offsets[axis] for offsets, _ in blocks}))
-    blocks = sorted(blocks, key=lambda block: block[0][axis])
-    for position, (offsets, sizes) in enumerate(blocks):
-        for later in range(position + 1, len(blocks)):
-            others, other_sizes = blocks[later]
-            if others[axis] >= offsets[axis] + sizes[axis]:
-                break
-            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, other_sizes, strict=True)):
-                return offsets, others
-    return None
+def _overlaps(shape: tuple[int, ...], blocks: list[_Block]) -> Iterator[str]:
+    """Yield a problem if blocks that have as many elements as the tensor overlap, in time that does not explode.
+
+    Summed with alternating signs, the corners of all blocks cancel out but for those of the whole, if and only if the
+    blocks cover it once: the sum is the derivative of the number of blocks at each place.
+    """
+    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in blocks)]
+    if len(cut) > _MOST_CUT:
+        yield f"its chunks are cut along {len(cut)} dimensions, expected at most {_MOST_CUT}"
+        return
+    corners = [corner for block in blocks for corner in _corners(block, cut, 1)]
+    corners += _corners(((0,) * len(shape), shape), cut, -1)
+    for place, signs in groupby(sorted(corners), key=itemgetter(0)):  # sorted: hashes of numbers can be made equal
+        if sum(sign for _, sign in signs):
+            found = dict(zip(cut, place, strict=True))
+            yield f"its chunks overlap at {[found.get(axis, 0) for axis in range(len(shape))]}"
+            return
+
+
+def _corners(block: _Block, axes: list[int], sign: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = [((block[0][axis], 1), (block[0][axis] + block[1][axis], -1)) for axis in axes]
+    for corner in product(*ends):
+        yield tuple(place for place, _ in corner), sign * prod(side for _, side in corner)

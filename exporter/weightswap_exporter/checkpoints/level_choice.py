@@ -8,6 +8,7 @@ from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMism
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import Match, Reading, Readings, resolve
 from weightswap_runtime.messages import lines_of, listed, plural
+from weightswap_runtime.tensors.dtypes import TensorType
 
 from .nested_state_dicts import NO_VALUES, NestedStateDict, grouped, listing
 from .reading_checkpoints import Checkpoint
@@ -15,6 +16,7 @@ from .reading_checkpoints import Checkpoint
 _OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
 _PREFIX_DEPTH = 3
 _LEVEL = "(--level)"
+_NO_TENSOR = TensorType("no tensor", ())
 _PREFIX = "(weightswap pack --prefix)"
 
 
@@ -31,7 +33,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
     refused: list[tuple[tuple[bool, int, int], NestedStateDict, WeightswapError]] = []
     for level in checkpoint.levels:
         try:
-            fitting.append((level, _match(level, manifest, where, readings)))
+            fitting.append((level, _match(level, manifest, checkpoint, readings)))
         except (CheckpointError, WeightsMismatch) as error:
             problems = getattr(error, "problems", level.problems)
             hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
@@ -46,9 +48,10 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
     return fitting[0]
 
 
-def _match(level: NestedStateDict, manifest: Manifest, where: str, readings: Readings) -> Match:
-    check_tensors(level, where)
-    return resolve(level.tensors, manifest, _where(where, level), readings=readings)
+def _match(level: NestedStateDict, manifest: Manifest, checkpoint: Checkpoint, readings: Readings) -> Match:
+    check_tensors(level, checkpoint.where)
+    states = {} if checkpoint.names else dict.fromkeys(level.extra, _NO_TENSOR)
+    return resolve({**level.tensors, **states}, manifest, _where(checkpoint.where, level), readings=readings)
 
 
 def check_tensors(level: NestedStateDict, where: str) -> None:

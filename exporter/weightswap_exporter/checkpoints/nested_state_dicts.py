@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from weightswap_exporter.models.parts import is_composed, is_sharded, kind_of, parts_of
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.models.tensors import is_empty_state, is_fake
 from weightswap_exporter.models.user_errors import first_line
 from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.format.name_matching import extra_state_of
 from weightswap_runtime.format.name_patterns import ignored_names
 from weightswap_runtime.messages import listed, plural
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
@@ -52,7 +53,8 @@ class NestedStateDict(NamedTuple):
     problems: reasons why the level's tensors cannot be packed. own: number of tensors in the level itself, without
     mappings in it. content: returns the level as its trainer saved it, with tensors loaded. damage: returns wrong
     checksums of all tensors in the content. The names of tensors and content lack `prefix`; left_out: names of tensors
-    without it, and of ignored ones.
+    without it, and of ignored ones. extra: names of extra states that are no tensors and not empty
+    (`Module.get_extra_state`), without `prefix`.
     """
 
     path: str
@@ -63,6 +65,7 @@ class NestedStateDict(NamedTuple):
     prefix: str = ""
     left_out: tuple[str, ...] = ()
     own: int = 0
+    extra: tuple[str, ...] = ()
 
 
 ANYWHERE = Choice()
@@ -90,7 +93,7 @@ def nested_levels(
 ) -> Levels:
     """Return the mappings in a checkpoint that may be the state dict, or the chosen one. Raises CheckpointError.
 
-    Entries that are no tensors are left out.
+    Entries that are no tensors are left out, but extra states are named.
     """
 
     def mappings() -> dict[str, list[str]]:
@@ -112,10 +115,12 @@ def flat_levels(
     where: str,
     choice: Choice = ANYWHERE,
     holders: Mapping[str, str] | None = None,
+    extra: Sequence[str] = (),
 ) -> Levels:
     """Return the levels of a checkpoint of tensors whose names are the keys of all levels, joined with dots.
 
-    holders: path of the mapping that each tensor was in; None if unknown: then only the top is searched.
+    holders: path of the mapping that each tensor was in; None if unknown: then only the top is searched. extra: names
+    of extra states that are no tensors.
     """
 
     def mappings() -> dict[str, list[str]]:
@@ -132,7 +137,8 @@ def flat_levels(
         below = {name.removeprefix(start): values for name, values in tensors.items() if name.startswith(start)}
         if below or path == "":
             own = sum((holders or {}).get(start + name, "") == path for name in below)
-            levels.append(_flat(path, below, choice, own))
+            states = [name.removeprefix(start) for name in extra if name.startswith(start)]
+            levels.append(_flat(path, below, choice, own, states))
     if not levels:
         raise _unknown(where, paths[0], mappings())
     return Levels(_with_prefix(levels, choice, where), mappings if choice.level is None else dict)
@@ -235,7 +241,7 @@ def _nested(
     tree = _without(tree, ignored)
     left_out = (
         *(name for names in ignored.values() for name in names),
-        *(str(key) for key in _tensors(tree) if not choice.takes(str(key))),
+        *(str(key) for key in (*_tensors(tree), *_extra(tree)) if not choice.takes(str(key))),
     )
     if prefix:
         names = [key for key in tree if isinstance(key, str) and key.startswith(prefix)]
@@ -250,13 +256,13 @@ def _nested(
         entries = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).values()]
         return [text for value in entries if not any(_problems("", value)) for text in values_of(value).problems()]
 
-    return NestedStateDict(path, values, problems, lambda: tree, damage, prefix, left_out, len(tensors))
+    return NestedStateDict(path, values, problems, lambda: tree, damage, prefix, left_out, len(tensors), _extra(tree))
 
 
 def _ignored(key: Any, value: Any, choice: Choice) -> list[str]:
     """Return the ignored names of a tensor: its own, and those of its parts, which are only left out together."""
     if not isinstance(value, torch.Tensor):
-        return []
+        return [key] if extra_state_of(key) and choice.ignores(key) else []
     return [name for name in dict.fromkeys((str(key), *map(str, _separate(key, value)))) if choice.ignores(name)]
 
 
@@ -267,9 +273,12 @@ def _without(tree: Mapping[Any, Any], keys: Iterable[Any]) -> Mapping[Any, Any]:
     return copied
 
 
-def _flat(path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, own: int) -> NestedStateDict:
+def _flat(
+    path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, own: int, extra: Sequence[str]
+) -> NestedStateDict:
     prefix = choice.prefix
-    left_out = tuple(name for name in tensors if not choice.takes(name))
+    left_out = tuple(name for name in (*tensors, *extra) if not choice.takes(name))
+    extra = tuple(name[len(prefix) :] for name in extra if choice.takes(name))
     below = {name[len(prefix) :]: values for name, values in tensors.items() if choice.takes(name)}
 
     def content() -> Mapping[str, Any]:
@@ -280,13 +289,19 @@ def _flat(path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, ow
 
     unknown = {name: values.dtype for name, values in below.items() if values.dtype.startswith("torch.")}
     problems = tuple(f"{name}: {dtype} cannot be written as safetensors" for name, dtype in unknown.items())
-    return NestedStateDict(path, below, problems, content, damage, prefix, left_out, own)
+    return NestedStateDict(path, below, problems, content, damage, prefix, left_out, own, extra)
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     """Return the tensors of a mapping; for composed ones, their parts."""
     tensors = ((key, value) for key, value in tree.items() if isinstance(value, torch.Tensor))
     return {name: part for key, value in tensors for name, part in _separate(key, value).items()}
+
+
+def _extra(tree: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return the keys of extra states that are no tensors, without those that say nothing."""
+    states = ((key, value) for key, value in tree.items() if extra_state_of(key))
+    return tuple(key for key, value in states if not isinstance(value, torch.Tensor) and not is_empty_state(value))
 
 
 def _separate(key: Any, value: torch.Tensor) -> dict[Any, torch.Tensor]:

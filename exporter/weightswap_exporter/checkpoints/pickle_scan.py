@@ -182,7 +182,8 @@ class _Machine:
         for argument in arguments:
             self.pays(argument)
         if not isinstance(function, _Named):
-            raise ValueError("it calls something without a name")
+            self.push(_SOMETHING)  # which an unpickler may refuse
+            return
         _check_call(function, given)
         if function.startswith(_CONTAINERS):
             for inner in (inner for item in given for inner in items(item)):

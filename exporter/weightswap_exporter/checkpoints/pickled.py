@@ -30,6 +30,7 @@ from .zip_records import (
     ONLY_WEIGHTS,
     PICKLE_NAME,
     SCRIPT_NAME,
+    UNREADABLE,
     Record,
     Records,
     check_description,
@@ -42,7 +43,6 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
 _MAPS = Path("/proc/self/maps")
 _REFUSED_NAME = re.compile(r"GLOBAL (\S+)")
-_UNREADABLE = "not a checkpoint that torch.load can open: cut off, damaged, or something else"
 _HEAD = 1 << 20  # bytes of an old file that are read at first
 _OLD_PICKLES = 5  # a magic number, the version, the machine, the content, the keys of the storages
 
@@ -226,7 +226,7 @@ def _check_old(fd: int, path: Path) -> None:
             break
         except EOFError as error:
             if size == length:
-                raise CheckpointError(f"{path}: {_UNREADABLE} ({error}). {AGAIN}") from error
+                raise CheckpointError(f"{path}: {UNREADABLE} ({error}). {AGAIN}") from error
             size = min(2 * size, length)
     if lost := [key for key in storages if key not in keys]:
         raise CheckpointError(f"{path}: damaged: it does not hold the values of storage {listed(lost)}. {AGAIN}")
@@ -278,7 +278,7 @@ def _load(source: Path | IO[bytes], path: Path, *, mmap: bool = False) -> Mappin
         ) from error
     except Exception as error:  # a damaged pickle can raise any error
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path}: {_UNREADABLE} ({reason}). {AGAIN}") from error
+        raise CheckpointError(f"{path}: {UNREADABLE} ({reason}). {AGAIN}") from error
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")
     return loaded

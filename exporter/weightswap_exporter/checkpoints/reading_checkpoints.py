@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightswap_exporter.models.tensors import persistent_buffers, whole_tensors
+from weightswap_exporter.models.tensors import extra_states, persistent_buffers, whole_tensors
 from weightswap_runtime.errors import CheckpointError, Unsupported
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
 from weightswap_runtime.messages import listed
@@ -68,11 +68,15 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
 
 
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
-    """Return a live module's parameters and persistent buffers, under their FQNs, without a copy."""
+    """Return a live module's parameters and persistent buffers, under their FQNs, without a copy.
+
+    Its extra states are only named: its graph has what they were at the export.
+    """
     saved = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: value for name, value in whole_tensors(model).items() if name in saved}
     where = where or type(model).__qualname__
-    return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
+    tree = {**tensors, **extra_states(model)}
+    return Checkpoint(where, *nested_levels(tree, values_of, where, choice, deep=False), names=True)
 
 
 Opener = Callable[[Path, Choice], AbstractContextManager[Checkpoint]]
@@ -153,6 +157,6 @@ def _pickled(open_files: Callable[[Path, Files], Any], path: Path, choice: Choic
 @contextmanager
 def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
     files = Files()
-    tensors, holders = open_dcp(folder, files)
-    levels = flat_levels(tensors, str(folder), choice, holders)
+    tensors, holders, extra = open_dcp(folder, files)
+    levels = flat_levels(tensors, str(folder), choice, holders, extra)
     yield Checkpoint(str(folder), *levels, False, files.check_unchanged)

@@ -18,6 +18,7 @@ PIECE = 1 << 20  # fits into the processor's cache
 PICKLE_NAME = "data.pkl"
 SCRIPT_NAME = "constants.pkl"  # in files by torch.jit.save alone
 AGAIN = "Save it again, or copy it again."
+UNREADABLE = "not a checkpoint that torch.load can open: cut off, damaged, or something else"
 ONLY_WEIGHTS = "Save only model.state_dict(), or a .safetensors file."
 _ORDER_NAME, _OWN_ORDER = "byteorder", sys.byteorder.encode()
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -110,7 +111,7 @@ def scanned(raw: bytes, where: str, begin: int = 0) -> Scan:
     except Refused as error:
         raise CheckpointError(f"{where}: was not opened: {error}. {ONLY_WEIGHTS}") from error
     except ValueError as error:
-        raise CheckpointError(f"{where}: damaged, or something else ({error}). {AGAIN}") from error
+        raise CheckpointError(f"{where}: {UNREADABLE} ({error}). {AGAIN}") from error
 
 
 def _read(fd: int, record: Record, where: str, begin: int) -> bytes:

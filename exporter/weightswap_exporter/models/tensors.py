@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Sized
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weightswap_runtime.errors import CaptureError, Unsupported
+from weightswap_runtime.format.name_matching import EXTRA_STATE
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
@@ -74,6 +78,29 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def extra_states(model: nn.Module) -> dict[str, str]:
+    """Return the keys of extra states that say something, each with a text in place of the state."""
+    modules = model.named_modules(remove_duplicate=False)
+    own = {path: module for path, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state}
+    return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: "saved" for path, module in own.items() if _says(module)}
+
+
+def _says(module: nn.Module) -> bool:
+    try:
+        return not is_empty_state(module.get_extra_state())
+    except Exception:  # it may need what only a trainer has; `state_dict()` would say so
+        return True
+
+
+def is_empty_state(value: Any) -> bool:
+    """Return whether an extra state says nothing."""
+    if isinstance(value, io.BytesIO):
+        return not value.getbuffer()
+    if isinstance(value, torch.Tensor):
+        return not value.numel()
+    return value is None or (isinstance(value, Sized) and not len(value))
 
 
 def tie_key(tensor: torch.Tensor) -> TieKey:

@@ -16,6 +16,8 @@ from .manifest import Manifest, NamedTensor
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 NESTING = ("state_dict", "model")
+EXTRA_STATE = "_extra_state"
+_MOST_PAIRS = 10_000  # of names to compare for hints, each in some tenths of a millisecond
 _PEFT = re.compile(r"^base_model\.model\.|\.(lora|ia3|oft|vera)_\w+\.|\.base_layer\.")
 Keys = Literal["checkpoint", "fqn"]
 
@@ -26,7 +28,7 @@ class Match(NamedTuple):
     `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
     `computed` maps a weight that the adapter computes to its inputs: checkpoint key -> name in the set.
     `only_dtypes` is True if every problem is a tensor of another dtype; `unknown` are weights that no checkpoint key
-    gives.
+    gives; `extra_state` is an unexpected extra state, if nothing else is wrong.
     """
 
     found: dict[str, tuple[str, ...]]
@@ -35,6 +37,7 @@ class Match(NamedTuple):
     problems: tuple[str, ...]
     only_dtypes: bool = False
     unknown: tuple[str, ...] = ()
+    extra_state: str = ""
 
 
 class Demand(NamedTuple):
@@ -70,7 +73,8 @@ class Reading(NamedTuple):
         present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
         used = {key for keys in present.values() for key in keys}
         extra = [key for key in tensors if key not in used]
-        unexpected = {key: tensors[key] for key in extra if key not in self.ignored and not self.part}
+        left_out = {key for key in extra if key in self.ignored or _is_empty_state(key, tensors[key])}
+        unexpected = {key: tensors[key] for key in extra if key not in left_out and not self.part}
         missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
         hints = _suggestions(missing, unexpected)
         problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
@@ -81,10 +85,13 @@ class Reading(NamedTuple):
         return Match(
             found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
             computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
-            ignored=tuple(key for key in extra if key in self.ignored),
+            ignored=tuple(key for key in extra if key in left_out),
             problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
             only_dtypes=not (missing or unexpected or unknown or lacking) and self._same_shapes(tensors),
             unknown=unknown,
+            extra_state=min(unexpected)
+            if unexpected and len(problems) == sum(map(bool, map(extra_state_of, unexpected)))
+            else "",
         )
 
     def _same_shapes(self, tensors: Mapping[str, Typed]) -> bool:
@@ -94,6 +101,17 @@ class Reading(NamedTuple):
             for key, typed in demand.keys.items()
             if key in tensors
         )
+
+
+def extra_state_of(name: object) -> str:
+    """Return the extra state (`Module.get_extra_state`) that a name is of, or the empty string."""
+    parts = name.split(".") if isinstance(name, str) else []
+    place = next((index for index, part in enumerate(parts) if part.startswith(EXTRA_STATE)), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def _is_empty_state(name: str, tensor: Typed) -> bool:
+    return 0 in tensor.shape and bool(extra_state_of(name))
 
 
 def by_fqn(manifest: Manifest) -> Reading:
@@ -228,6 +246,11 @@ def _advice(match: Match) -> str:
             f"No checkpoint key provides {listed(match.unknown)}: on the build side, load the checkpoint into "
             "the model and pack the model (weightswap pack --recipe, pack(model=...))."
         )
+    if match.extra_state:
+        return (
+            f"Its trainer has saved more than tensors, such as {match.extra_state}, which the exported model does not "
+            'have and which may change outputs. If they do not matter, leave them out: ignore="*_extra_state*".'
+        )
     return (
         "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
         "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
@@ -262,8 +285,8 @@ def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, 
 
 def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
     """Return hints for pairs of missing and unexpected names that are each other's nearest of their shape."""
-    # difflib is quadratic in the number of names, and a wholly foreign file needs no suggestions
-    if max(len(missing), len(unexpected)) > 500:
+    # a wholly foreign file needs no suggestions
+    if len(missing) * len(unexpected) > _MOST_PAIRS:
         return {}
     nearest_unexpected = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
     nearest_missing = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}

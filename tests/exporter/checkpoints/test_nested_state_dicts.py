@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import saved, saved_distributed, saved_safetensors, tensors
+from tests.support.checkpoints import saved, saved_before_zip, saved_distributed, saved_safetensors, tensors
 from tests.support.models import Renamed
 from weightswap_exporter import export, pack
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch, WeightswapError
@@ -97,7 +98,7 @@ def test_the_prefix_of_a_module(renamed: Artifact, tmp_path: Path) -> None:
     whole = torch.nn.ModuleDict({"net": Renamed(), "loss": torch.nn.Linear(2, 2)})
     packed = pack(whole, renamed, out=tmp_path / "v.safetensors", prefix="net.")
     assert packed.weights_id == pack(whole["net"], renamed, out=tmp_path / "w.safetensors").weights_id
-    assert packed.ignored == ("loss.weight", "loss.bias")
+    assert packed.ignored == ("net._extra_state", "loss.weight", "loss.bias")
 
 
 def test_ignored_names_have_their_prefix(tmp_path: Path) -> None:
@@ -236,3 +237,98 @@ def test_flat_files_name_the_way_out(name: str, renamed: Artifact, tmp_path: Pat
         pack(source, renamed, out=tmp_path / "v.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(f"no level 'app.x'; it has {FLAT_LEVELS[name]}")):
         pack(source, renamed, out=tmp_path / "v.safetensors", level="app.x")
+
+
+class Scaled(torch.nn.Module):
+    """Its output depends on an extra state, as TransformerEngine's layers do; a plain one has no extra state."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Extra(Scaled):
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+X = torch.zeros(1, 3)
+SAYS: dict[str, Any] = {
+    "bytes": b"scales",
+    "a dict": {"scale": 2.0},
+    "a text": "recipe",
+    "a number": 0,
+    "a pair": (1, None),
+    "a tensor": torch.ones(2),
+}
+EMPTY: dict[str, Any] = {"None": None, "an empty dict": {}, "an empty tensor": torch.zeros(0)}
+SAVED: dict[str, Callable[[State, Path], Any]] = {
+    **{name: form for name, form in FORMS.items() if name != ".safetensors"},
+    "before torch 1.6": lambda tree, path: saved_before_zip(path / "c.pth", tree),
+    "a level": lambda tree, path: saved(path / "c.pt", {"model": tree, "epoch": 3}),
+    "distributed, a level": lambda tree, path: saved_distributed(path / "dcp", {"model": tree, "epoch": 3}),
+}
+
+
+@pytest.mark.parametrize("form", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("extra", SAYS.values(), ids=SAYS)
+def test_an_extra_state_is_named(extra: Any, form: Callable[[State, Path], Any], tmp_path: Path) -> None:
+    known = export(Extra(extra), (X,), out=tmp_path / "known.artifact")
+    unknown = export(Scaled(), (X,), out=tmp_path / "unknown.artifact")
+    source = form(Extra(extra).state_dict(), tmp_path)
+    names = {("_extra_state",), ("model._extra_state",)}
+    assert pack(source, known, out=tmp_path / "a.safetensors").ignored in names
+    if source == tmp_path / "dcp" and not isinstance(extra, torch.Tensor):  # its content is tensors alone
+        with pytest.raises(CheckpointError, match=r'Missing key.* "_extra_state"'):
+            pack(source, known, out=tmp_path / "b.safetensors", model=Extra("other"))
+    else:
+        assert pack(source, known, out=tmp_path / "b.safetensors", model=Extra("other")).ignored == ("_extra_state",)
+    with pytest.raises(WeightsMismatch, match=r"- \S*_extra_state: unexpected\n.*such as \S*_extra_state.*ignore="):
+        pack(source, unknown, out=tmp_path / "c.safetensors")
+    assert pack(source, unknown, out=tmp_path / "d.safetensors", ignore="*_extra_state*").ignored in names
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize("form", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("extra", EMPTY.values(), ids=EMPTY)
+def test_an_extra_state_that_says_nothing_is_no_matter(
+    extra: Any, form: Callable[[State, Path], Any], tmp_path: Path
+) -> None:
+    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
+    model = Extra(extra)
+    packed = pack(form(model.state_dict(), tmp_path), artifact, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(model, artifact, out=tmp_path / "w.safetensors").weights_id
+
+
+def test_extra_states_below_a_prefix_or_in_a_module(tmp_path: Path) -> None:
+    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
+    state = {f"net.{key}": value for key, value in Extra(b"1").state_dict().items()} | {"loss._extra_state": b"2"}
+    with pytest.raises(WeightsMismatch, match="_extra_state: unexpected"):
+        pack(state, artifact, out=tmp_path / "v.safetensors", prefix="net.")
+    packed = pack(state, artifact, out=tmp_path / "v.safetensors", prefix="net.", ignore="net._extra_state")
+    assert sorted(packed.ignored) == ["loss._extra_state", "net._extra_state"]
+    packed = pack(Extra(io.BytesIO(b"1")), artifact, out=tmp_path / "v.safetensors")
+    assert packed.ignored == ("_extra_state",)
+    assert pack(Extra(io.BytesIO()), artifact, out=tmp_path / "v.safetensors").ignored == ()
+    assert pack(Scaled().state_dict() | {"_extra_state": b""}, artifact, out=tmp_path / "v.safetensors").ignored == ()
+    with pytest.raises(WeightsMismatch, match="_extra_state: unexpected"):
+        pack(
+            Scaled().state_dict() | {"linear._extra_state": io.BytesIO(b"1")}, artifact, out=tmp_path / "v.safetensors"
+        )
+
+
+def test_an_extra_state_beside_other_problems(tmp_path: Path) -> None:
+    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
+    state = Extra({"scale": 2}).state_dict()
+    del state["linear.bias"]
+    with pytest.raises(WeightsMismatch, match="2 problems") as refused:
+        pack(state, artifact, out=tmp_path / "v.safetensors")
+    assert "linear.bias: missing" in str(refused.value)
+    assert "ignore=" not in str(refused.value)
