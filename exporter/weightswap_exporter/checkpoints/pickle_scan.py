@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the names of Python 2, which protocol 2 still has
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch.serialization import StorageType
 
-UNITS = 1_000_000  # for a pickle of any length
+UNITS = 300_000  # for a pickle of any length
 UNITS_PER_BYTE = 6  # those by torch.save and torch.distributed.checkpoint take 1 to 4
+MOST_REPEATED, MOST_BYTES = 4, 64 << 20  # tensors may have so many times the bytes of their storages, and so many more
 MOST_UNSOUND = 4096  # keys whose hashes anybody can make equal, so that each is compared with all
 _OPERATION, _OBJECT, _SET = 5, 10, 20
 _UNIT = 16
 _LARGE = (1 << 61) - 1  # integers from here on can have any hash
-_CALLED_ONLY = {"builtins.bytearray": "a size", "_codecs.encode": "any codec"}
+_CONVERTED = "torch._utils._rebuild_device_tensor_from"  # a tensor of one number may be of any size until it is copied
 _CONTAINERS = ("collections.", "builtins.")
+_REBUILT = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_qtensor")
+_ENCODE = "_codecs.encode"
 _LATIN = ("latin1", "latin-1")
 
 
@@ -55,6 +60,13 @@ class _Growing:
         self.items: list[Any] | None = None
 
 
+class _Storage(NamedTuple):
+    """Storage. size: that of an element in bytes."""
+
+    key: str
+    size: int
+
+
 class _Named(str):
     """Name of a class or function."""
 
@@ -71,7 +83,9 @@ def scan(data: bytes, begin: int = 0) -> Scan:
     """
     machine = _Machine(data, begin)
     try:
-        return Scan(machine.storages, machine.run(), machine.at)
+        value = machine.run()
+        machine.check_tensors()
+        return Scan(machine.storages, value, machine.at)
     except RecursionError as error:
         raise Refused("it is nested too deeply") from error
     except (LookupError, AttributeError, TypeError) as error:
@@ -84,6 +98,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, int] = {}
+        self.tensors: dict[str, int] = {}
         self.spent = self.unsound = 0
 
     def run(self) -> Any:
@@ -147,15 +162,18 @@ class _Machine:
                 cost, sound = cost + 1, False
             else:
                 cost += _cost(item)
-                if kind is _Named and item in _CALLED_ONLY:
-                    raise Refused(f"it hands {item} on, which takes {_CALLED_ONLY[item]}")
-        self.spend(cost)
+                if kind is _Named:
+                    _check_value(item)
+        self.spend(_OPERATION + cost)
         self.stack.append(_Tuple(items, cost, sound))
 
     def add(self, items: list[Any], keys: list[Any]) -> None:
         """Add items to what is on top of the stack, and hash those that are keys."""
         for key in keys:
             self.hash(key)
+        for item in items:
+            if type(item) is _Named:
+                _check_value(item)
         if isinstance(target := self.stack[-1], _Growing):
             target.count += len(items) + sum(map(_cost, keys))
             if not keys:
@@ -189,6 +207,8 @@ class _Machine:
             for inner in (inner for item in given for inner in items(item)):
                 for key in (inner, *items(inner)[:1]):  # of a set, or of a pair
                     self.hash(key)
+        if function.startswith(_REBUILT):
+            self.tensor(given)
         self.push(_made(function, given))
 
     def storage(self) -> None:
@@ -201,7 +221,19 @@ class _Machine:
         size = 1 if name == "UntypedStorage" else StorageType(name).dtype.itemsize  # type: ignore[no-untyped-call]
         key = as_text(key)
         self.storages[key] = max(self.storages.get(key, 0), numel * size)
-        self.push(_SOMETHING)
+        self.push(_Storage(key, size))
+
+    def tensor(self, given: Sequence[Any]) -> None:
+        """Note the bytes of a tensor, which a few steps of zero can make any number."""
+        storage, offset, shape, steps = given[:4]
+        size = max([storage.size, *(_itemsize(each) for each in given[6:] if type(each) is _Named)])
+        place = f"{storage.key} {offset} {items(shape)} {items(steps)}"
+        self.tensors[place] = prod(min(each, _LARGE) for each in items(shape)) * size
+
+    def check_tensors(self) -> None:
+        stored, wanted = sum(self.storages.values()), sum(self.tensors.values())
+        if wanted > MOST_BYTES + MOST_REPEATED * stored:
+            raise Refused(f"its tensors repeat the {stored} bytes that it has as {wanted} (save them contiguous)")
 
     def put(self, index: int) -> None:
         if index > self.at:  # pickle makes room for all below it
@@ -222,14 +254,27 @@ def as_text(key: str | bytes) -> str:
     return key if isinstance(key, str) else key.decode("latin1")
 
 
+def _itemsize(name: str) -> int:
+    dtype = getattr(torch, name.rpartition(".")[2], None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+
+
 def items(value: Any) -> Sequence[Any]:
     """Return the items of a tuple or list."""
     return (value.items or ()) if isinstance(value, _Tuple | _Growing) else ()
 
 
+def _check_value(function: str) -> None:
+    """Raise Refused for a function that something else could call, unseen here."""
+    if function.startswith((*_CONTAINERS, _CONVERTED)) or function == _ENCODE:
+        raise Refused(f"it has {function} as a value")
+
+
 def _check_call(function: str, items: Any) -> None:
     """Raise Refused for a call that costs other than its arguments."""
-    if function == "_codecs.encode" and (len(items) != 2 or items[1] not in _LATIN):
+    if function.startswith(_CONVERTED):
+        raise Refused("it holds a tensor that torch copies to load it (move the model to the CPU before it is saved)")
+    if function == _ENCODE and (len(items) != 2 or items[1] not in _LATIN):
         raise Refused("it encodes a text, and not as latin1")
     if function == "builtins.bytearray" and any(type(item) is int for item in items):
         raise Refused("it makes a bytearray of a size")
@@ -280,6 +325,11 @@ def _long(size: int) -> Operation:
 
 def _last(count: int) -> Operation:
     return lambda machine: machine.push_tuple(machine.pop(count))
+
+
+def _mark(machine: _Machine) -> None:
+    machine.spend(_OPERATION)
+    machine.push(_MARK)
 
 
 def _grow(units: int) -> Operation:
@@ -359,7 +409,7 @@ _OPERATIONS: dict[int, Operation] = {
         "B": _raw(4),
         "\x8e": _raw(8),
         "\x96": _raw(8),
-        "(": lambda machine: machine.push(_MARK),
+        "(": _mark,
         "0": lambda machine: machine.stack.pop(),
         ")": _pushes(0, _EMPTY),
         "t": lambda machine: machine.push_tuple(machine.pop_mark()),

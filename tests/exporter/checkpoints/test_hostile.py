@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import pickletools
 import struct
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ROOT
+from tests.exporter.checkpoints import bombs
+from tests.support import warm
 from tests.support.checkpoints import saved, saved_before_zip, saved_distributed, saved_shards, tensors
 from tests.support.models import Renamed
 from tests.support.reading import command
 from weightswap_exporter import export, pack
-from weightswap_runtime import Artifact, CheckpointError, WeightswapError
+from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, WeightswapError
 from weightswap_tools.diff import compare_weights
 from weightswap_tools.inspect.command import inspect_command
 
@@ -226,3 +231,25 @@ def test_storages_of_files_before_torch_1_6_are_all_there(edit: Edit, renamed: A
         compare_weights(path, path)
     assert not list(tmp_path.glob("*v.safetensors*"))
     assert "c.pth" in command(inspect_command, path, status=1)
+
+
+SHORT = [name for name, pickled in bombs.PICKLES.items() if len(pickled) < 20_000]
+MEMORY = 200 << 20
+
+
+@pytest.mark.parametrize(
+    ("reader", "names"),
+    [
+        *((reader, SHORT) for reader in bombs.READERS if reader in ("a .pt", "before torch 1.6", "metadata")),
+        ("files", [*bombs.FILES]),
+        *(pytest.param(reader, [], marks=pytest.mark.slow) for reader in bombs.READERS),
+    ],
+)
+def test_no_small_file_takes_much_time_or_memory(reader: str, names: list[str], tmp_path: Path) -> None:
+    command = [warm.python(), "-m", bombs.__name__, reader, str(tmp_path), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["name"] for each in found} == set(names or bombs.PICKLES), "what is missing took too long"
+    family = {"accepted", *(error.__name__ for error in (CheckpointError, WeightFileError, WeightsMismatch))}
+    assert [each for each in found if not family.issuperset(each["outcomes"]) or each["grown"] > MEMORY] == []
