@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickletools
 import random
 import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -27,12 +32,18 @@ ODD: tuple[Json, ...] = (
 )  # fmt: skip
 
 
+FORMAT = (
+    ValueError, LookupError, TypeError, OverflowError, RuntimeError, EOFError, struct.error, zlib.error,
+    msgspec.MsgspecError, zipfile.BadZipFile,
+)  # fmt: skip
+
+
 def mutated(choose: random.Random, raw: bytes, others: Sequence[bytes], edit: Callable[..., bytes]) -> bytes:
     """`raw` with one to four changes; `edit` makes those that know the format."""
     for _ in range(choose.choice((1, 1, 1, 2, 4))):
         try:
             raw = edit(choose, raw) if choose.random() < 0.6 else choose.choice(BYTES)(choose, raw, others)
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error, msgspec.MsgspecError):
+        except FORMAT:
             raw = choose.choice(BYTES)(choose, raw, others)  # an earlier change has left no format
     return raw
 
@@ -194,6 +205,53 @@ def shrink_delta(raw: bytes) -> bytes:
     kept["__metadata__"] = {**header["__metadata__"], DELTA_KEY: json.dumps(stamp)}
     text = json.dumps(kept).encode()
     return struct.pack("<Q", len(text)) + text + b"".join(parts)
+
+
+# pickles
+
+
+PARTS = (
+    b"N", b"K\x01", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\x7f" * 8, b"X\x01\0\0\0a", b")", b"]", b"}", b"\x8f", b"(",
+    b"t", b"\x85", b"\x86", b"\x87", b"q\x00", b"h\x00", b"h\x01", b"h\x02", b"r\xff\xff\xff\x7f", b"j\x03\0\0\0", b"R",
+    b"\x81", b"b", b"s", b"u", b"a", b"e", b"Q", b"\x90", b"\x91", b"ccollections\nOrderedDict\n",
+    b"c__builtin__\nset\n", b"ctorch\nSize\n",
+    b"h\x00h\x00\x86q\x00h\x00h\x00\x86q\x00" * 9, b"0", b".", b"\x95" + b"\xff" * 8, b"\x8d" + b"\xff" * 8,
+)  # fmt: skip
+
+
+def edit_pickle(choose: random.Random, raw: bytes) -> bytes:
+    """Remove, repeat, exchange or insert operations, or change one's argument."""
+    places = [place for _, _, place in pickletools.genops(raw) if place is not None]
+    operations = [raw[begin:end] for begin, end in pairwise([*places, len(raw)])]
+    place, other = (choose.randrange(len(operations)) for _ in range(2))
+    kind = choose.randrange(5)
+    if kind == 0:
+        del operations[place]
+    elif kind == 1:
+        operations[place] *= choose.choice((2, 3, 100))
+    elif kind == 2:
+        operations[place], operations[other] = operations[other], operations[place]
+    elif kind == 3:
+        operations.insert(place, choose.choice(PARTS))
+    else:
+        operations[place] = operations[place][:1] + choose.randbytes(len(operations[place]) - 1)
+    return b"".join(operations)
+
+
+def edit_zip(choose: random.Random, raw: bytes) -> bytes:
+    """Change one record of a zip, mostly with a checksum that fits: its operations if it is a pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(made, "w") as new:
+        names = old.namelist()
+        pickles = [name for name in names if name.endswith("data.pkl")]
+        changed = choose.choice(pickles if pickles and choose.random() < 0.8 else names)
+        for name in names:
+            content = old.read(name)
+            if name == changed:
+                edit = edit_pickle if name in pickles else lambda choose, raw: choose.choice(BYTES)(choose, raw, [raw])
+                content = edit(choose, content)
+            new.writestr(name, content)
+    return made.getvalue()
 
 
 # documents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import random
 import zipfile
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 
 from tests.fuzzing import mutations
+from tests.support.adapters import Adapters
+from tests.support.checkpoints import saved, saved_before_zip, saved_distributed
 from tests.support.tiny import TinyArtifact, serves
+from weightswap_exporter import pack
 from weightswap_runtime import ArtifactError, Model, Unsupported, load, write_delta
 from weightswap_runtime.engines.graphs import graph_opening
 from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
@@ -26,6 +30,7 @@ from weightswap_runtime.format.manifest import MANIFEST_NAME, decode_manifest
 from weightswap_runtime.format.signature import Literal, leaves
 from weightswap_runtime.memory.arena import ArenaLayout
 from weightswap_runtime.sources import local
+from weightswap_tools.diff import compare_weights
 
 
 class Subject(NamedTuple):
@@ -65,6 +70,7 @@ class Readers:
             Subject("index", self._stage_index, [self._shards(tiny)], mutations.edit_document),
             Subject("manifest", _manifest, [(tiny.path / MANIFEST_NAME).read_bytes()], mutations.edit_manifest),
             Subject("graph", _graph, _documents(), mutations.edit_document),
+            *Checkpoints(folder, tiny).subjects,
         )
 
     def _shards(self, tiny: TinyArtifact) -> bytes:
@@ -93,6 +99,73 @@ class Readers:
     def whole(self) -> bool:
         """Whether both models are as they were."""
         return all(serves(model, 0) and model.generation == 0 for model in self.models)
+
+
+class Checkpoints:
+    """Checkpoints in the forms of trainers, which are packed, and a PEFT directory, which is added to a model."""
+
+    def __init__(self, folder: Path, tiny: TinyArtifact) -> None:
+        self._out, self._artifact = folder / "out.safetensors", tiny.path
+        values = tiny.values(1)
+        state = {"w": values.pop("weight"), **values}
+        pt, old = saved(folder / "c.pt", {"model": state, "epoch": 3}), saved_before_zip(folder / "c.pth", state)
+        dcp = saved_distributed(folder / "dcp", dict(state))
+        (chunk,) = dcp.glob("*.distcp")
+        adapters = Adapters(folder / "peft", 1)
+        self._adapted, self._adapter = load(adapters.artifact, adapters.weights[0]), adapters.paths[0]
+        self.subjects = (
+            self._packed("pt", pt, pt, mutations.edit_zip),
+            self._packed("old pt", old, old, mutations.edit_pickle),
+            self._packed("metadata", dcp, dcp / ".metadata", mutations.edit_pickle),
+            self._chunk(dcp, chunk),
+            self._added("peft config", "adapter_config.json", mutations.edit_document),
+            self._added("peft", "adapter_model.safetensors", mutations.edit_weights),
+        )
+
+    def _packed(self, name: str, source: Path, part: Path, edit: Callable[[random.Random, bytes], bytes]) -> Subject:
+        raw = part.read_bytes()
+
+        def read(changed: bytes) -> None:
+            part.write_bytes(changed)
+            try:
+                pack(source, self._artifact, out=self._out)
+                compare_weights(source, source)
+            finally:
+                part.write_bytes(raw)
+
+        return Subject(name, read, [raw], edit)
+
+    def _chunk(self, folder: Path, file: Path) -> Subject:
+        """The chunk of one tensor, behind the others; the metadata say where it is and how long."""
+        metadata, others = folder / ".metadata", file.read_bytes()
+        untouched, document = metadata.read_bytes(), pickle.loads(metadata.read_bytes())
+        (info,) = (info for index, info in document.storage_data.items() if index.fqn == "w")
+        raw = others[info.offset : info.offset + info.length]
+
+        def read(changed: bytes) -> None:
+            info.offset, info.length = len(others), len(changed)
+            file.write_bytes(others + changed)
+            metadata.write_bytes(pickle.dumps(document))
+            try:
+                pack(folder, self._artifact, out=self._out)
+                compare_weights(folder, folder)
+            finally:
+                file.write_bytes(others)
+                metadata.write_bytes(untouched)
+
+        return Subject("chunk", read, [raw], mutations.edit_zip)
+
+    def _added(self, name: str, part: str, edit: Callable[[random.Random, bytes], bytes]) -> Subject:
+        raw = (self._adapter / part).read_bytes()
+
+        def read(changed: bytes) -> None:
+            (self._adapter / part).write_bytes(changed)
+            try:
+                self._adapted.add_variant("lora", "a", self._adapter)
+            finally:
+                (self._adapter / part).write_bytes(raw)
+
+        return Subject(name, read, [raw], edit)
 
 
 class Modelled(nn.Module):

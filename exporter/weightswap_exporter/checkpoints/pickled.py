@@ -176,7 +176,10 @@ def _is_zip(fd: int, path: Path) -> bool:
         raise CheckpointError(f"{path}: the file is empty. {AGAIN}")
     if head.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path}: {LFS_POINTER}")
-    zipped = is_zipfile(path)
+    try:
+        zipped = is_zipfile(path)
+    except BadZipFile as error:
+        raise CheckpointError(f"{path}: damaged ({error}). {AGAIN}") from error
     if head.startswith(b"PK\x03\x04") and not zipped:
         raise CheckpointError(f"{path}: cut off: the end of the zip file is missing. {AGAIN}")
     return zipped
