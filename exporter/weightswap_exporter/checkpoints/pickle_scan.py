@@ -33,6 +33,10 @@ class Refused(ValueError):
     """A pickle asks for what no checkpoint needs."""
 
 
+class Repeated(Refused):
+    """Tensors repeat what is stored so often that reading them takes long."""
+
+
 class Scan(NamedTuple):
     """Result of a scan. storages: bytes that each storage must have, by key. value: what is on top in the end."""
 
@@ -233,7 +237,8 @@ class _Machine:
     def check_tensors(self) -> None:
         stored, wanted = sum(self.storages.values()), sum(self.tensors.values())
         if wanted > MOST_BYTES + MOST_REPEATED * stored:
-            raise Refused(f"its tensors repeat the {stored} bytes that it has as {wanted} (save them contiguous)")
+            most = max(self.tensors.values())
+            raise Repeated(f"a tensor that can only be read whole takes {most} bytes, and all that is stored {stored}")
 
     def put(self, index: int) -> None:
         if index > self.at:  # pickle makes room for all below it

@@ -11,7 +11,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from weightswap_runtime.errors import CheckpointError
 
-from .pickle_scan import Refused, Scan, scan
+from .pickle_scan import Refused, Repeated, Scan, scan
 from .stored import read_into
 
 PIECE = 1 << 20  # fits into the processor's cache
@@ -108,6 +108,8 @@ def scanned(raw: bytes, where: str, begin: int = 0) -> Scan:
     """Return what a pickle would make. Raises CheckpointError, and EOFError if its end is missing."""
     try:
         return scan(raw, begin)
+    except Repeated as error:
+        raise CheckpointError(f"{where}: {error}. Save what it repeats, or a contiguous copy.") from error
     except Refused as error:
         raise CheckpointError(f"{where}: was not opened: {error}. {ONLY_WEIGHTS}") from error
     except ValueError as error:

@@ -233,6 +233,15 @@ def test_storages_of_files_before_torch_1_6_are_all_there(edit: Edit, renamed: A
     assert "c.pth" in command(inspect_command, path, status=1)
 
 
+def test_views_that_repeat_some_values_are_read(tmp_path: Path) -> None:
+    """As tied layers, windows, and masks do: a few times what is stored, and up to 64 MiB beyond it."""
+    weight = torch.randn(100, 100)
+    state = {f"layers.{index}": weight for index in range(50)} | {"half": weight[50:], "t": weight.t()}
+    state |= {"mask": torch.zeros(1).expand(1 << 20), "windows": weight.view(-1).unfold(0, 100, 50)}
+    path = saved(tmp_path / "c.pt", state)
+    assert compare_weights(path, path).level == "same"
+
+
 SHORT = [name for name, pickled in bombs.PICKLES.items() if len(pickled) < 20_000]
 MEMORY = 200 << 20
 
