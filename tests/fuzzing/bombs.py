@@ -147,7 +147,7 @@ def readers(folder: File) -> Iterator[Reader]:
     for subject in fuzzed.subjects:
         if subject.name in ("weights", "delta"):
             yield Reader(subject.name, subject.read, partial(weight_bombs, subject.seeds[0]))
-        elif subject.name != "part":
+        elif subject.name in ("index", "manifest", "graph"):
             yield Reader(subject.name, subject.read, _of(json.loads(subject.seeds[0])))
     model, manifest = fuzzed.models[0], fuzzed.tiny.manifest
     yield _goldens(folder, manifest)

@@ -19,6 +19,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.support import warm
 from tests.support.checkpoints import saved_distributed
@@ -387,3 +395,16 @@ def test_chunks_that_do_not_cover_a_tensor_once_are_noticed(data: st.DataObject)
         covered[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] += 1
     over = any(begin + size > whole for begin, size, whole in zip(*blocks[moved], shape, strict=True))
     assert bool(list(_gaps(shape, blocks))) == (over or not (covered == 1).all())
+
+
+def test_the_metadata_of_hundreds_of_ranks_is_read(tmp_path: Path) -> None:
+    """Its lists of chunks are mostly references, which cost more for each byte than anything else."""
+    rows, ranks, names = 16, 1024, [f"layers.{index}.weight" for index in range(30)]
+    described, stored = {}, {}
+    for name in names:
+        chunks = [ChunkStorageMetadata(torch.Size([rank * rows, 0]), torch.Size([rows, 64])) for rank in range(ranks)]
+        described[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([rows * ranks, 64]), chunks)
+        for index, chunk in enumerate(chunks):
+            stored[MetadataIndex(name, chunk.offsets, index)] = _StorageInfo(f"__{index}_0.distcp", 0, 4096)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(described, {}, stored)))
+    assert read_metadata(tmp_path / ".metadata").keys() == set(names)
