@@ -29,6 +29,7 @@ from .programs import graph_inputs
 from .views import memory
 
 _ABSENT = object()
+_OWN = vars(nn.Module()).keys()
 _LITERAL = torch.ops.aten.lift_fresh_copy.default  # of the numbers in a `torch.tensor([...])`
 _WRITTEN = 9  # characters of the longest number that people write down
 _TELLING = 8  # different values from which the origin of a tensor can be told
@@ -56,20 +57,20 @@ def frozen_weights(root: nn.Module, inputs: Any, program: ExportedProgram, mutat
     if found:
         raise CaptureError(
             f"{listed(sorted(found))}: computed from weights before the export, and would stay the same when a swap "
-            "changes them. If calls compute it, empty that cache, or export a model that has not been called; if not, "
-            "compute it in the call, or register it as a persistent buffer, which belongs to checkpoints"
+            "changes them. Compute it in each call; or, if calls keep it, empty that cache, or export a model that has "
+            "not been called"
         )
     held = {item for place in places for _, value in _within(place) for item in memory(value)}
     return [*_outside(type(root).__qualname__, constants, held), *_alike(constants, weights)]
 
 
 class _Place(NamedTuple):
-    """An attribute or buffer of a module: the dict that has it, its key there, its path, and the module's class."""
+    """An attribute or buffer of a module: the dict that has it, its key there, its path, and the module."""
 
     owner: dict[str, Any]
     key: str
     path: str
-    kind: type
+    module: nn.Module
 
 
 Constants = dict[str, tuple[Node, torch.Tensor]]
@@ -94,11 +95,17 @@ def _within(place: _Place) -> Iterator[tuple[str, Any]]:
     return within("", place.owner.get(place.key))
 
 
+def _flags(places: list[_Place]) -> list[str]:
+    """Return the attributes of the places' modules that are true, false or integers."""
+    attributes = {key: value for place in places for key, value in vars(place.module).items() if key not in _OWN}
+    return sorted(key for key, value in attributes.items() if isinstance(value, int))
+
+
 def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
     """Return the places of each class and name together: one module may read the cache that another fills."""
     groups: dict[Any, list[_Place]] = {}
     for place in places:
-        groups.setdefault((place.kind, place.key), []).append(place)
+        groups.setdefault((type(place.module), place.key), []).append(place)
     return groups.values()
 
 
@@ -121,13 +128,12 @@ class _Trials:
 
     def places(self) -> Iterator[_Place]:
         """Yield what holds constants, or numbers that nobody has written down."""
-        own = vars(nn.Module()).keys()
         for path, module in self._root.named_modules():
             prefix = f"self.{path}." if path else "self."
             buffers, attributes = module._buffers, vars(module)
-            for owner, keys in (buffers, module._non_persistent_buffers_set), (attributes, attributes.keys() - own):
+            for owner, keys in (buffers, module._non_persistent_buffers_set), (attributes, attributes.keys() - _OWN):
                 for key in sorted(keys):
-                    place = _Place(owner, key, prefix + key, type(module))
+                    place = _Place(owner, key, prefix + key, module)
                     if any(self._is_suspect(value) for _, value in _within(place)):
                         yield place
 
@@ -141,12 +147,14 @@ class _Trials:
         held = [(place.path + path, value) for place in places for path, value in _within(place)]
         if graded := [path for path, value in held if self._is_suspect(value) and getattr(value, "grad_fn", None)]:
             return graded
-        for empty in (self._none, self._absent, self._all_none, None):
-            filled = self._run(places, {}, empty)
+        ways = [(empty, "") for empty in (self._none, self._absent, self._all_none, self._no_elements, None)]
+        ways += [(self._zeros, flag) for flag in _flags(places)]
+        for empty, flag in ways:
+            filled = self._run(places, {}, empty, flag)
             if filled is None or not filled.left:
                 continue
             others = {name: _others(value) for name, value in self._weights.items()}
-            refilled = self._run(places, tied(self._root, others), empty)
+            refilled = self._run(places, tied(self._root, others), empty, flag)
             if refilled is None:
                 continue
             paths = [path for path, bits in filled.left.items() if refilled.left.get(path) != bits]
@@ -157,11 +165,16 @@ class _Trials:
         return []
 
     def _run(
-        self, places: list[_Place], tensors: Mapping[str, torch.Tensor], change: Callable[[Any], Any] | None
+        self,
+        places: list[_Place],
+        tensors: Mapping[str, torch.Tensor],
+        change: Callable[[Any], Any] | None,
+        flag: str = "",
     ) -> _Trial | None:
         """Call the model with other tensors after a change of the leaves in places; None if the call fails.
 
-        change: None puts None into the places.
+        change: None puts None into the places. flag: attribute of their modules that may say that a place is filled,
+        to invert; None instead of an integer.
         """
         root = self._root
         buffers = {
@@ -179,6 +192,9 @@ class _Trials:
             for place in places:
                 value = _changed(place.owner[place.key], change, copies) if change else None
                 _put(place.owner, place.key, value)
+            for attributes in (vars(module) for module in {place.module for place in places}):
+                if isinstance(value := attributes.get(flag), int):
+                    attributes[flag] = not value if isinstance(value, bool) else None
             try:
                 returned = root(*args, **kwargs)
             except Exception:  # it was no cache
@@ -194,6 +210,12 @@ class _Trials:
 
     def _absent(self, value: Any) -> Any:
         return _ABSENT if self._is_suspect(value) else value
+
+    def _no_elements(self, value: Any) -> Any:
+        return value.new_empty(0) if isinstance(value, torch.Tensor) and self._is_suspect(value) else value
+
+    def _zeros(self, value: Any) -> Any:
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) and self._is_suspect(value) else value
 
     def _all_none(self, value: Any) -> Any:
         return None if isinstance(value, torch.Tensor | int | float | str) else value
