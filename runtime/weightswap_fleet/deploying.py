@@ -185,7 +185,7 @@ def _check_graph(what: str, graph_id: str, expected: str) -> None:
     if graph_id and graph_id != expected:
         raise GraphMismatch(
             f"{what}: packed for graph {graph_id[:SHOWN]}, but the artifact has graph {expected[:SHOWN]}. Nothing was "
-            "deployed: pack the weights for this artifact, or follow another place"
+            "deployed: pack their checkpoint for this artifact, or follow another place"
         )
 
 

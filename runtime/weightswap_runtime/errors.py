@@ -235,7 +235,7 @@ class StaleContext(CallError):
         self.made_with, self.served = brief(made_with), brief(served)
         super().__init__(
             f"the context's state was made with the weights {self.made_with}, but {self.served} would be used now. "
-            'Start a new one, reset() it, or make contexts with on_swap="reset", "keep" or "pin"'
+            'Start a new one, reset() it, or make contexts with on_swap="reset" or "pin"'
         )
 
 

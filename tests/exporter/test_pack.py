@@ -137,8 +137,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "arbitrary objects, the way out": (
         lambda path: saved(path / "c.pt", {"a": Arbitrary()}),
         CheckpointError,
-        "unpickle it yourself and give the part that holds the weights: "
-        'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)',
+        "unpickle it yourself: pack(torch.load(path, weights_only=False), artifact, out=...)",
     ),
     "not a pickle": (
         lambda path: written(path / "c.pt", b"hello"),

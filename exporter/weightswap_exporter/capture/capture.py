@@ -101,12 +101,13 @@ def _problem_of(tensors: list[str], numbers: list[str]) -> str:
     if tensors:
         return (
             f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, but a server "
-            "keeps none of them. Register what calls must keep as a buffer; otherwise clear or turn off that cache, "
-            "or remove the hook that stores it"
+            "keeps none of them. Compute what follows from weights in each call, and register what calls remember of "
+            "their inputs as a buffer; otherwise clear or turn off that cache, or remove the hook that stores it"
         )
     return (
         f"a call changes {listed(numbers)}, so a later call computes something else, but a server does not keep the "
-        "numbers of modules. Make it a tensor, and register it as a buffer"
+        "numbers of modules. Compute what follows from weights in each call; make what calls remember a tensor, and "
+        "register it as a buffer: servers begin with its value at the export, whatever a checkpoint has"
     )
 
 

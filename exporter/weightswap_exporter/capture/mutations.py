@@ -59,7 +59,8 @@ def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
         raise CaptureError(
             f"a call changes the parameter(s) {listed(parameters)}; only a swap may change weights, so a model that "
             "changes its own cannot be exported. Turn the change off if the model has an option (nn.Embedding: "
-            "max_norm=None, RWKV: rescale_every=0); in your own code, register what changes as a buffer."
+            "max_norm=None, RWKV: rescale_every=0); in your own code, compute a new tensor in each "
+            "call, and do not keep it."
         )
     return frozenset(changed)
 

@@ -13,7 +13,9 @@ from torch.export import ExportedProgram
 
 from weightswap_runtime.errors import CaptureError
 
-INSTEAD = "draw the numbers once, before the export, and keep them as a buffer"
+INSTEAD = (
+    "draw the numbers once, before the export, and keep them in a persistent buffer, so that checkpoints have them"
+)
 
 
 @contextmanager

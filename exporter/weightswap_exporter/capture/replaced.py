@@ -53,7 +53,8 @@ def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
     if unseen := sorted(set(replaced) - set(mutated)):
         raise CaptureError(
             f"a call replaces {listed(unseen)} in a way that a graph cannot express: a parameter, by .data, or in "
-            "_buffers. Assign to a buffer's attribute, or change it in place"
+            "_buffers. A weight stays as it is: compute a new tensor in the call. What calls remember is assigned to a "
+            "buffer's attribute, or changed in place"
         )
 
 

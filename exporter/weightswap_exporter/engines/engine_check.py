@@ -61,8 +61,7 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
     elif problems:
         raise CaptureError(
             f"what was compiled for the engine {engine!r} differs from the graph on random weights and inputs: "
-            f"{listed(problems, between='; ')}. Use the engine 'torch', or compile with trial=False if that is "
-            "expected"
+            f"{listed(problems, between='; ')}. Use the engine 'torch'"
         )
 
 

@@ -49,7 +49,8 @@ def skeleton() -> Iterator[None]:
             raise CaptureError(
                 f"{frame_of(error)}the model's constructor needs the values of a parameter ({first_line(error)}), "
                 f"which a skeleton does not have; the last one made is {builder.last}. Initialise with torch.nn.init, "
-                "or build the model outside skeleton()."
+                "and compute in the call what calls need of a parameter's values: made here, it would stay the same "
+                "when weights change."
             ) from error
 
 

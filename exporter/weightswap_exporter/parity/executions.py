@@ -27,7 +27,7 @@ from weightswap_tools.call_inputs import call_flat
 from .compared_calls import CallCase, PathLike
 
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
-_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove or seed random draws."
+_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove random draws."
 
 
 class Side(Protocol):

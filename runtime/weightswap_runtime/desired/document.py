@@ -112,8 +112,8 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
         state = msgspec.json.decode(raw, type=DesiredState)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DesiredDamaged(
-            f"{where}: not a desired state ({error}). Put back one that weightswap wrote, or remove it and set the "
-            "weights again."
+            f"{where}: not a desired state ({error}). Put back the last one that weightswap wrote, or remove it, set "
+            "the weights again, and hold: what was withdrawn is forgotten then."
         ) from error
     if state.revision == 0 or version is None:
         raise DesiredDamaged(f"{where}: not a desired state (no version, or no revision). Let weightswap write it.")

@@ -115,7 +115,8 @@ class DesiredPlace:
             if before and facts.graph_id and before != facts.graph_id and not allow_other_graph:
                 raise GraphMismatch(
                     f"{printable(source)}: packed for the graph {facts.graph_id[:SHOWN]}, but the desired weights for "
-                    f"{before[:SHOWN]}. Pack it for that one, or pass allow_other_graph=True if all followers accept it"
+                    f"{before[:SHOWN]}. Pack its checkpoint for that one, or pass allow_other_graph=True if all "
+                    "followers have the graph of this file"
                 )
             return self._with_weights(state, source, facts, by, why)
 

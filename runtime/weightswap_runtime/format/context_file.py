@@ -56,8 +56,9 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raise ContextMismatch if the context belongs to another graph."""
         if self.graph_id != graph_id:
             raise ContextMismatch(
-                f"{where}: belongs to the graph {self.graph_id[:12]}, but the model has {graph_id[:12]}. Pass "
-                "allow_other_graph=True if its state means the same there"
+                f"{where}: belongs to the graph {self.graph_id[:12]}, but the model has {graph_id[:12]}. Load "
+                "it with the artifact that it was saved with, or start a new context. allow_other_graph=True is for a "
+                "state that means the same in both"
             )
 
 
@@ -74,7 +75,8 @@ class SavedContext(NamedTuple):
         if made_with is not None and served is not None and made_with != served:
             raise ContextMismatch(
                 f"{self.where}: was made with the weights {made_with[:12]}, but {served[:12]} are served. "
-                "Swap the former in, or pass allow_other_weights=True"
+                "Swap the former in, or start a new context. allow_other_weights=True would mix both: what follows "
+                "comes from neither"
             )
 
 

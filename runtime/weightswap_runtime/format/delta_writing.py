@@ -143,7 +143,9 @@ def _compare(
         for file, stamp, hasher in zip((old, fresh), stamps, hashers, strict=True):
             if hasher.hexdigest() != stamp.digests[name]:
                 problem = f"{name}: its bytes do not match the digest that the file records"
-                raise DigestMismatch(file.where, [problem], "The file is damaged: copy it again, or pack it again.")
+                raise DigestMismatch(
+                    file.where, [problem], "The file is damaged: copy it again, or pack its checkpoint again."
+                )
         runs[name] = stretches
     return runs
 

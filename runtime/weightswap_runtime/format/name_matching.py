@@ -140,6 +140,20 @@ def by_key(manifest: Manifest) -> Reading:
     return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
 
 
+def tied_names(manifest: Manifest) -> frozenset[str]:
+    """Return the names and keys of which a file may have several for one tensor, whose values must then be equal."""
+    names = (weight.names for weight in manifest.weights)
+    keys = (source.keys for source in manifest.adapter.sources if source.transform is None)
+    return frozenset(name for several in (*names, *keys) if len(several) > 1 for name in several)
+
+
+def is_among(name: str, known: Collection[str]) -> bool:
+    """Return whether a name is known, perhaps without what wrappers and containers add to it."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    starts = next((index for index, part in enumerate(parts) if part not in NESTING), 0)
+    return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
+
+
 Readings = tuple[Callable[[Manifest], Reading], ...]
 NAMES: Readings = (by_fqn,)
 KEYS: Readings = (by_key,)
@@ -168,8 +182,7 @@ def resolve(
         raise WeightsMismatch(
             where,
             [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
-            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)). If its names are "
-            'runtime FQNs and its values the weights themselves, pass keys="fqn".',
+            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
         )
     matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
     fitting = [match for match in matches if not match.problems]
@@ -177,7 +190,8 @@ def resolve(
         raise WeightsMismatch(
             where,
             ["its tensors fit both as runtime names and as checkpoint keys, and the results may differ"],
-            'Choose keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file records which it is.',
+            'keys="checkpoint" loads it as the model loads its state dicts, and so does pack. keys="fqn" takes the '
+            "values as they are: choose it only for those of named_parameters() and named_buffers().",
         )
     if fitting:
         return fitting[0]

@@ -174,12 +174,12 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
         raise DamagedFile(
             f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
-            "Pack the file again, or remove the metadata."
+            "Copy the file again, or pack its checkpoint again."
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
         raise DamagedFile(
             f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which the "
-            "file does not hold. Pack the file again, or remove the metadata."
+            "file does not hold. Copy the file again, or pack its checkpoint again."
         )
     return stamp
 

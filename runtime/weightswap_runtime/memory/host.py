@@ -49,7 +49,7 @@ class Memory(Protocol):
 
 FOR_TWO = 'Free memory, or load with residency="single", which holds one set of weights instead of two.'
 FOR_ONE = "Free memory: the model holds only one set of weights."
-FOR_STAGING = "Free memory, or swap a delta or a part (only=...), which takes memory only for what changes."
+FOR_STAGING = "Free memory, or swap a delta, which takes memory only for what changes."
 FOR_PREVIOUS = "Free memory, or load without keep_previous, which holds the previous weights in memory."
 IN_PLACE = StagedIn("in place", "the arena itself serves after the commit")
 ON_THE_HOST = StagedIn("host", "the weights serve there")

@@ -14,7 +14,7 @@ from weightswap_runtime.tensors.digests import tensor_digest
 
 from .request import Staging, SwapRequest
 
-DAMAGED = "The file is damaged: copy it again, or pack it again."
+DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
 
 
 def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequest) -> None:
@@ -22,7 +22,8 @@ def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequ
     if graph_id != manifest.graph_id and not request.allow_other_graph:
         raise GraphMismatch(
             f"{where}: packed for the graph {graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
-            "Its tensors fit: pass allow_other_graph=True if that is intended, or pack the checkpoint for this one."
+            "Pack the checkpoint for this one. Its tensors fit: if both graphs compute them alike from checkpoints, "
+            "allow_other_graph=True takes them as they are."
         )
 
 

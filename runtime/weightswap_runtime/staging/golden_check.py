@@ -71,9 +71,9 @@ def verify(
 
 
 _ADVICE: dict[Mode, str] = {
-    "goldens": "These weights do not compute what the eager model did. Pack them again; if small differences are fine, "
-    "record the goldens with a tolerance=(rtol, atol).",
-    "finite": 'These weights give values that are not finite. Do not serve them; verify="off" would.',
+    "goldens": "These weights do not compute what the eager model did. Pack them again. If they "
+    "differ by rounding errors alone, record the goldens with a tolerance=(rtol, atol) of that size.",
+    "finite": "These weights give values that are not finite. Do not serve them.",
 }
 
 

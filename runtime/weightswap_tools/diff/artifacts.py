@@ -106,9 +106,15 @@ class ArtifactsDiff(DiffDocument, frozen=True):
         """A sentence that says whether weight files of one artifact fit the other."""
         if self.same_graph:
             return "The same graph: weight files of one fit the other."
+        if self.fits and (self.transforms_changed or any(s.computed_before or s.computed_after for s in self.sources)):
+            return (
+                "Another graph, which computes its weights from a checkpoint in another way: pack each checkpoint for "
+                "each graph."
+            )
         if self.fits:
             return (
-                "Another graph, with the same weights: weight files of one fit the other with allow_other_graph=True."
+                "Another graph, with the same weights: weight files of one fit the other with allow_other_graph=True, "
+                "which is right if both graphs compute them alike from checkpoints."
             )
         return f"Weight files of one do not fit the other: {plural(len(self.misfits), 'problem')}."
 

@@ -23,7 +23,7 @@ from .statistics import merged, ratio
 from .streaming import Computed, Progress, Readable, Reader, Scan
 
 T = TypeVar("T")
-DAMAGED = "The file is damaged: copy it again, or pack it again."
+DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
 
 
 def compare_weights(

@@ -45,7 +45,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("noise", [of_a_generator, of_a_seed, of_a_fork])
 def test_numbers_that_a_call_seeds_are_refused(noise: Callable[[], torch.Tensor], tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"method 'forward': .*random numbers.*keep them as a buffer"):
+    with pytest.raises(CaptureError, match=r"method 'forward': .*random numbers.*keep them in a persistent buffer"):
         export(Noisy(noise).eval(), (X,), out=tmp_path / "a.artifact")
     assert not (tmp_path / "a.artifact").exists()
     assert torch.equal(of_a_seed(), of_a_seed())  # seeding is what it was

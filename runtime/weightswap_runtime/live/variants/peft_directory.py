@@ -29,7 +29,10 @@ _MOST_CONFIG = 256 << 10
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
 _UNKNOWN = "not in the graph"
-_OF_THE_BASE = "belongs to the base, not to a variant: save_pretrained(..., save_embedding_layers=False)"
+_OF_THE_BASE = (
+    "belongs to the base, not to a variant: swap in a base that has its values, and leave it out here "
+    "(save_pretrained(..., save_embedding_layers=False))"
+)
 _BASE_WEIGHT = re.compile(r"(?P<module>.*?)(?:\.base_layer)?\.weight(?:\.[^.]+)*")
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
 _ALL_LINEAR = "all-linear"

@@ -71,7 +71,8 @@ class Reconciler:
         if before is not None and state.revision < before.revision:
             raise DesiredError(
                 f"{self._place.where}: is at revision {state.revision}, but was at {before.revision}: an older copy "
-                f"replaced it, or it was removed. Restore the newer one, or write until it is past {before.revision}."
+                "replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, until it "
+                f"is past {before.revision}."
             )
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None
