@@ -122,24 +122,35 @@ def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
 
 def _hint(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Reading]) -> WeightsMismatch | None:
     """Return an error that names the fitting level or prefix, or None if there is none."""
-    if prefix := _fitting_prefix(nearest.tensors, readings):
+    where = _where(checkpoint.where, nearest)
+    prefixes = _fitting_prefixes(nearest.tensors, readings)
+    if len(prefixes) > 1:
+        full = " or ".join(f"prefix={nearest.prefix + prefix!r}" for prefix in prefixes)
+        text = f"its names are those of the graph after each of {listed(list(map(repr, prefixes)))}"
+        return WeightsMismatch(where, [text], f"Say which is meant: {full} {_PREFIX}.")
+    for prefix in prefixes:
         others = sum(not name.startswith(prefix) for name in nearest.tensors)
         which = f"{plural(others, 'other')} left out" if others else "all names have it"
         full = nearest.prefix + prefix
         text = f"its names are those of the graph after {prefix!r} ({which}): pass prefix={full!r}"
-        return WeightsMismatch(_where(checkpoint.where, nearest), [text], f"Pass it {_PREFIX}, or rename the keys.")
+        return WeightsMismatch(where, [text], f"Pass it {_PREFIX}, or rename the keys.")
     tried = {level.path for level in checkpoint.levels}
-    for path, names in checkpoint.mappings().items():
-        if path not in tried and not nearest.prefix and _fits(names, readings):
-            text = f"the names of the graph are in {path!r}, where no state dict is expected: pass level={path!r}"
-            return WeightsMismatch(checkpoint.where, [text], f"Pass it {_LEVEL}, or give the state dict itself.")
+    mappings = {} if nearest.prefix else checkpoint.mappings()
+    paths = [path for path, names in mappings.items() if path not in tried and _fits(names, readings)]
+    if len(paths) > 1:
+        text = f"the names of the graph are in each of {listed(list(map(repr, paths)))}"
+        full = " or ".join(f"level={path!r}" for path in paths)
+        return WeightsMismatch(checkpoint.where, [text], f"Say which is meant: {full} {_LEVEL}.")
+    for path in paths:
+        text = f"the names of the graph are in {path!r}, where no state dict is expected: pass level={path!r}"
+        return WeightsMismatch(checkpoint.where, [text], f"Pass it {_LEVEL}, or give the state dict itself.")
     return None
 
 
-def _fitting_prefix(names: Iterable[str], readings: list[Reading]) -> str:
-    """Return a prefix whose names, without it, are exactly those of a reading; empty if there is none."""
+def _fitting_prefixes(names: Iterable[str], readings: list[Reading]) -> list[str]:
+    """Return the prefixes whose names, without them, are exactly those of a reading."""
     groups = grouped(names, _PREFIX_DEPTH)
-    return next((f"{prefix}." for prefix, rest in groups.items() if _fits(rest, readings)), "")
+    return [f"{prefix}." for prefix, rest in groups.items() if _fits(rest, readings)]
 
 
 def _fits(names: Iterable[str], readings: list[Reading]) -> bool:
