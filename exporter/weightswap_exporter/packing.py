@@ -13,31 +13,34 @@ import torch
 from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import CheckpointError, RecordingError, WeightsMismatch, WeightswapError
+from weightswap_runtime.errors import CheckpointError, GraphMismatch, RecordingError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
+from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, tied_names
 from weightswap_runtime.format.name_patterns import patterns
 from weightswap_runtime.format.weight_file import canonical_order, label_problem, new_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import PendingFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.staging.golden_check import default_tolerance
 from weightswap_runtime.staging.transforms import Transforms
-from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.comparing import Tolerance, difference
 from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.tensors.dtypes import same_type
 
 from .adapter.tracing import Load
 from .capture.variants import base_alone
-from .checkpoints.casting import cast, casting, casts, requested
+from .checkpoints.casting import SCALED, cast, casting, casts, requested
 from .checkpoints.level_choice import choose_level, refuse
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
 from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
-from .checkpoints.tensor import pieces
+from .checkpoints.tensor import content_of, pieces
 from .checkpoints.tensor_kinds import check_kinds, kind_mismatch, model_problems
 from .checkpoints.through_model import load_into
 from .goldens.calls import Requested, wanted_goldens
 from .goldens.recording import Recording, record
 from .models.peft_layers import peft_base
-from .models.tensors import unwrapped
+from .models.tensors import attribute_at, is_fake, unwrapped
 
 Progress = Callable[[int, int], None]
 
@@ -128,13 +131,17 @@ def pack(
     check_writable(out)
     texts = checked_labels(labels)
     path = _check_name(Path(out))
-    record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
+    eager = model if model is not None else source
+    record_from = recorder(eager, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
         _check_other(path, [Path(source)])
-    choice = Choice(level, prefix, patterns(ignore, "ignore") if ignore else ())
+    choice = Choice(level, prefix, patterns(ignore, "ignore") if ignore else (), tied_names(opened.manifest))
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
+        _check_graph(checkpoint, opened)
         recording = record_from()
+        if isinstance(eager, nn.Module):
+            _check_constants(unwrapped(eager), opened)
         packing = pack_checkpoint(checkpoint, opened, path, labels=texts, dtype=dtype, progress=progress)
         with packing as (file, packed):
             goldens = recording.encode(packed.weights_id) if recording else None
@@ -153,6 +160,43 @@ def _check_other(out: Path, files: Iterable[Path | None]) -> None:
     """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
     if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
         raise CheckpointError(f"{out}: the weight file would replace the checkpoint; give another name")
+
+
+def pack_to_compare(source: Source, artifact: Artifact, out: Path) -> Path:
+    """Pack weights with which a server may compute something else: a comparison shows what."""
+    if isinstance(source, nn.Module) and artifact.manifest.variants:
+        source = peft_base(source)
+    with open_checkpoint(source) as checkpoint, pack_checkpoint(checkpoint, artifact, out) as (file, _):
+        file.rename(out)
+    return out
+
+
+def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
+    """Raise GraphMismatch for a file that was packed for another graph, as a swap does."""
+    if checkpoint.graph_id not in ("", artifact.graph_id):
+        raise GraphMismatch(
+            f"{checkpoint.where}: packed for the graph {checkpoint.graph_id[:12]}, but the artifact has "
+            f"{artifact.graph_id[:12]}, which may compute its weights in another way. Pack the checkpoint that it "
+            "was made of, or the model"
+        )
+
+
+def _check_constants(model: nn.Module, artifact: Artifact) -> None:
+    """Raise CheckpointError if a module's constants are not the artifact's, with which a server computes."""
+    values = artifact.constants() if artifact.manifest.constants else {}
+    problems = []
+    for row in artifact.manifest.constants:
+        tensor = attribute_at(model, row.name.rpartition("/")[2])
+        if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
+            found = content_of(tensor.detach())
+            # of another type is what `dtype` casts, or a table that has grown
+            text = same_type(found, row) and difference(values[row.name], found, default_tolerance(row.dtype))
+            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
+    if problems:
+        raise CheckpointError(
+            f"{type(model).__qualname__}: {listed(problems, between='; ')}. A server computes with the artifact's: "
+            "export this model, or register what checkpoints set as a persistent buffer, and export again"
+        )
 
 
 def recorder(
@@ -206,7 +250,9 @@ def pack_checkpoint(
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
-    ignored = (*match.ignored, *(level.extra if checkpoint.names else ()))
+    names = (*match.ignored, *(level.extra if checkpoint.names else ()))
+    left_out = (*(f"{level.prefix}{name}" for name in names), *level.left_out)
+    refuse(_unscaled(match, level, left_out))
     writing = new_weight_file(
         out,
         [weight.row for weight in manifest.weights],
@@ -223,13 +269,26 @@ def pack_checkpoint(
                 weights_id=stamp.weights_id,
                 nbytes=manifest.total_bytes,
                 labels=stamp.labels,
-                ignored=(*(f"{level.prefix}{name}" for name in ignored), *level.left_out),
+                ignored=left_out,
                 level=level.path,
                 cast=changed,
             )
             yield file, packed
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be written ({error})") from error
+
+
+def _unscaled(match: Match, level: NestedStateDict, left_out: Sequence[str]) -> Iterator[str]:
+    """Yield texts about floats of 8 bits or fewer beside which something is left out: it may be their scale."""
+    names = {name for names in match.found.values() for name in names[:1]}
+    names |= {name for keys in match.computed.values() for name in keys.values()}
+    for name in sorted(name for name in names if level.tensors[name].dtype.startswith(SCALED)):
+        full = f"{level.prefix}{name}"
+        if beside := [other for other in left_out if other.rpartition(".")[0] in (full, full.rpartition(".")[0])]:
+            yield (
+                f"{full}: is {level.tensors[name].dtype}, and {listed(beside)}, which is left out, may be its scale. "
+                "Load the checkpoint with the code that applies it, and pack what that gives"
+            )
 
 
 class _Weights:

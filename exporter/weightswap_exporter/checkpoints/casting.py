@@ -14,6 +14,7 @@ from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .tensor import CheckpointTensor, dtype_of
 
+SCALED = ("F8", "F4")  # dtypes of floats that mostly have a scale beside them
 FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
 
 

@@ -14,7 +14,7 @@ from weightswap_exporter.models.parts import is_composed, is_sharded, kind_of, p
 from weightswap_exporter.models.tensors import is_empty_state, is_fake
 from weightswap_exporter.models.user_errors import first_line
 from weightswap_runtime.errors import CheckpointError
-from weightswap_runtime.format.name_matching import extra_state_of
+from weightswap_runtime.format.name_matching import extra_state_of, is_among
 from weightswap_runtime.format.name_patterns import ignored_names
 from weightswap_runtime.messages import listed, plural
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
@@ -33,15 +33,17 @@ class Choice(NamedTuple):
     """User's choice of the weights in a checkpoint.
 
     level: dotted path of a mapping in the checkpoint, empty for its top; None to search for it. prefix: prefix of the
-    weights' names. ignore: patterns of names, with the prefix, to leave out.
+    weights' names. ignore: patterns of names, with the prefix, to leave out; but none of `kept`, without the prefix.
     """
 
     level: str | None = None
     prefix: str = ""
     ignore: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
 
     def ignores(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.ignore)
+        is_kept = is_among(name.removeprefix(self.prefix), self.kept)
+        return not is_kept and any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
     def takes(self, name: str) -> bool:
         return name.startswith(self.prefix) and not self.ignores(name)
@@ -222,15 +224,16 @@ def _with_prefix(levels: list[NestedStateDict], choice: Choice, where: str) -> t
 
     A pattern in `choice.ignore` that matches nothing causes a warning.
     """
-    ignored_names([name for level in levels for name in level.left_out], choice.ignore, where)
+    names = [name for level in levels for name in (*level.left_out, *(f"{level.prefix}{key}" for key in level.tensors))]
+    ignored_names(names, choice.ignore, where)
     matching = tuple(level for level in levels if level.tensors or level.problems or not level.prefix)
     if matching:
         return matching
     prefix = levels[0].prefix
     groups = _by_depth(grouped((name for level in levels for name in level.left_out), 2))
     starts = {f"{path}.": names for path, names in groups.items()}
-    names = f"they begin with {listing(starts)}" if starts else "no name contains a dot"
-    raise CheckpointError(f"{where}: no tensor name begins with the prefix {prefix!r}; {names}")
+    found = f"they begin with {listing(starts)}" if starts else "no name contains a dot"
+    raise CheckpointError(f"{where}: no tensor name begins with the prefix {prefix!r}; {found}")
 
 
 def _nested(

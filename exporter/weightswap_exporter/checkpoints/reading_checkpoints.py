@@ -17,6 +17,7 @@ from weightswap_runtime.errors import CheckpointError, Unsupported
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
 from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.location import check_scheme, is_url, printable
+from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from . import pickled
@@ -24,7 +25,7 @@ from .dcp import open_dcp
 from .dcp_metadata import CHUNKS_SUFFIX, METADATA_NAME
 from .nested_state_dicts import ANYWHERE, Choice, Mappings, NestedStateDict, flat_levels, nested_levels
 from .stored import Files
-from .tensor import CheckpointTensor, values_of
+from .tensor import CheckpointTensor, pieces, values_of
 from .torchao_files import named_as_parts
 
 PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
@@ -39,7 +40,7 @@ class Checkpoint(NamedTuple):
 
     levels: state dicts in it that may have the weights. mappings: as in `Levels`. names: True if its tensors certainly
     have runtime FQNs; else they may have checkpoint keys. check_unchanged: raises CheckpointError or WeightFileError if
-    one of its files was written to since it was opened.
+    one of its files was written to since it was opened. graph_id: of the graph that it was packed for, if any.
     """
 
     where: str
@@ -47,6 +48,7 @@ class Checkpoint(NamedTuple):
     mappings: Mappings
     names: bool = False
     check_unchanged: Callable[[], None] = lambda: None
+    graph_id: str = ""
 
 
 @contextmanager
@@ -130,20 +132,27 @@ def _folder_opener(path: Path) -> Opener:
 @contextmanager
 def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
     with open_weights(path) as weights:
-        tensors = {name: _stored(stored) for name, stored in weights.tensors.items()}
+        digests = weights.stamp.digests if weights.stamp else {}
+        tensors = {name: _stored(name, stored, digests.get(name)) for name, stored in weights.tensors.items()}
         metadata = {name: text for file in weights.files for name, text in file.header.metadata.items()}
         tensors = named_as_parts(tensors, metadata, weights.where)
         levels = flat_levels(tensors, weights.where, choice)
-        yield Checkpoint(weights.where, *levels, weights.stamp is not None, weights.check_unchanged)
+        graph_id = weights.stamp.graph_id if weights.stamp else ""
+        yield Checkpoint(weights.where, *levels, bool(graph_id), weights.check_unchanged, graph_id)
 
 
-def _stored(tensor: StoredTensor) -> CheckpointTensor:
+def _stored(name: str, tensor: StoredTensor, digest: str | None) -> CheckpointTensor:
     def load() -> torch.Tensor:
         memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
         tensor.file.source.read_into([memory.numpy().data], tensor.offset)
         return memory.view(torch_dtype(tensor.dtype)).view(tensor.shape)
 
-    return CheckpointTensor(tensor.dtype, tensor.shape, (id(tensor.file.source), tensor.offset), load)
+    def problems() -> list[str]:
+        if digest is None or digest_of(pieces(load())) == digest:
+            return []
+        return [f"{tensor.file.where}: {name} is damaged: its bytes do not match its digest. Copy the file again."]
+
+    return CheckpointTensor(tensor.dtype, tensor.shape, (id(tensor.file.source), tensor.offset), load, problems)
 
 
 @contextmanager

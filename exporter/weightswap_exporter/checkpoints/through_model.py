@@ -7,20 +7,25 @@ import traceback
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from weightswap_exporter.adapter.tracing import Load
 from weightswap_exporter.models import huggingface
+from weightswap_exporter.models.stand_ins import within
 from weightswap_exporter.models.tensors import is_fake, named_tensors
 from weightswap_exporter.models.user_errors import first_line, frame_of, reason
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import digest_of
 
 from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .tensor import pieces
+
+_OF_LIBRARIES = {"_is_hf_initialized"}  # notes of a loading
 
 
 @contextmanager
@@ -34,16 +39,61 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
     model its own loading, gets only the levels that have about as many tensors, if there are any.
 
     Raises CheckpointError with the reason, and the line in `load` or a hook, if the checkpoint cannot be loaded, and
-    for wrong checksums; the model may then be partly loaded.
+    for wrong checksums; the model may then be partly loaded. So it does for loading code that changes what a graph has
+    kept since the export, and, in a model that was loaded before, for code that adds to what the model held.
     """
     if isinstance(source, nn.Module):
         raise CheckpointError("`model` is what a checkpoint is loaded into; to pack a module, give it alone")
+    is_used, kept = model in _kept_by, _kept_by.setdefault(model, _kept(model))
     with open_checkpoint(source, choice) as checkpoint:
         level = _load(model, checkpoint, load)
         if problems := list(dict.fromkeys(level.damage())):
             raise CheckpointError(*problems[:MOST_PRINTED])
         checkpoint.check_unchanged()
+        if changed := [path for path, value in _kept(model).items() if kept.get(path) != value]:
+            raise CheckpointError(
+                f"{checkpoint.where}: loading it changes {listed(changed)}, but the graph keeps the values from the "
+                "export. Register what a checkpoint sets as a persistent buffer, and export again; what no call reads "
+                "need not be set in the model"
+            )
+        if is_used and _adds(model, checkpoint, load):
+            raise CheckpointError(
+                f"{checkpoint.where}: its loading adds to what the model holds, and this model was loaded before. "
+                "Build the model anew for each checkpoint"
+            )
     yield from_module(model, f"{checkpoint.where}, loaded into {type(model).__qualname__}")
+
+
+# by model, what a graph keeps of it, from before its first loading
+_kept_by: WeakKeyDictionary[nn.Module, dict[str, Hashable]] = WeakKeyDictionary()
+
+
+def _kept(model: nn.Module) -> dict[str, Hashable]:
+    """Return by path what a graph keeps of a model: numbers, texts, and tensors that checkpoints do not have."""
+    own = vars(nn.Module()).keys()
+    kept: dict[str, Hashable] = {}
+    for name, module in model.named_modules():
+        places = {key: value for key, value in vars(module).items() if key not in own and key not in _OF_LIBRARIES}
+        places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+        for key, place in places.items():
+            for path, value in within(f"{name}.{key}" if name else key, place):
+                if isinstance(value, torch.Tensor):
+                    kept[path] = _digest(value)
+                elif isinstance(value, bool | int | float | str):
+                    kept[path] = (type(value), value)
+    return kept
+
+
+def _adds(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> bool:
+    """Load once more, and return whether that has changed a model's tensors."""
+    before = {name: _digest(tensor) for name, tensor in named_tensors(model).items()}
+    _load(model, checkpoint, load)
+    return any(_digest(tensor) != before.get(name) for name, tensor in named_tensors(model).items())
+
+
+def _digest(tensor: torch.Tensor) -> Hashable:
+    values = None if is_fake(tensor) or tensor.layout is not torch.strided else digest_of(pieces(tensor))
+    return tensor.dtype, tuple(tensor.shape), values
 
 
 class _Failure(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -83,7 +83,7 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
         report, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
         owner.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
         owner._adjust_missing_and_unexpected_keys(report)
-    if problems := list(_problems(report)):
+    if problems := [*_problems(report), *_unscaled(report.unexpected_keys, checkpoint)]:
         head = f"{type(model).__qualname__}: cannot load the checkpoint"
         raise CheckpointError(head, *(f"  - {problem}" for problem in problems))
 
@@ -91,7 +91,7 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
 def _check_plain(model: Any) -> None:
     name = type(model).__qualname__
     if getattr(model, "hf_quantizer", None) is not None:
-        raise Unsupported(f"{name}: is quantised by transformers; pack it, or export the original")
+        raise Unsupported(f"{name}: is quantised by transformers; export the original, and give its checkpoints")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise Unsupported(
             f"{name}: has adapters, and its files hold only those. Export what peft.get_peft_model() returns, or "
@@ -113,6 +113,17 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(previous)
+
+
+def _unscaled(unexpected: Collection[str], checkpoint: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield texts about skipped keys beside 8-bit floats: what `from_pretrained` casts may lack its scale."""
+    coarse = {
+        key.rpartition(".")[0]
+        for key, value in checkpoint.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1
+    }
+    for key in sorted(key for key in unexpected if key.rpartition(".")[0] in coarse):
+        yield f"{key}: may be the scale of the 8-bit floats beside it, which this model would not apply"
 
 
 def _problems(report: Any) -> Iterator[str]:

@@ -119,6 +119,14 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     return name
 
 
+def attribute_at(model: nn.Module, path: str) -> Any:
+    """Return what a dotted path of attributes leads to; None if it leads nowhere."""
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has shape and dtype but no values."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta

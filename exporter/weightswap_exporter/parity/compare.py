@@ -14,7 +14,7 @@ from torch import nn
 
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_exporter.models.user_errors import first_line
-from weightswap_exporter.packing import pack
+from weightswap_exporter.packing import pack_to_compare
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
@@ -116,7 +116,7 @@ def compare_calls(
 def _packed(folder: Path, model: nn.Module | None, artifact: Artifact) -> Path:
     if model is None:
         raise ParityError(["there are no weights"], "Give a weight file, a model, or both.")
-    return pack(model, artifact, out=folder / "weights.safetensors").path
+    return pack_to_compare(model, artifact, folder / "weights.safetensors")
 
 
 def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, model: nn.Module | None) -> Sequence[str]:

@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.capture.reopening import method_program, open_program
 from weightswap_exporter.checkpoints.tensor import contents_of
-from weightswap_exporter.packing import pack
+from weightswap_exporter.packing import pack_to_compare
 from weightswap_runtime import Artifact, read_weights
 
 from .compared_calls import CallCase, PathLike
@@ -82,6 +82,6 @@ def _flat(program: ExportedProgram, case: CallCase) -> list[Any]:
 def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
     """Return weights by FQN, with tied ones under each of their names."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
-        packed = pack(weights, artifact, out=Path(folder) / "weights.safetensors").path
+        packed = pack_to_compare(weights, artifact, Path(folder) / "weights.safetensors")
         values = read_weights(packed, framework="torch")
     return {name: values[row.name] for row in artifact.manifest.weights for name in row.names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -12,6 +12,7 @@ import msgspec
 from weightswap_runtime.errors import Unsupported
 
 from .manifest import Manifest
+from .name_matching import is_among
 
 
 def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
@@ -22,12 +23,17 @@ def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...
     return result
 
 
-def ignored_names(names: Iterable[str], ignore: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none."""
+def ignored_names(
+    names: Iterable[str], ignore: Sequence[str], where: str, kept: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none.
+
+    kept: names that no pattern hides: which of several unlike values for one tensor is meant, it cannot say.
+    """
     matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
     for pattern in (pattern for pattern, matches in matched.items() if not matches):
         warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
-    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches))
+    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))
 
 
 def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.name_matching import NAMES, Match, resolve
+from weightswap_runtime.format.name_matching import NAMES, Match, resolve, tied_names
 from weightswap_runtime.format.name_patterns import ignored_names, part_of
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena
@@ -53,7 +53,7 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     stamp = weights.stamp
     # in a file with a stamp names are FQNs; in other files they may also be checkpoint keys
     readings = NAMES if stamp else READINGS[request.keys]
-    ignored = ignored_names(weights.tensors, request.ignore, weights.where)
+    ignored = ignored_names(weights.tensors, request.ignore, weights.where, tied_names(manifest))
     tensors = {name: tensor for name, tensor in weights.tensors.items() if name not in ignored}
     match = resolve(tensors, part, weights.where, readings=readings, part=bool(request.only))
     if stamp:
