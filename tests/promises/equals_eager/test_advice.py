@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import Artifact, CaptureError, CheckpointError, WeightFileError, WeightsMismatch, load
 from weightswap_runtime.errors import ContextMismatch, GraphMismatch, StaleContext
+from weightswap_runtime.memory.host import FOR_STAGING
 from weightswap_tools.diff.artifacts import compare_artifacts
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -382,3 +383,53 @@ def test_a_state_of_other_weights_is_started_anew(tmp_path: Path) -> None:
     with pytest.raises(ContextMismatch, match=r"start a new context.*would mix both"):
         served.load_context(tmp_path / "c.safetensors")
     assert torch.equal(served(X, context=served.new_context(on_swap="reset")), seeded(1, Remembering)(X))
+
+
+class Arguments:
+    """What a trainer pickles beside the weights."""
+
+
+def test_a_pickle_that_its_owner_trusts_is_given_whole(tmp_path: Path) -> None:
+    artifact = exported(linear(), tmp_path)
+    states = [seeded(seed, linear).state_dict() for seed in range(2)]
+    torch.save({"state_dict": states[0], "model": states[1], "args": Arguments()}, tmp_path / "c.pt")
+    advice = r"unpickle it yourself: pack\(torch\.load\(path, weights_only=False\), artifact"
+    with pytest.raises(CheckpointError, match=advice):
+        pack(tmp_path / "c.pt", artifact, out=tmp_path / "v.safetensors")
+    whole = torch.load(tmp_path / "c.pt", weights_only=False)
+    with pytest.raises(WeightsMismatch, match=r"both fit, with different values\nSay which: level="):
+        pack(whole, artifact, out=tmp_path / "v.safetensors")
+    packed = pack(whole, artifact, out=tmp_path / "v.safetensors", level="model")
+    assert torch.equal(load(artifact, packed.path)(X), seeded(1, linear)(X))
+
+
+class Decaying(nn.Module):
+    """Multiplies by a smaller number in each call: a number of Python, or a buffer, as advised."""
+
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if as_buffer:
+            self.register_buffer("scale", torch.ones(()), persistent=False)
+        else:
+            self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = self.scale * 0.5
+        return self.linear(x) * self.scale
+
+
+def test_a_number_that_calls_change_begins_as_at_the_export(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="register it as a buffer: servers begin with its value at the export"):
+        exported(Decaying(False), tmp_path)
+    artifact = exported(Decaying(True), tmp_path)
+    eager = seeded(8, lambda: Decaying(True))
+    served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    context = served.new_context()
+    for _ in range(3):
+        assert torch.equal(served(X, context=context), eager(X))
+
+
+def test_memory_is_not_saved_by_serving_parts_of_two_sets() -> None:
+    assert "a delta" in FOR_STAGING
+    assert "only=" not in FOR_STAGING
