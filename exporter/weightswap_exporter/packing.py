@@ -166,7 +166,7 @@ def pack_to_compare(source: Source, artifact: Artifact, out: Path) -> Path:
     """Pack weights with which a server may compute something else: a comparison shows what."""
     if isinstance(source, nn.Module) and artifact.manifest.variants:
         source = peft_base(source)
-    with open_checkpoint(source) as checkpoint, pack_checkpoint(checkpoint, artifact, out) as (file, _):
+    with open_checkpoint(source) as checkpoint, pack_checkpoint(checkpoint, artifact, out, labels={}) as (file, _):
         file.rename(out)
     return out
 
@@ -250,8 +250,8 @@ def pack_checkpoint(
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
-    names = (*match.ignored, *(level.extra if checkpoint.names else ()))
-    left_out = (*(f"{level.prefix}{name}" for name in names), *level.left_out)
+    unread = (*match.ignored, *(level.extra if checkpoint.names else ()))
+    left_out = (*(f"{level.prefix}{name}" for name in unread), *level.left_out)
     refuse(_unscaled(match, level, left_out))
     writing = new_weight_file(
         out,

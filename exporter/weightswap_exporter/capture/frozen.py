@@ -158,6 +158,8 @@ class _Trials:
             if refilled is None:
                 continue
             paths = [path for path, bits in filled.left.items() if refilled.left.get(path) != bits]
+            if flag and not paths:  # another flag may be the one that says whether the place is filled
+                continue
             numbers = [path for path in paths if isinstance(filled.left[path], float)]
             changed = self._run(places, {}, self._moved) if numbers else None
             # a number may only be noted by calls, and read by none

@@ -275,8 +275,8 @@ def _load(source: Path | IO[bytes], path: Path, *, mmap: bool = False) -> Mappin
         name = _REFUSED_NAME.search(str(error))
         raise CheckpointError(
             f"{path}: holds more than tensors{f' (it names {name[1]})' if name else ''}, and unpickling it could run "
-            f"any code, so it was not opened. {ONLY_WEIGHTS} If you trust the source of the file, unpickle it yourself: "
-            "pack(torch.load(path, weights_only=False), artifact, out=...)"
+            f"any code, so it was not opened. {ONLY_WEIGHTS} If you trust the source of the file, unpickle it "
+            "yourself: pack(torch.load(path, weights_only=False), artifact, out=...)"
         ) from error
     except Exception as error:  # a damaged pickle can raise any error
         reason = str(error).partition("\n")[0] or type(error).__name__

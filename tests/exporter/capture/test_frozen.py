@@ -432,3 +432,23 @@ def test_a_random_cache_is_no_function_of_weights(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         export(model, (X,), out=tmp_path / "a")
     assert equal(torch.get_rng_state(), state)
+
+
+def test_each_flag_is_tried(tmp_path: Path) -> None:
+    """The first that a call does not mind says nothing of the others."""
+
+    class Flagged(Scaled):
+        def prepare(self) -> None:
+            self.a_flag_of_something_else = True
+            self.is_ready = False
+            self.register_buffer("late", torch.zeros(16), persistent=False)
+
+        def get(self) -> Any:
+            if not self.is_ready:
+                self.late, self.is_ready = self.computed(), True
+            return self.late
+
+    model = Flagged().eval()
+    model(X)
+    with pytest.raises(CaptureError, match=r"self\.late: computed from weights"):
+        export(model, (X,), out=tmp_path / "a")
