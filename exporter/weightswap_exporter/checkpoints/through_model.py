@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .tensor import pieces
 
+_OWN = vars(nn.Module()).keys()
 _OF_LIBRARIES = {"_is_hf_initialized"}  # notes of a loading
 
 
@@ -50,7 +52,16 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
         if problems := list(dict.fromkeys(level.damage())):
             raise CheckpointError(*problems[:MOST_PRINTED])
         checkpoint.check_unchanged()
-        if changed := [path for path, value in _kept(model).items() if kept.get(path) != value]:
+        changed = [path for path, value in _kept(model).items() if kept.get(path) != value]
+        told = [path for path in changed if path in _of_extra_states(model)]
+        if told:
+            warnings.warn(
+                f"{checkpoint.where}: its extra state changes {listed(told)}, but the graph keeps the values from the "
+                "export. If outputs depend on them, register what a checkpoint sets as a persistent buffer, and export "
+                "again",
+                stacklevel=4,
+            )
+        if changed := [path for path in changed if path not in told]:
             raise CheckpointError(
                 f"{checkpoint.where}: loading it changes {listed(changed)}, but the graph keeps the values from the "
                 "export. Register what a checkpoint sets as a persistent buffer, and export again; what no call reads "
@@ -70,18 +81,28 @@ _kept_by: WeakKeyDictionary[nn.Module, dict[str, Hashable]] = WeakKeyDictionary(
 
 def _kept(model: nn.Module) -> dict[str, Hashable]:
     """Return by path what a graph keeps of a model: numbers, texts, and tensors that checkpoints do not have."""
-    own = vars(nn.Module()).keys()
-    kept: dict[str, Hashable] = {}
-    for name, module in model.named_modules():
-        places = {key: value for key, value in vars(module).items() if key not in own and key not in _OF_LIBRARIES}
-        places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
-        for key, place in places.items():
-            for path, value in within(f"{name}.{key}" if name else key, place):
-                if isinstance(value, torch.Tensor):
-                    kept[path] = _digest(value)
-                elif isinstance(value, bool | int | float | str):
-                    kept[path] = (type(value), value)
-    return kept
+    return {path: value for name, module in model.named_modules() for path, value in _kept_of(name, module)}
+
+
+def _kept_of(name: str, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    places = {key: value for key, value in vars(module).items() if key not in _OWN and key not in _OF_LIBRARIES}
+    places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+    for key, place in places.items():
+        for path, value in within(f"{name}.{key}" if name else key, place):
+            if isinstance(value, torch.Tensor):
+                yield path, _digest(value)
+            elif isinstance(value, bool | int | float | str | bytes):
+                yield path, (type(value), value)
+
+
+def _of_extra_states(model: nn.Module) -> set[str]:
+    """Return the paths of what modules with an extra state keep: names of `Packed.ignored` have told of that."""
+    modules = {name: module for name, module in model.named_modules() if _has_extra_state(module)}
+    return {path for name, module in modules.items() for path, _ in _kept_of(name, module)}
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _adds(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> bool:
