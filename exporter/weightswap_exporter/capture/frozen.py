@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from weightswap_exporter.models.huggingface import INITIALIZED
 from weightswap_exporter.models.stand_ins import attributes_of, install, restored, tied, within
 from weightswap_exporter.models.tensors import is_fake, named_parameters, named_tensors, persistent_buffers
 from weightswap_runtime.errors import CaptureError
@@ -29,11 +30,12 @@ from .programs import graph_inputs
 from .views import memory
 
 _ABSENT = object()
-_OWN = vars(nn.Module()).keys()
+_NO_PLACES = {*vars(nn.Module()), INITIALIZED}
 _LITERAL = torch.ops.aten.lift_fresh_copy.default  # of the numbers in a `torch.tensor([...])`
 _WRITTEN = 9  # characters of the longest number that people write down
 _TELLING = 8  # different values from which the origin of a tensor can be told
 _SEARCHED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTEGERS = {torch.int64, torch.int32}
 _SEED = 7_062_013
 _AT_ONCE = 1 << 22  # values of a weight
 
@@ -95,10 +97,20 @@ def _within(place: _Place) -> Iterator[tuple[str, Any]]:
     return within("", place.owner.get(place.key))
 
 
-def _flags(places: list[_Place]) -> list[str]:
-    """Return the attributes of the places' modules that are true, false or integers."""
-    attributes = {key: value for place in places for key, value in vars(place.module).items() if key not in _OWN}
-    return sorted(key for key, value in attributes.items() if isinstance(value, int))
+def _flags(places: list[_Place], weights: Iterable[torch.Tensor]) -> list[str]:
+    """Return the attributes of the places' modules that may say which weights a place was filled with, or whether."""
+    attributes = {key: value for place in places for key, value in vars(place.module).items() if key not in _NO_PLACES}
+    marks = {mark for tensor in weights for mark in _marks(tensor)}
+    return sorted(key for key, value in attributes.items() if isinstance(value, int) and _is_mark(value, marks))
+
+
+def _marks(tensor: torch.Tensor) -> tuple[int, ...]:
+    identity = tensor.data_ptr(), id(tensor)
+    return identity if tensor.is_inference() else (*identity, tensor._version)
+
+
+def _is_mark(value: int, marks: Collection[int]) -> bool:
+    return isinstance(value, bool) or value in marks
 
 
 def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
@@ -131,7 +143,10 @@ class _Trials:
         for path, module in self._root.named_modules():
             prefix = f"self.{path}." if path else "self."
             buffers, attributes = module._buffers, vars(module)
-            for owner, keys in (buffers, module._non_persistent_buffers_set), (attributes, attributes.keys() - _OWN):
+            for owner, keys in (
+                (buffers, module._non_persistent_buffers_set),
+                (attributes, attributes.keys() - _NO_PLACES),
+            ):
                 for key in sorted(keys):
                     place = _Place(owner, key, prefix + key, module)
                     if any(self._is_suspect(value) for _, value in _within(place)):
@@ -139,7 +154,7 @@ class _Trials:
 
     def _is_suspect(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return not memory(value).isdisjoint(self._storages)
+            return not memory(value).isdisjoint(self._storages) and not _is_table(value)
         return type(value) is float and not _is_written(value)
 
     def followers(self, places: list[_Place]) -> list[str]:
@@ -148,10 +163,10 @@ class _Trials:
         if graded := [path for path, value in held if self._is_suspect(value) and getattr(value, "grad_fn", None)]:
             return graded
         ways = [(empty, "") for empty in (self._none, self._absent, self._all_none, self._no_elements, None)]
-        ways += [(self._zeros, flag) for flag in _flags(places)]
+        ways += [(self._zeros, flag) for flag in _flags(places, self._weights.values())]
         for empty, flag in ways:
             filled = self._run(places, {}, empty, flag)
-            if filled is None or not filled.left:
+            if filled is None or not any(map(_is_filled, filled.left.values())):
                 continue
             others = {name: _others(value) for name, value in self._weights.items()}
             refilled = self._run(places, tied(self._root, others), empty, flag)
@@ -226,6 +241,12 @@ class _Trials:
         return value * 1.5 + 1 if isinstance(value, float) and self._is_suspect(value) else value
 
 
+def _is_table(value: torch.Tensor) -> bool:
+    """Return whether a tensor has positions, or other integers in order, that follow from no weight."""
+    numbers = value.detach().flatten()
+    return value.dtype in _INTEGERS and len(numbers) > 1 and _is_sorted(numbers)
+
+
 def _is_written(number: float) -> bool:
     """Return whether people may write down a number, or compute it from such a number, as in `size ** -0.5`."""
     powers = (number, 1 / number, number**2, number**-2) if number else (number,)
@@ -273,6 +294,11 @@ def _others(value: torch.Tensor) -> torch.Tensor:
 
 def _bits(value: Any) -> Any:
     return (value.dtype, tuple(value.shape), bytes(tensor_bytes(value))) if isinstance(value, torch.Tensor) else value
+
+
+def _is_filled(bits: Any) -> bool:
+    """Return whether a call has left something other than the zeros that were there before."""
+    return not isinstance(bits, tuple) or bits[2].count(0) < len(bits[2])
 
 
 def _outside(model: str, constants: Constants, held: Collection[int]) -> Iterator[str]:

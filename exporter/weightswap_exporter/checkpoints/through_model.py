@@ -26,8 +26,7 @@ from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .tensor import pieces
 
-_OWN = vars(nn.Module()).keys()
-_OF_LIBRARIES = {"_is_hf_initialized"}  # notes of a loading
+_NO_PLACES = {*vars(nn.Module()), huggingface.INITIALIZED}
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def _kept(model: nn.Module) -> dict[str, Hashable]:
 
 
 def _kept_of(name: str, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    places = {key: value for key, value in vars(module).items() if key not in _OWN and key not in _OF_LIBRARIES}
+    places = {key: value for key, value in vars(module).items() if key not in _NO_PLACES}
     places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
     for key, place in places.items():
         for path, value in within(f"{name}.{key}" if name else key, place):

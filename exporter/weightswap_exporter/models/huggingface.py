@@ -19,6 +19,8 @@ from torch import nn
 
 from weightswap_runtime.errors import CheckpointError, Unsupported
 
+INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no call reads
+
 
 def is_pretrained(model: nn.Module) -> bool:
     """Return whether a model is one of transformers, which is not imported for this."""
