@@ -452,3 +452,41 @@ def test_each_flag_is_tried(tmp_path: Path) -> None:
     model(X)
     with pytest.raises(CaptureError, match=r"self\.late: computed from weights"):
         export(model, (X,), out=tmp_path / "a")
+
+
+def test_a_product_of_weights_that_a_method_has_prepared_is_refused(tmp_path: Path) -> None:
+    """The call computes the same without it, as long as the weights stay."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+            self.fused: Any = None
+
+        @torch.no_grad()
+        def fuse(self) -> None:
+            self.fused = self.one.weight.T @ self.two.weight.T
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x)) if self.fused is None else x @ self.fused
+
+    model = Fused().eval()
+    export(model, (X,), out=tmp_path / "a")
+    model.fuse()
+    with pytest.raises(CaptureError, match=r"self\.fused: computed from weights"):
+        export(model, (X,), out=tmp_path / "a")
+
+
+def test_an_optional_constant_is_none_of_its_business(tmp_path: Path) -> None:
+    class Masked(Scaled):
+        def prepare(self) -> None:
+            self.mask: Any = torch.rand(16) * 2
+            self.nothing: Any = torch.zeros(16)
+
+        def get(self) -> Any:
+            weight = self.weight if self.mask is None else self.weight * self.mask
+            return weight if self.nothing is None else weight + self.nothing
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(Masked().eval(), (X,), out=tmp_path / "a")
