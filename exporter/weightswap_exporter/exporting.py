@@ -213,7 +213,7 @@ def _artifact(
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_leftovers(captured)
-    for text in dict.fromkeys(text for method in captured.values() for text in method.frozen):
+    for text in dict.fromkeys(text for method in captured.values() for text in method.stale):
         warnings.warn(text, stacklevel=_STACKLEVEL - 1)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):

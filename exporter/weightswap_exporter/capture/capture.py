@@ -20,13 +20,13 @@ from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.messages import listed
 
 from .composed import in_parts, name_parts
-from .frozen import frozen_weights
 from .inlining import inline_operators
 from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
 from .programs import graphs
 from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
+from .stale_constants import stale_constants
 from .views import arguments
 
 _CREATED = (
@@ -53,7 +53,7 @@ class MethodSpec:
 class Captured:
     """Program of a method. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
 
-    `leftovers` names attributes that a call changes and that no later call reads. `frozen` are texts about constants
+    `leftovers` names attributes that a call changes and that no later call reads. `stale` are texts about constants
     that may follow from weights.
     """
 
@@ -62,7 +62,7 @@ class Captured:
     dynamic_shapes: Any
     mutated: frozenset[str]
     leftovers: Leftovers
-    frozen: list[str]
+    stale: list[str]
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -87,14 +87,14 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
             check_seen(replaced, mutated)
         if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
             raise CaptureError(_problem_of(*leftovers))
-        frozen = frozen_weights(root, (args, kwargs), program, mutated)
+        stale = stale_constants(root, (args, kwargs), program, mutated)
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers, frozen)
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers, stale)
 
 
 def _problem_of(tensors: list[str], numbers: list[str]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.support.setups import equal
 from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_exporter.models.tensors import is_fake
 from weightswap_runtime import CaptureError, load
 
 # of torch, which looks for a gradient in each attribute
@@ -490,3 +491,29 @@ def test_an_optional_constant_is_none_of_its_business(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         export(Masked().eval(), (X,), out=tmp_path / "a")
+
+
+def test_a_cache_of_a_skeleton_s_persistent_buffer_is_refused(tmp_path: Path) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+            self.cache: Any = None
+            self.plain: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.cache is None:
+                self.cache = (self.norm.running_var + 1).rsqrt()
+            if self.plain is None:
+                self.plain = torch.arange(16.0).sin()
+            return self.linear(x) * self.cache * self.plain
+
+    with skeleton():
+        model = Normed().eval()
+    model(X)
+    with pytest.raises(CaptureError, match=r"'forward': self\.cache: computed from weights"):
+        export(model, (X,), out=tmp_path / "a")
+    assert all(map(is_fake, model.parameters()))
+    model.cache = None
+    with pytest.warns(UserWarning, match="a call leaves tensors in self.cache"):
+        export(model, (X,), out=tmp_path / "a")

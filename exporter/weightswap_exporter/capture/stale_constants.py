@@ -8,6 +8,7 @@ others: what the calls fill it with differs. The model is left as it was.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -37,21 +38,23 @@ _TELLING = 8  # different values from which the origin of a tensor can be told
 _SEARCHED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = {torch.int64, torch.int32}
 _SEED = 7_062_013
+_MOST_FILLED = 4 << 30  # bytes of a skeleton's parameters
 _AT_ONCE = 1 << 22  # values of a weight
 
 
-def frozen_weights(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> list[str]:
+def stale_constants(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> list[str]:
     """Return texts about constants that may follow from weights. Raises CaptureError for those that do.
 
-    inputs: args and kwargs of a call. mutated: buffers that a call changes, which are state. A skeleton has no such
-    constants: its parameters have no values to follow from.
+    inputs: args and kwargs of a call. mutated: buffers that a call changes, which are state. Nothing follows from the
+    parameters of a skeleton, which have no values; from its persistent buffers something may.
     """
     tensors = named_tensors(root)
-    if any(map(is_fake, tensors.values())):
-        return []
     loaded = named_parameters(root) | persistent_buffers(root)
     weights = {name: tensor for name, tensor in tensors.items() if name in loaded}
     changing = (tensor for name, tensor in tensors.items() if name in loaded or name in mutated)
+    real = {name: tensor for name, tensor in weights.items() if not is_fake(tensor)}
+    if not real or sum(tensor.nbytes for tensor in weights.values() if is_fake(tensor)) > _MOST_FILLED:
+        return []
     constants = _constants(program, {item for tensor in changing for item in memory(tensor)})
     trials = _Trials(root, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
     places = list(trials.places())
@@ -63,7 +66,7 @@ def frozen_weights(root: nn.Module, inputs: Any, program: ExportedProgram, mutat
             "not been called"
         )
     held = {item for place in places for _, value in _within(place) for item in memory(value)}
-    return [*_outside(type(root).__qualname__, constants, held), *_alike(constants, weights)]
+    return [*_outside(type(root).__qualname__, constants, held), *_alike(constants, real)]
 
 
 class _Place(NamedTuple):
@@ -105,7 +108,7 @@ def _flags(places: list[_Place], weights: Iterable[torch.Tensor]) -> list[str]:
 
 
 def _marks(tensor: torch.Tensor) -> tuple[int, ...]:
-    identity = tensor.data_ptr(), id(tensor)
+    identity = (id(tensor),) if is_fake(tensor) else (id(tensor), tensor.data_ptr())
     return identity if tensor.is_inference() else (*identity, tensor._version)
 
 
@@ -135,8 +138,14 @@ class _Trials:
         self, root: nn.Module, inputs: Any, weights: Mapping[str, torch.Tensor], storages: Collection[int]
     ) -> None:
         """storages: those of the program's constants."""
-        self._root, self._inputs, self._weights = root, inputs, weights
-        self._storages = set(storages)
+        self._root, self._inputs, self._storages = root, inputs, set(storages)
+        self._weights = weights
+
+    @functools.cached_property
+    def _filling(self) -> dict[str, torch.Tensor]:
+        """Values for the parameters of a skeleton."""
+        hollow = {name: value for name, value in self._weights.items() if is_fake(value)}
+        return {name: _others(torch.ones(value.shape, dtype=value.dtype)) for name, value in hollow.items()}
 
     def places(self) -> Iterator[_Place]:
         """Yield what holds constants, or numbers that nobody has written down."""
@@ -197,7 +206,8 @@ class _Trials:
         )
 
     def _other_weights(self) -> Mapping[str, torch.Tensor]:
-        return tied(self._root, {name: _others(value) for name, value in self._weights.items()})
+        weights = {**self._weights, **self._filling}
+        return tied(self._root, {name: _others(value) for name, value in weights.items()})
 
     def _run(
         self,
@@ -222,7 +232,7 @@ class _Trials:
         with restored(root), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            install(root, {**buffers, **tensors})
+            install(root, {**buffers, **tied(root, self._filling), **tensors})
             copies: dict[int, Any] = {}
             for place in places:
                 value = _changed(place.owner[place.key], change, copies) if change else None
