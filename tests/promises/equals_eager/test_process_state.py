@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,73 +48,26 @@ class Implicit(nn.Module):
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return setting(torch.set_default_dtype, dtype, torch.float32)
 
 
-@contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """Of one thread."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Also fills uninitialised memory with NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def lower_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def default_tensor_type() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*set_default_tensor_type.*")
-        torch.set_default_tensor_type(torch.DoubleTensor)
-        try:
-            yield
-        finally:
-            torch.set_default_tensor_type(torch.FloatTensor)
-
-
-STATES: dict[str, Callable[[], Any]] = {
+STATES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float16": lambda: default_dtype(torch.float16),
-    "tensor type": default_tensor_type,
-    "device": lambda: default_device("meta"),
-    "deterministic": deterministic,
-    "matmul precision": lower_precision,
+    "tensor type": lambda: setting(torch.set_default_tensor_type, torch.DoubleTensor, torch.FloatTensor),
+    "device": lambda: setting(torch.set_default_device, "meta", None),
+    "deterministic": lambda: setting(torch.use_deterministic_algorithms, True, False),
+    "matmul precision": lambda: setting(torch.set_float32_matmul_precision, "high", "highest"),
 }
 INPUTS = (torch.rand(3, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2]))
 
@@ -145,6 +97,7 @@ def case(folder: Path) -> Case:
     return Case(folder / "a", files, checkpoints, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type")
 @pytest.mark.parametrize("state", STATES)
 @torch.no_grad()
 def test_swaps_and_calls_mean_the_same(state: str, tmp_path: Path, residency: str) -> None:
@@ -195,7 +148,7 @@ def test_a_thread_that_flushes_denormals_makes_the_same_weights(tmp_path: Path, 
     artifact = export(model, (torch.zeros(4, dtype=torch.int32),), out=tmp_path / "a")
     pack(model, artifact, out=tmp_path / "v.safetensors")
     served = load(artifact, residency=residency)
-    with flushed_denormals():
+    with setting(torch.set_flush_denormal, True, False):
         served.swap(tmp_path / "v.safetensors")
         assert torch.tensor(1e-40) * 1 == 0  # the thread is as it was
     assert equal(served(torch.zeros(4, dtype=torch.int32)), model(torch.zeros(4, dtype=torch.int32)))
