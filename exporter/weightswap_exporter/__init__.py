@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 from weightswap_runtime import MissingExtra, __version__
 
 if TYPE_CHECKING:
-    from .capture.capture import MethodSpec
-    from .commands.hf_directory import directory_recipe
-    from .engines.compiling import compile_engines
-    from .engines.onnx_external import export_onnx
+    from weightswap_exporter.capture.capture import MethodSpec
+    from weightswap_exporter.commands.hf_directory import directory_recipe
+    from weightswap_exporter.engines.compiling import compile_engines
+    from weightswap_exporter.engines.onnx_external import export_onnx
+    from weightswap_exporter.modules.stand_ins import skeleton
+
     from .exporting import export, export_decoder
-    from .models.skeletons import skeleton
     from .packing import Packed, pack
     from .publishing import Publication, publish
+
 
 _HOMES = {
     "MethodSpec": "capture.capture",
@@ -32,7 +34,7 @@ _HOMES = {
     "export_onnx": "engines.onnx_external",
     "pack": "packing",
     "publish": "publishing",
-    "skeleton": "models.skeletons",
+    "skeleton": "modules.stand_ins",
 }
 
 __all__ = [

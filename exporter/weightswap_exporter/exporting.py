@@ -13,11 +13,30 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from weightswap_exporter.capture.adapter import Recorded, record_adapter
+from weightswap_exporter.capture.archive import graph_archive
+from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, training_operators
+from weightswap_exporter.capture.classify import Tables, classify, overlapping, renamed
+from weightswap_exporter.capture.decoders import decoder
+from weightswap_exporter.capture.describe import describe_method
+from weightswap_exporter.capture.tracing import CheckpointTensors, Load
+from weightswap_exporter.checkpoints.loading import example_checkpoint, kinds_file
+from weightswap_exporter.engines.compiling import (
+    Tell,
+    check_engines,
+    engine_files,
+    tell_nobody,
+    try_engines,
+    with_files,
+    write_files,
+)
+from weightswap_exporter.modules import libraries as huggingface
+from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, unwrapped_layers
+from weightswap_exporter.modules.tensors import check_separable, kinds_of, named_tensors, unwrapped
 from weightswap_runtime import Artifact, __version__
-from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError
+from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError, listed
 from weightswap_runtime.format.artifact import zeros
 from weightswap_runtime.format.goldens import GOLDENS_NAME, INPUTS_NAME
-from weightswap_runtime.format.header import parse_file
 from weightswap_runtime.format.manifest import (
     CONSTANTS_NAME,
     FORMAT_VERSION,
@@ -32,31 +51,14 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
-from weightswap_runtime.format.weight_file import encode_tensors
-from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.atomic import new_folder
+from weightswap_runtime.format.safetensors import encode_tensors, parse_file
 from weightswap_runtime.sources.location import check_writable
-from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.torch_tensors import tensor_content
-from weightswap_runtime.threads.garbage import without_garbage_collection
+from weightswap_runtime.sources.writing import new_folder
+from weightswap_runtime.tensors import Tolerance
+from weightswap_runtime.threads import without_garbage_collection
+from weightswap_runtime.torch_tensors import tensor_content
 
-from .adapter.adapter_recording import Recorded, record_adapter
-from .adapter.tracing import CheckpointTensors, Load
-from .capture.archive import graph_archive
-from .capture.capture import Captured, MethodSpec, capture, training_operators
-from .capture.classify import Tables, classify, overlapping, renamed
-from .capture.decoders import decoder
-from .capture.describe import describe_method
-from .capture.variants import Declared, Groups, base_alone, find_groups
-from .checkpoints.example import example_checkpoint
-from .checkpoints.tensor_kinds import kinds_file
-from .engines.compiling import Tell, check_engines, engine_files, tell_nobody, try_engines, with_files, write_files
-from .goldens.calls import GoldensRequest, Requested, wanted_goldens
-from .goldens.recording import is_skeleton, record, record_inputs, weights_identity
-from .models import huggingface
-from .models.parts import kinds_of
-from .models.peft_layers import peft_base, unwrapped_layers
-from .models.tensors import check_separable, named_tensors, unwrapped
+from .goldens import GoldensRequest, Requested, is_skeleton, record, record_inputs, wanted_goldens, weights_identity
 
 _STACKLEVEL = 5  # of warnings, which shall show the line that calls export()
 

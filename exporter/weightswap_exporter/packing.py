@@ -12,35 +12,33 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from weightswap_exporter.capture.tracing import Load
+from weightswap_exporter.checkpoints.loading import check_kinds, kind_mismatch, load_into, model_problems
+from weightswap_exporter.checkpoints.nested_state_dicts import Choice, NestedStateDict
+from weightswap_exporter.checkpoints.reading import Checkpoint, Source, choose_level, open_checkpoint, refuse
+from weightswap_exporter.checkpoints.tensor import SCALED, cast, casting, casts, content_of, pieces, requested
+from weightswap_exporter.modules.libraries import base_alone, peft_base
+from weightswap_exporter.modules.tensors import attribute_at, is_fake, unwrapped
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import CheckpointError, GraphMismatch, RecordingError, WeightsMismatch, WeightswapError
+from weightswap_runtime.errors import (
+    CheckpointError,
+    GraphMismatch,
+    RecordingError,
+    WeightsMismatch,
+    WeightswapError,
+    listed,
+)
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, tied_names
-from weightswap_runtime.format.name_patterns import patterns
-from weightswap_runtime.format.weight_file import canonical_order, label_problem, new_weight_file
+from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
+from weightswap_runtime.format.safetensors import canonical_order, label_problem, new_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
-from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.atomic import PendingFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.sources.writing import PendingFile, companion, is_file
 from weightswap_runtime.staging.golden_check import default_tolerance
 from weightswap_runtime.staging.transforms import Transforms
-from weightswap_runtime.tensors.comparing import Tolerance, difference
-from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import same_type
+from weightswap_runtime.tensors import Tolerance, difference, digest_of, same_type
 
-from .adapter.tracing import Load
-from .capture.variants import base_alone
-from .checkpoints.casting import SCALED, cast, casting, casts, requested
-from .checkpoints.level_choice import choose_level, refuse
-from .checkpoints.nested_state_dicts import Choice, NestedStateDict
-from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
-from .checkpoints.tensor import content_of, pieces
-from .checkpoints.tensor_kinds import check_kinds, kind_mismatch, model_problems
-from .checkpoints.through_model import load_into
-from .goldens.calls import Requested, wanted_goldens
-from .goldens.recording import Recording, record
-from .models.peft_layers import peft_base
-from .models.tensors import attribute_at, is_fake, unwrapped
+from .goldens import Recording, Requested, record, wanted_goldens
 
 Progress = Callable[[int, int], None]
 

@@ -17,24 +17,21 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from weightswap_exporter.checkpoints.nested_state_dicts import flat_levels
+from weightswap_exporter.checkpoints.reading import Checkpoint, from_module
+from weightswap_exporter.checkpoints.tensor import requested, values_of
+from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredPlace, load
-from weightswap_runtime.desired.place import Known
-from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, text_of
+from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
+from weightswap_runtime.following.controller import Policy, check_promotion_policy, check_proven
+from weightswap_runtime.following.place import Known
 from weightswap_runtime.format.weight_set import goldens_path
-from weightswap_runtime.live.watching.promotion import Policy, check_promotion_policy, check_proven
-from weightswap_runtime.options import join_seconds
-from weightswap_runtime.sources.atomic import companion, remove_abandoned
 from weightswap_runtime.sources.location import check_writable, fixed
-from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.threads.worker_threads import forget_frames
+from weightswap_runtime.sources.writing import companion, remove_abandoned
+from weightswap_runtime.tensors import Tolerance
+from weightswap_runtime.threads import forget_frames
 
-from .checkpoints.casting import requested
-from .checkpoints.nested_state_dicts import flat_levels
-from .checkpoints.reading_checkpoints import Checkpoint, from_module
-from .checkpoints.tensor import values_of
-from .goldens.calls import Requested
-from .goldens.recording import Recording
-from .models.tensors import TieKey, tie_key
+from .goldens import Recording, Requested
 from .packing import Packed, checked_labels, pack_checkpoint, recorder
 
 STEP_DIGITS = 9

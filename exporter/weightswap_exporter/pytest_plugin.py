@@ -17,10 +17,11 @@ from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
 if TYPE_CHECKING:
     from torch import nn
 
-    from weightswap_runtime.tensors.comparing import Tolerance
+    from weightswap_exporter.parity.executions import Cases, PathLike
+    from weightswap_runtime.tensors import Tolerance
 
     from .parity import ParityReport
-    from .parity.compared_calls import Cases, PathLike
+
 
 _ENGINES = "--weightswap-engines"
 _UPDATE = "--weightswap-update-goldens"
@@ -158,8 +159,9 @@ class AssertParity:
         seed: int,
     ) -> tuple[Any, list[str]]:
         """Return the recorded calls, and where the eager model's outputs differ from the recorded ones."""
+        from weightswap_exporter.parity.executions import recorded_calls
+
         from .parity import check_outputs, record_outputs
-        from .parity.compared_calls import recorded_calls
 
         if model is None:
             raise ParityError(["goldens= records what the eager model gave, but there is no model"], "Give the model.")

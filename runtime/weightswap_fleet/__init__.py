@@ -9,20 +9,21 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from weightswap_fleet.coordinator.agreement import Deadlines
 from weightswap_runtime.errors import MissingExtra
 
-from .coordinator.agreement import Deadlines
 from .documents import FleetPlan, FleetReceipt, NodeReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 
 if TYPE_CHECKING:
     from .client import Fleet, FleetClient, connect
     from .deploying import deployment
-    from .replicas.replica import FleetAnswer
+    from .replica import FleetAnswer
+
 
 _MODULES = {
     "Fleet": "client",
-    "FleetAnswer": "replicas.replica",
+    "FleetAnswer": "replica",
     "FleetClient": "client",
     "connect": "client",
     "deployment": "deploying",

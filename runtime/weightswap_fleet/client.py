@@ -14,16 +14,15 @@ from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from weightswap_runtime.desired.document import DesiredState
+from weightswap_fleet.coordinator.agreement import DEADLINES, Deadlines
+from weightswap_fleet.coordinator.controller import controller_of, end_actors, find_spec, metrics, statuses
 from weightswap_runtime.errors import DesiredError, Unsupported
+from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.sources.location import as_location, fixed_text
 
-from .coordinator.actors import end_actors, find_spec, metrics, statuses
-from .coordinator.agreement import DEADLINES, Deadlines
-from .coordinator.controller import controller_of
 from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetUndecided, StaleReplica, UnknownFleet
-from .replicas.replica import FleetAnswer
+from .replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
 _POLL = 0.05

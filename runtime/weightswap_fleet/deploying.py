@@ -14,29 +14,29 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from weightswap_runtime.desired.document import SHOWN
-from weightswap_runtime.desired.place import DesiredPlace, known_weights
+from weightswap_fleet.coordinator.controller import find_spec
 from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported
+from weightswap_runtime.following.controller import check_interval
+from weightswap_runtime.following.desired_state import SHOWN
+from weightswap_runtime.following.place import DesiredPlace, known_weights
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
+from weightswap_runtime.format.identity import as_allowed
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.nonfinite import as_allowed
-from weightswap_runtime.live.loading import load
-from weightswap_runtime.live.watching.loop import check_interval
+from weightswap_runtime.model.loading import load
 from weightswap_runtime.sources.location import Url, as_location, fixed, fixed_text, printable
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .coordinator.actors import find_spec
 from .documents import Spec
 from .errors import UnknownFleet
-from .replicas.replica import Replica
+from .replica import Replica
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _Path = str | os.PathLike[str]
 _ROUTER = RequestRouterConfig(
-    request_router_class="weightswap_fleet.replicas.router:FreshRouter",
+    request_router_class="weightswap_fleet.replica:FreshRouter",
     request_routing_stats_period_s=0.2,
     request_routing_stats_timeout_s=5.0,
 )

@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
-from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.errors import Unsupported
-from weightswap_server.canary.judging import DEFAULT_ABORT, CanaryPlan, check_plan
+from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_server.canary import DEFAULT_ABORT, CanaryPlan, check_plan
 from weightswap_server.settings import Settings
 
 TRIAL_LEASE = 30.0  # seconds

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightswap_runtime.errors import MOST_OF_A_PROBLEM, WeightswapError, text_of
-from weightswap_runtime.messages import brief, plural
+from weightswap_runtime.errors import MOST_OF_A_PROBLEM, WeightswapError, brief, plural, text_of
 
 
 class FleetError(WeightswapError):

@@ -20,12 +20,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from weightswap_runtime.desired.document import DesiredState
-from weightswap_runtime.errors import WeightswapError, text_of
-from weightswap_runtime.messages import encode_json
-from weightswap_runtime.threads.awaiting import in_thread
-from weightswap_server.admin.event_stream import event_line
-from weightswap_server.admin.operator_page import page_routes
+from weightswap_runtime.errors import WeightswapError, encode_json, text_of
+from weightswap_runtime.following.desired_state import DesiredState
+from weightswap_runtime.threads import in_thread
+from weightswap_server.admin.app import event_line, page_routes
 from weightswap_server.http.listening import GuardedProtocol, listening
 from weightswap_server.settings import Settings
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightswap_runtime.live.model import Model
 from weightswap_runtime.metrics import ModelCollector
-from weightswap_server.workers.totals import Totals
+from weightswap_runtime.model.model import Model
+from weightswap_server.workers.child_main import Totals
 
 
 class NodeMetrics:

@@ -1,8 +1,22 @@
 """The server side of weightswap: load an exported model, call it, and swap its weights while it serves."""
 
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, Hold
+from weightswap_runtime.following.place import DesiredPlace
+from weightswap_runtime.following.watching import Follower, FollowStatus, Watcher
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.delta import Delta, write_delta
+from weightswap_runtime.format.safetensors import WeightFile
+from weightswap_runtime.live.context import Context
+from weightswap_runtime.live.receipt import Event, SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.variants import VariantReceipt
+from weightswap_runtime.model.generation import TokenStream
+from weightswap_runtime.model.loading import load
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import Pinned
+from weightswap_runtime.staging.reading import read_weights
+
 from ._version import __version__
-from .desired.document import DesiredState, DesiredWeights, Hold
-from .desired.place import DesiredPlace
 from .errors import (
     AccessDenied,
     ArtifactError,
@@ -60,22 +74,7 @@ from .errors import (
     WeightsMismatch,
     WeightswapError,
 )
-from .format.artifact import Artifact
-from .format.delta_writing import Delta, write_delta
-from .format.weight_file import WeightFile
-from .live.context import Context
-from .live.events import Event
-from .live.loading import load
-from .live.model import Model
-from .live.pinned import Pinned
-from .live.receipt import SwapReceipt
-from .live.staged import Staged
-from .live.token_stream import TokenStream
-from .live.variants.resident import VariantReceipt
-from .live.watching.follower import Follower, FollowStatus
-from .live.watching.watcher import Watcher
-from .staging.read_weights import read_weights
-from .threads.job import Progress
+from .jobs import Progress
 
 __all__ = [
     "AccessDenied",

@@ -59,9 +59,78 @@ WeightswapError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
+from math import inf
+from numbers import Real
+from sys import float_info
+from threading import TIMEOUT_MAX
+from typing import Any
 
-from .messages import brief, lines_of, plural
+import msgspec
+
+MOST_LISTED = 5
+MOST_SHOWN = 2000  # characters of a line in a message
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 tensor` or `2 tensors`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(texts: Collection[str], most: int = MOST_LISTED, between: str = ", ") -> str:
+    """Return the first texts, and how many more there are."""
+    hidden = len(texts) - most
+    more = f"{between.strip() if between != ', ' else ''} and {hidden} more" if hidden > 0 else ""
+    return between.join(islice(texts, most)) + more
+
+
+def lines_of(texts: Sequence[str], most: int) -> list[str]:
+    """Return the first texts as lines, and a line that says how many more there are."""
+    hidden = len(texts) - most
+    return [*texts[:most], *([f"and {hidden} more"] if hidden > 0 else [])]
+
+
+def visible(text: str) -> str:
+    """Return a text on one line, with every unprintable character escaped as in `repr`."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def visible_lines(text: str) -> str:
+    """Return a text as `visible` does, but keep the line breaks, which are our own."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def brief(text: str, most: int = MOST_SHOWN) -> str:
+    """Return a text as `visible` does; of a text that is too long for a message, only the beginning and the end."""
+    return _ends(visible(_ends(text, most)), most)
+
+
+def _ends(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2 - 20
+    return f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+
+
+def encode_json(document: Any) -> bytes:
+    """Return a document as one line of JSON. Lone surrogates, as in paths, are escaped; unknown types become text."""
+    try:
+        return msgspec.json.encode(document, enc_hook=str)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escape_surrogates(msgspec.to_builtins(document, enc_hook=str)))
+
+
+def _escape_surrogates(value: Any) -> Any:
+    r"""Return plain Python values, in which a lone surrogate is written like \udcff."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()}
+    return [_escape_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+
 
 MOST_PRINTED = 50
 MOST_OF_A_PROBLEM = 1000  # characters
@@ -384,3 +453,31 @@ __all__ = [
     for name, value in globals().items()
     if isinstance(value, type) and issubclass(value, WeightswapError) and not name.startswith("_")
 ]
+
+
+MAX_TEXT = 4096  # characters of `by` and of `why`, which documents and responses repeat for each entry of a history
+
+
+def check_said(by: Any, why: Any = "") -> None:
+    """Raise Unsupported if `by` or `why` is too long."""
+    for name, text in (("by", by), ("why", why)):
+        if isinstance(text, str) and len(text) > MAX_TEXT:
+            raise Unsupported(f"{name}: has {len(text)} characters, but at most {MAX_TEXT} are allowed; shorten it")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number that a float can hold; a bool is not a number."""
+    is_real = type(value) is not bool and isinstance(value, Real)
+    return is_real and bool(abs(value) <= float_info.max)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise Unsupported for an invalid timeout. NaN is one: its deadline would never pass."""
+    if timeout is not None and not ((is_number(timeout) and timeout >= 0) or timeout == inf):
+        raise Unsupported(f"timeout={timeout!r:.100}: expected seconds, 0 or more, or None for no limit")
+
+
+def join_seconds(timeout: float | None) -> float | None:
+    """Return a timeout that `threading` accepts: it takes no infinity. Raises Unsupported."""
+    check_timeout(timeout)
+    return None if timeout is None else min(timeout, TIMEOUT_MAX)

@@ -1,40 +1,8 @@
-"""Prometheus metrics of models: `ModelCollector(model, name="digits")`.
-
-Every metric has the label `model`. Counters begin at 0 when the collector is made.
-
-weightswap_generation                   gauge
-weightswap_committed_timestamp_seconds  gauge: when the weights that are served were committed
-weightswap_failed                       gauge: 1 while calls are refused after an in-place commit failed, else 0
-weightswap_model_info                   graph_id, weights_id, and labels of the weights that are served as label_<name>
-weightswap_leases                       gauge: calls and pins that hold weights now
-weightswap_calls_total                  method; outcome: ok, refused (a CallError), failed (any other error)
-weightswap_call_seconds                 histogram: method; calls with the outcome ok
-weightswap_swaps_total                  kind: full, partial, delta, rollback, unknown (refused before that was known);
-                                        outcome: committed, refused, cancelled, discarded, failed (rollbacks).
-                                        Each staging and each rollback counts once, when it ends
-weightswap_failures_total               reason: the error class of each refusal, failure and unreachable source
-weightswap_skipped_total                files of watched directories that were skipped
-weightswap_staged_bytes_total           bytes read by all stagings, committed or not
-weightswap_phase_seconds                summary: phase: staging (reading and hashing), verifying
-weightswap_pause_seconds                histogram: how long each commit could keep calls waiting
-weightswap_staging                      gauge: 1 while a staging is under way, else 0
-weightswap_staging_done_bytes           gauge: bytes done in the current phase of that staging
-weightswap_staging_expected_bytes       gauge: total bytes of that phase
-"""
+"""Metrics of models for Prometheus."""
 
 from __future__ import annotations
 
-import os
-import re
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from threading import RLock
-from typing import TYPE_CHECKING, TypeVar
-
-from .errors import MissingExtra, Unsupported
-from .live.tallies import Tallies
-from .threads.job import Progress
+from weightswap_runtime.errors import MissingExtra
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -50,8 +18,106 @@ try:
 except ImportError as error:
     raise MissingExtra("weightswap_runtime.metrics", "metrics") from error
 
+import os
+import re
+import weakref
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from threading import RLock
+from typing import TYPE_CHECKING, TypeVar
+
+from weightswap_runtime.live.receipt import Event
+
+from .errors import CallError, MissingExtra, Unsupported
+from .jobs import Progress, renew_in_children
+
 if TYPE_CHECKING:
-    from .live.model import Model
+    from weightswap_runtime.model.model import Model
+
+
+CALL_BUCKETS = tuple(value * 10.0**power for power in range(-5, 2) for value in (1, 2.5, 5))  # 10 us to 50 s
+PAUSE_BUCKETS = tuple(value * 10.0**power for power in range(-7, 2) for value in (1, 2.5, 5))  # 100 ns to 50 s
+_ENDINGS = {"committed": "committed", "rolled back": "committed", "cancelled": "cancelled", "discarded": "discarded"}
+
+
+class Distribution:
+    """A histogram of seconds. `bounds` are the inclusive upper ends of its buckets."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return pairs (upper end as a text, count of values up to it); the last is for +Inf."""
+        ends = [*(f"{bound:.10g}" for bound in self.bounds), "+Inf"]
+        return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
+
+
+class Tallies:
+    """Counters that `on_call` and `on_event` update. Readers hold `lock`, and may delay a call by that."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()  # (method, outcome)
+        self.latencies: dict[str, Distribution] = {}  # by method
+        self.swaps: Counter[tuple[str, str]] = Counter()  # (operation, outcome)
+        self.failures: Counter[str] = Counter()  # by error class
+        self.skipped = 0
+        self.staged_bytes = 0
+        self.stagings = 0
+        self.seconds_staged = 0.0
+        self.seconds_verified = 0.0
+        self.pauses = Distribution(PAUSE_BUCKETS)
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self.lock = RLock()  # reentrant: a signal handler may call the model while this thread holds it
+
+    def on_call(self, method: str, seconds: float, error: BaseException | None) -> None:
+        outcome = "ok" if error is None else "refused" if isinstance(error, CallError) else "failed"
+        with self.lock:
+            self.calls[method, outcome] += 1
+            if error is None:
+                if method not in self.latencies:
+                    self.latencies[method] = Distribution(CALL_BUCKETS)
+                self.latencies[method].observe(seconds)
+
+    def on_event(self, event: Event) -> None:
+        outcome = _outcome(event)
+        with self.lock:
+            if outcome is not None:
+                self.swaps[event.operation or "unknown", outcome] += 1
+            if event.kind in ("refused", "failed", "unreachable"):
+                self.failures[type(event.error).__name__] += 1
+            if event.kind in ("staged", "refused", "cancelled"):
+                self.staged_bytes += event.nbytes
+            if event.kind == "staged":
+                self._count_phases(event)
+            if event.receipt is not None:
+                self.pauses.observe(event.receipt.seconds_paused)
+            self.skipped += event.kind == "skipped"
+
+    def _count_phases(self, event: Event) -> None:
+        self.stagings += 1
+        self.seconds_staged += event.seconds_staged
+        self.seconds_verified += event.seconds_verified
+
+
+def _outcome(event: Event) -> str | None:
+    """Return the outcome of the staging or rollback that this event ends. A refused commit does not end its staging."""
+    if event.kind in ("refused", "failed"):
+        is_end = event.phase != "committing" or event.operation == "rollback"
+        return event.kind if is_end else None
+    return _ENDINGS.get(event.kind)
+
 
 MOST_LABELS = 20
 LONGEST_LABEL = 200

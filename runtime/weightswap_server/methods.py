@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from weightswap_runtime.errors import InputMismatch, Unsupported
-from weightswap_runtime.format.call_check import CallCheck
-from weightswap_runtime.format.conditions import all_hold, condition_dims, parse_condition
+from weightswap_runtime.errors import InputMismatch, Unsupported, brief
+from weightswap_runtime.format.calls import CallCheck
+from weightswap_runtime.format.expressions import all_hold, condition_dims, parse_condition
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,
@@ -24,15 +24,14 @@ from weightswap_runtime.format.signature import (
     parse_size,
     size_at,
 )
-from weightswap_runtime.live.calling import Caller
-from weightswap_runtime.live.model import Model, engine_of
-from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.live.variants.resident import Choice, VariantNames
-from weightswap_runtime.messages import brief
-from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
-from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_server.errors import BadRequest
-from weightswap_server.protocol.documents import DATATYPE_OF, DATATYPES, TensorMetadata
+from weightswap_runtime.live.calls import Caller
+from weightswap_runtime.live.variants import Choice, VariantNames
+from weightswap_runtime.model.model import Model, engine_of
+from weightswap_runtime.model.served import Pinned
+from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_array, numpy_dtype
+
+from .errors import BadRequest
+from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
 
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]

@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.live.loading import load
-from weightswap_runtime.live.model import Model
-from weightswap_runtime.live.variants.resident import MOST
-from weightswap_runtime.messages import visible
+from weightswap_runtime.errors import Unsupported, visible
+from weightswap_runtime.live.variants import MOST
+from weightswap_runtime.model.loading import load
+from weightswap_runtime.model.model import Model
+from weightswap_server.admin.access import AdminSettings
+from weightswap_server.admin.plane import AdminPlane
+from weightswap_server.http.app import http_app
+from weightswap_server.http.listening import HttpServer, listening, new_loop
+from weightswap_server.service.service import Service
 
-from .admin.plane import AdminPlane
-from .admin.settings import AdminSettings
-from .http.app import http_app
-from .http.listening import HttpServer, listening, new_loop
-from .protocol.variant_text import NAME
-from .service.service import Service
+from .protocol import NAME
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .grpc.service import GrpcServer
+    from weightswap_server.grpc.service import GrpcServer
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -138,7 +137,7 @@ class Server:
 
     def _listen_for_grpc(self) -> None:
         if self.settings.grpc_port is not None:
-            from .grpc.service import GrpcServer
+            from weightswap_server.grpc.service import GrpcServer
 
             self._grpc = GrpcServer(self.service, shared=self._listener is not None)
             self.grpc_port = self._grpc.port

@@ -6,8 +6,7 @@ from math import inf
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.options import is_number
+from weightswap_runtime.errors import Unsupported, is_number
 
 _MIB = 1 << 20
 

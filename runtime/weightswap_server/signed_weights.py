@@ -14,9 +14,9 @@ from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, SwapError, Unsupported
 from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
-from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.writing import is_file
 from weightswap_runtime.staging.request import Admit
 
 _MAX_SIGNATURE = 1 << 20  # bytes

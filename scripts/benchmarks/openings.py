@@ -11,7 +11,7 @@ import time
 import torch
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.graphs.graph_opening import open_graph
+from weightswap_runtime.engines.graph import open_graph
 
 GRAPH = "graphs/forward.pt2"
 

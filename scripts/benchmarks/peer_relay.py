@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from weightswap_fleet.coordinator.actors import _Transfer
+from weightswap_fleet.coordinator.controller import _Transfer
 from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK

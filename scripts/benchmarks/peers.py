@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.threads import WorkerThreads
 
 LARGEST = 64 << 20
 CACHED = 1 << 20

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weightswap_tools.diff import Policy, compare_weights
-from weightswap_tools.diff.show.weights_page import weights_report
+from weightswap_tools.diff.show import weights_report
 from weightswap_tools.reports.blocks import Report
 from weightswap_tools.reports.page import write_report
 

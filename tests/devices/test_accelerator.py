@@ -18,10 +18,10 @@ from tests.support.setups import different, equal
 from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
-from weightswap_runtime.engines.torch.cpu import BoundTorch
-from weightswap_runtime.memory.device import own_streams
-from weightswap_runtime.memory.device.memory import RESERVE
-from weightswap_runtime.memory.device.torch_device import Accelerator, open_accelerator, ring_of
+from weightswap_runtime.engines.torch_cpu import BoundTorch
+from weightswap_runtime.memory import torch_device as own_streams
+from weightswap_runtime.memory.device_memory import RESERVE
+from weightswap_runtime.memory.torch_device import Accelerator, open_accelerator, ring_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 
@@ -217,7 +217,7 @@ def test_models_share_weights(device: str, residency: str, files: Files) -> None
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator other than CUDA: use a recorder that repeats its work."""
     from tests.devices.test_captures import Replayer
-    from weightswap_runtime.engines.torch.device import AcceleratedEngine
+    from weightswap_runtime.engines.torch_device import AcceleratedEngine
 
     if ACCELERATOR != "cuda":
         monkeypatch.setattr(AcceleratedEngine, "_new_recorder", lambda self: Replayer())

@@ -18,9 +18,8 @@ from tests.support.aoti import near
 from tests.support.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
 from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import Artifact, Unsupported, load
-from weightswap_runtime.engines.aoti.device import target_of
-from weightswap_runtime.engines.aoti.package import find_targets
-from weightswap_runtime.engines.aoti.targets import gpu_target, package_file
+from weightswap_runtime.engines.aoti import target_of
+from weightswap_runtime.engines.aoti_package import find_targets, gpu_target, package_file
 from weightswap_runtime.engines.choosing import choose_engine
 
 on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")
@@ -227,7 +226,7 @@ def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_has_a_target_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightswap_exporter.engines.aoti_packages import build_target
+    from weightswap_exporter.engines.aoti import build_target
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
@@ -237,7 +236,7 @@ def test_a_gpu_has_a_target_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_toolkit_is_named() -> None:
-    from weightswap_exporter.engines import aoti_compiler
+    from weightswap_exporter.engines import aoti as aoti_compiler
 
     said = RuntimeError(
         "C++ compile error\nmodel.h:15:10: fatal error: cuda.h: No such file or directory\n   15 | #include"

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from tests.support.standin import StandIn
-from weightswap_runtime.engines.replay.replays import MOST, Captures, Passing, Shapes
-from weightswap_runtime.engines.torch.device import AcceleratedEngine, AcceleratedState, BoundAccelerated
+from weightswap_runtime.engines.cuda_graphs import MOST, Captures, Passing, Shapes
+from weightswap_runtime.engines.torch_device import AcceleratedEngine, AcceleratedState, BoundAccelerated
 from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout
-from weightswap_runtime.memory.device import Event, Stream
-from weightswap_runtime.memory.device.arena import DeviceArena
-from weightswap_runtime.memory.device.ring import Ring
+from weightswap_runtime.memory.device import DeviceArena, Event, Ring, Stream
 
 
 class SynchronousDevice:

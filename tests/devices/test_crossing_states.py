@@ -14,8 +14,8 @@ from tests.support.standin import StandIn
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
 from weightswap_runtime.engines import choosing
-from weightswap_runtime.engines.torch import device as engines
-from weightswap_runtime.engines.torch.cpu import BoundTorch, TorchEngine
+from weightswap_runtime.engines import torch_device as engines
+from weightswap_runtime.engines.torch_cpu import BoundTorch, TorchEngine
 from weightswap_runtime.memory.arena import Arena
 
 NEW = task(99, 7)[0]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support.standin import Queue, StandIn
-from weightswap_runtime.engines.replay.cuda_graphs import MOST_STREAMS, CudaRecorder, streams_of
-from weightswap_runtime.engines.replay.replays import Passing
+from weightswap_runtime.engines.cuda_graphs import MOST_STREAMS, CudaRecorder, Passing, streams_of
 from weightswap_runtime.errors import Unsupported
 
 Pool = tuple[int, int]
@@ -109,7 +108,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: device.made())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
-    monkeypatch.setattr("weightswap_runtime.engines.replay.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
+    monkeypatch.setattr("weightswap_runtime.engines.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
     return made
 
 

@@ -26,13 +26,12 @@ from tests.support.standin import StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import export, pack
 from weightswap_runtime import DigestMismatch, load
+from weightswap_runtime.memory import device as device_arena
+from weightswap_runtime.memory import torch_device as digests
 from weightswap_runtime.memory.arena import ByteRange
-from weightswap_runtime.memory.device import arena as device_arena
-from weightswap_runtime.memory.device import digests
-from weightswap_runtime.memory.device.digests import SOURCE, DeviceHasher, compile_source
-from weightswap_runtime.memory.device.torch_device import TorchBuffer
+from weightswap_runtime.memory.torch_device import SOURCE, DeviceHasher, TorchBuffer, compile_source
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors.digests import BLOCK
+from weightswap_runtime.tensors import BLOCK
 
 Digest = Callable[[bytearray, Sequence[ByteRange]], list[bytes]]
 SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]

@@ -17,8 +17,9 @@ from tests.devices.test_standin_storm import Served, values_of
 from tests.support.standin import Queue, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DeviceError, Unsupported
-from weightswap_runtime.memory.device import own_streams, torch_device
-from weightswap_runtime.memory.device.torch_device import Accelerator, _Account
+from weightswap_runtime.memory import torch_device
+from weightswap_runtime.memory import torch_device as own_streams
+from weightswap_runtime.memory.torch_device import Accelerator, _Account
 
 
 class Handles(StandIn):

@@ -19,13 +19,13 @@ from tests.support.setups import different
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines import choosing
+from weightswap_runtime.engines import onnx_torch as onnx_accelerated
+from weightswap_runtime.engines import torch_cpu as torch_engine
 from weightswap_runtime.engines.choosing import choose_engine, open_engine
 from weightswap_runtime.engines.engine import EngineOptions
-from weightswap_runtime.engines.onnx import device as onnx_accelerated
-from weightswap_runtime.engines.onnx.device import Counterpart, OnnxCall
-from weightswap_runtime.engines.onnx.graph import OnnxGraph
-from weightswap_runtime.engines.torch import cpu as torch_engine
-from weightswap_runtime.engines.torch.cpu import TorchEngine
+from weightswap_runtime.engines.onnx import OnnxGraph
+from weightswap_runtime.engines.onnx_torch import Counterpart, OnnxCall
+from weightswap_runtime.engines.torch_cpu import TorchEngine
 from weightswap_runtime.format.manifest import Method
 
 ON_THE_HOST = Counterpart("CPUExecutionProvider", "cpu", {})

@@ -13,13 +13,20 @@ import pytest
 from tests.support.standin import Broken, Memory, StandIn
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena, allocate, copy_bytes
-from weightswap_runtime.memory.device.arena import DeviceArena, Region, plan_runs
-from weightswap_runtime.memory.device.memory import DeviceMemory, DevicePatch
-from weightswap_runtime.memory.device.ring import BUFFER_BYTES, SHARE, Ring
-from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory.arena import (
+    ArenaLayout,
+    ByteRange,
+    HostArena,
+    HostPatch,
+    Span,
+    allocate,
+    copy_bytes,
+    copy_ranges,
+)
+from weightswap_runtime.memory.device import BUFFER_BYTES, SHARE, DeviceArena, Region, Ring, plan_runs
+from weightswap_runtime.memory.device_memory import DeviceMemory, DevicePatch
+from weightswap_runtime.threads import WorkerThreads
 
 SIZE = 3 * BUFFER_BYTES + 12345
 
@@ -203,7 +210,7 @@ def test_it_works_with_as_many_buffers_as_can_be_locked(monkeypatch: pytest.Monk
 def test_no_more_than_a_share_of_the_host_s_memory_is_locked(
     free: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightswap_runtime.memory.device.ring.available", lambda: free)
+    monkeypatch.setattr("weightswap_runtime.memory.device.available", lambda: free)
     device = Counting(0)
     Ring(device, 5).allocate()
     assert device.locked == buffers

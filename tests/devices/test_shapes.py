@@ -14,7 +14,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine
-from weightswap_runtime.engines.replay.shapes import samples
+from weightswap_runtime.engines.torch_device import samples
 
 CPU = torch.device("cpu")
 

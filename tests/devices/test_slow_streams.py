@@ -17,7 +17,7 @@ from tests.support.accelerators import ACCELERATOR, on_accelerator, use_own_stre
 from tests.support.slow_streams import EMULATED, NumberFiles, keep_busy, number, slow_copies
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
-from weightswap_runtime.engines.torch.device import AcceleratedEngine
+from weightswap_runtime.engines.torch_device import AcceleratedEngine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning"),
@@ -209,7 +209,7 @@ def test_calls_in_destroyed_streams_have_the_weights_of_their_time(
 
 @pytest.fixture
 def _without_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from weightswap_runtime.memory.device.torch_device import Accelerator
+    from weightswap_runtime.memory.torch_device import Accelerator
 
     monkeypatch.setattr(Accelerator, "wait", lambda self, stream, mark: None)
     yield

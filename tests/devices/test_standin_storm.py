@@ -16,10 +16,9 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.device.arena import DeviceArena
-from weightswap_runtime.memory.device.memory import RESERVE, DeviceMemory
-from weightswap_runtime.memory.device.ring import Ring
-from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.memory.device import DeviceArena, Ring
+from weightswap_runtime.memory.device_memory import RESERVE, DeviceMemory
+from weightswap_runtime.tensors import TensorBytes
 
 STAGINGS = ("device", "host", "auto")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import page, prepare_recipe, python, shell
-from weightswap_tools.diff.fail_if import QUANTITIES
+from weightswap_tools.diff.weights import QUANTITIES
 
 PAGE = page("diff")
 FILES = """

@@ -7,11 +7,13 @@ import re
 import socket
 import subprocess
 import time
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.support import warm
 from tests.support.pages import page, python, served
 from weightswap_runtime import DesiredPlace, load
@@ -123,10 +125,13 @@ def test_weights_are_signed(folder: Path) -> None:
 
 def commands(folder: Path, text: str) -> str:
     """Commands of the page; the programs among them are those of this checkout."""
-    program = f"{warm.python()} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
-    return shell(
-        folder, re.sub(r"weightswap (canary|desired|push|sign|status)", lambda found: program.format(found[1]), text)
-    )
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["weightswap.commands"]
+
+    def program(found: re.Match[str]) -> str:
+        module, function = points[found[1]].split(":")
+        return f"{warm.python()} -c 'from {module} import {function}; {function}()'"
+
+    return shell(folder, re.sub(r"weightswap (canary|desired|push|sign|status)", program, text))
 
 
 def test_in_a_program(folder: Path) -> None:

@@ -22,9 +22,9 @@ from tests.support import warm
 from tests.support.models import Counter, Everything, Nested, Renamed, Views
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.capture import capture
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
-from weightswap_tools.wording import signature_text
+from weightswap_tools.terminal import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
 DYNAMIC = {"x": {0: Dim("batch", max=16)}, "scale": None}

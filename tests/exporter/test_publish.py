@@ -22,7 +22,7 @@ from torch import nn
 from tests.support import warm
 from tests.support.models import Everything, Renamed
 from weightswap_exporter import Publication, export, pack, packing, publish, publishing
-from weightswap_exporter.checkpoints.reading_checkpoints import Checkpoint
+from weightswap_exporter.checkpoints.reading import Checkpoint
 from weightswap_exporter.packing import pack_checkpoint
 from weightswap_runtime import (
     Artifact,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightswap_exporter import export, publish
-from weightswap_exporter.goldens import recording as goldens
+from weightswap_exporter import export, goldens, publish
 from weightswap_runtime import Artifact, CheckpointError, RecordingError, load
 from weightswap_runtime.format.goldens import goldens_beside
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX

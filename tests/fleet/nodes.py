@@ -12,11 +12,11 @@ import pytest
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetReceipt, Order, Spec
-from weightswap_fleet.node.node_keeper import NodeKeeper
-from weightswap_fleet.node.node_memory import NodeMemory
+from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime import DesiredPlace, Event, write_delta
-from weightswap_runtime.desired.document import DesiredState, DesiredWeights
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.format.weight_set import open_weights
 
 

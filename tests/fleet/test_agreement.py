@@ -12,16 +12,9 @@ import pytest
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
-from weightswap_runtime import (
-    DesiredError,
-    DigestMismatch,
-    Held,
-    NothingToRollBack,
-    RevisionConflict,
-    Superseded,
-)
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.errors import NoWeights, Unsupported
+from weightswap_runtime.following.place import known_weights
 
 from .nodes import SOON, Fleet
 

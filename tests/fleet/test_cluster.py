@@ -26,9 +26,8 @@ from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredPlace
-from weightswap_runtime.desired.place import known_weights
-from weightswap_runtime.desired.storage import LOCK
 from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
+from weightswap_runtime.following.place import LOCK, known_weights
 
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
 from .deaths import VICTIMS, controller, pid_of, survive

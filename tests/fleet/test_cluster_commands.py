@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.packages import needs
-from weightswap_tools.commands import fleet, fleet_cluster
+from weightswap_tools.commands import fleet
+from weightswap_tools.commands import fleet as fleet_cluster
 from weightswap_tools.commands.fleet import fleet_command
 
 from .clusters import Files, cluster
@@ -35,7 +36,7 @@ def run(*arguments: object, status: int = 0) -> str:
 
 
 def test_the_life_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightswap_fleet.coordinator.actors import find_spec
+    from weightswap_fleet.coordinator.controller import find_spec
 
     for module in (fleet, fleet_cluster):
         monkeypatch.setattr(module, "cluster", _connected_already)

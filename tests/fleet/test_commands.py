@@ -14,12 +14,11 @@ from tests.support.packages import needs
 from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
 from weightswap_fleet.documents import NodeStatus, Spec
-from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_tools.commands import fleet as canary_commands
 from weightswap_tools.commands import fleet as commands
-from weightswap_tools.commands import fleet_canary as canary_commands
-from weightswap_tools.commands.fleet import fleet_command
-from weightswap_tools.commands.fleet_cluster import _reasons
+from weightswap_tools.commands.fleet import _reasons, fleet_command
 
 pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 

@@ -10,10 +10,10 @@ import pytest
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime import BaseMismatch, DigestMismatch, RevisionConflict, write_delta
-from weightswap_runtime.desired.document import MOST_BASES
-from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
-from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.following.desired_state import MOST_BASES
+from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.sources.byte_source import LocalFile
 
 from .nodes import SOON, Fleet
 

@@ -124,7 +124,7 @@ def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a while each node has a keeper of an earlier place or graph, which is left out."""
-    from weightswap_fleet.coordinator import actors
+    from weightswap_fleet.coordinator import controller as actors
 
     fleet = Fleet(tmp_path, 2, monkeypatch)
     now = [keeper.status() for keeper in fleet.keepers.values()]

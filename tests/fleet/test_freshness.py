@@ -12,7 +12,7 @@ from .clusters import seen_again
 def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others() -> None:
     """Its arena already has the revision of the commit after the next."""
     pytest.importorskip("ray")
-    from weightswap_fleet.replicas.freshness import Freshness
+    from weightswap_fleet.freshness import Freshness
 
     class Paused:
         generations = iter([0, 1])

@@ -16,10 +16,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from weightswap_fleet.documents import Spec
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
-from weightswap_fleet.node.node_keeper import NodeKeeper
-from weightswap_runtime import (
-    DigestMismatch,
-)
+from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_runtime import DigestMismatch
 from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StagingBusy, Unsupported
 from weightswap_server.signed_weights import SignatureRefused, sign
 
@@ -185,7 +183,7 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
 @pytest.mark.parametrize("told", [False, True])
 def test_a_keeper_that_nobody_has_told_ends_soon(told: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses all changes until then. One with a deployment waits for replicas to come back."""
-    actors = pytest.importorskip("weightswap_fleet.coordinator.actors")
+    actors = pytest.importorskip("weightswap_fleet.coordinator.controller")
     ended = threading.Event()
     monkeypatch.setattr(actors, "_LOOK", 0.01)
     monkeypatch.setattr(actors.ray, "get_runtime_context", MagicMock())

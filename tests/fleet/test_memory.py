@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import TinyArtifact
-from weightswap_fleet.node.node_memory import NodeMemory
-from weightswap_fleet.node.seats import Seats
+from weightswap_fleet.node.memory import NodeMemory, Seats
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.shared.control import Control
 
 HOLDER = """
 import sys
-from weightswap_fleet.node.node_memory import NodeMemory
+from weightswap_fleet.node.memory import NodeMemory
 pid, *descriptors = map(int, sys.argv[1:])
 memory = NodeMemory.from_process(pid, tuple(descriptors), read_only=True)
 print("holds", flush=True)

@@ -11,9 +11,7 @@ import pytest
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetRefused
-from weightswap_runtime import (
-    RevisionConflict,
-)
+from weightswap_runtime import RevisionConflict
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy
 
 from .nodes import SOON, Fleet

@@ -14,11 +14,11 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
-from weightswap_fleet.coordinator.fleet_trial import FleetTrial
+from weightswap_fleet.coordinator.agreement import FleetTrial
 from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.fleet_page import page_app
-from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_server.http.listening import listening
 
 from .nodes import Fleet

@@ -14,13 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.coordinator.fleet_trial import FleetTrial
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
 from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredError, Held, NothingToRollBack, RevisionConflict, Superseded
-from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_runtime.following.place import known_weights
 
 from .nodes import Died, Fleet
 

@@ -17,7 +17,7 @@ from weightswap_fleet.coordinator.agreement import Deadlines
 from weightswap_fleet.errors import FleetRefused
 from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, write_delta
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.opening import open_source
 
 from .nodes import Fleet, serving_zero

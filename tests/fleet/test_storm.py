@@ -13,12 +13,11 @@ from uuid import uuid4
 
 import pytest
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.coordinator.fleet_trial import FleetTrial
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
 from weightswap_fleet.documents import FleetPlan, TrialOrder
 from weightswap_runtime import WeightswapError
-from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_runtime.following.place import known_weights
 
 from .nodes import Fleet
 

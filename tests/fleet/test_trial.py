@@ -14,16 +14,14 @@ import msgspec
 import pytest
 
 from weightswap_fleet.coordinator import agreement
-from weightswap_fleet.coordinator.agreement import Agreement
-from weightswap_fleet.coordinator.fleet_trial import FleetTrial, shares
+from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial, shares
 from weightswap_fleet.documents import FleetPlan, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused
-from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.live.staged import Staged
-from weightswap_server.canary.judging import Measured
-from weightswap_server.canary.measuring import Answers, Compared
+from weightswap_server.canary import Answers, Compared, Measured
 from weightswap_server.workers.trials import TrialMeasures
 
 from .nodes import SOON, Fleet, serving_zero

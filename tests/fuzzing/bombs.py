@@ -20,21 +20,17 @@ import numpy as np
 from tests.fuzzing.subjects import Readers
 from tests.support.varied import small_blocks
 from weightswap_runtime import WeightswapError
+from weightswap_runtime.format.calls import Case
 from weightswap_runtime.format.context_file import ContextStamp, read_context
-from weightswap_runtime.format.delta_file import DELTA_KEY
+from weightswap_runtime.format.delta import DELTA_KEY
 from weightswap_runtime.format.goldens import encode_goldens, goldens_beside
-from weightswap_runtime.format.header import pack_ranges, render_header
-from weightswap_runtime.format.recorded_call import Case
-from weightswap_runtime.format.weight_file import METADATA_KEY, canonical_order
-from weightswap_runtime.live.variants.peft_directory import CONFIG_NAME, read_config
-from weightswap_runtime.tensors.content import array_content
-from weightswap_runtime.tensors.digests import digest_of
-from weightswap_server.admin.app import CHANGES
+from weightswap_runtime.format.peft import CONFIG_NAME, read_config
+from weightswap_runtime.format.safetensors import METADATA_KEY, canonical_order, pack_ranges, render_header
+from weightswap_runtime.tensors import array_content, digest_of
+from weightswap_server.admin.app import CHANGES, staging_of
 from weightswap_server.admin.documents import LoadRequest
-from weightswap_server.admin.triton import staging_of
 from weightswap_server.methods import ServedMethod
-from weightswap_server.protocol.documents import GenerateRequest
-from weightswap_server.protocol.tensors_on_the_wire import decoded, read_request
+from weightswap_server.protocol import GenerateRequest, decoded, read_request
 
 Json = Any
 Path = tuple[str | int, ...]

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS
+from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS
 from weightswap_runtime.format.manifest import Manifest, graph_identity
-from weightswap_runtime.format.weight_file import METADATA_KEY
-from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.format.safetensors import METADATA_KEY
+from weightswap_runtime.tensors import digest_of
 
 Json = Any
 NUMBERS = (0, 1, -1, 2, 7, 8, 63, 64, 255, 4096, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30)

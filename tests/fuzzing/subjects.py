@@ -21,15 +21,15 @@ from tests.support.checkpoints import saved, saved_before_zip, saved_distributed
 from tests.support.tiny import TinyArtifact, serves
 from weightswap_exporter import pack
 from weightswap_runtime import ArtifactError, Model, Unsupported, load, write_delta
-from weightswap_runtime.engines.graphs import graph_opening
-from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
-from weightswap_runtime.engines.graphs.schema import UnknownPart, read_program
-from weightswap_runtime.engines.graphs.straight_line import compile_graph
-from weightswap_runtime.format.call_check import CallCheck
+from weightswap_runtime.engines import graph as graph_opening
+from weightswap_runtime.engines.graph import compile_graph
+from weightswap_runtime.engines.graph_archive import UnknownPart, read_program
+from weightswap_runtime.engines.operators import ForeignFunction, MissingOperator
+from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.manifest import MANIFEST_NAME, decode_manifest
 from weightswap_runtime.format.signature import Literal, leaves
 from weightswap_runtime.memory.arena import ArenaLayout
-from weightswap_runtime.sources import local
+from weightswap_runtime.sources import byte_source as local
 from weightswap_tools.diff import compare_weights
 
 

@@ -75,10 +75,10 @@ def test_listing_the_commands_brings_in_no_torch() -> None:
     "module",
     [
         "weightswap_runtime.staging.golden_check",
-        "weightswap_runtime.tensors.comparing",
+        "weightswap_runtime.tensors",
         "weightswap_runtime.engines.choosing",
         "weightswap_tools.commands.run",
-        "weightswap_tools.tensor_files",
+        "weightswap_tools.inputs",
     ],
 )
 def test_verifying_and_running_need_no_torch(module: str) -> None:
@@ -87,7 +87,7 @@ def test_verifying_and_running_need_no_torch(module: str) -> None:
 
 
 def test_loading_and_calling_brings_in_no_exporter() -> None:
-    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch.cpu")
+    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch_cpu")
 
 
 def test_without_torch_the_build_side_names_the_extra() -> None:
@@ -102,7 +102,7 @@ def test_without_torch_the_build_side_names_the_extra() -> None:
 
 def test_without_torch_the_error_names_the_extra() -> None:
     code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
-    code += "try:\n    import weightswap_runtime.engines.torch.cpu\nexcept MissingExtra as error:\n    print(error)"
+    code += "try:\n    import weightswap_runtime.engines.torch_cpu\nexcept MissingExtra as error:\n    print(error)"
     script = f"import sys\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "pip install 'weightswap[torch]'" in done.stdout

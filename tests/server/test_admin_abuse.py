@@ -19,11 +19,9 @@ from tests.support.described import MODES, try_operation
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Unsupported, load
 from weightswap_server import AdminSettings, Server
-from weightswap_server.admin.allowing import Allowed
+from weightswap_server.admin.access import Allowed, Tokens, read_tokens
 from weightswap_server.admin.audit import AuditLog
-from weightswap_server.admin.errors import Forbidden
-from weightswap_server.admin.tokens import Tokens, read_tokens
-from weightswap_server.errors import NotReady
+from weightswap_server.errors import Forbidden, NotReady
 
 PATHS = (
     "/admin/status",

@@ -22,9 +22,8 @@ from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
 from weightswap_tools import admin_client
 from weightswap_tools.admin_client import AdminClient, AdminUnreachable
-from weightswap_tools.commands.push import push_command
+from weightswap_tools.commands.push import _agreement, _print_processes, push_command, status_command
 from weightswap_tools.commands.serve import serve_command
-from weightswap_tools.commands.status import _agreement, _print_processes, status_command
 
 
 @pytest.fixture

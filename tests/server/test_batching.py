@@ -20,11 +20,11 @@ from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, Unsupported, load
-from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array
+from weightswap_runtime.tensors import TensorBytes, array_content, as_array
 from weightswap_server import Server
 from weightswap_server.errors import Overloaded
 from weightswap_server.methods import ServedMethod
-from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.protocol import Answer
 from weightswap_server.service import batching
 from weightswap_server.service.batching import Call
 

@@ -25,13 +25,11 @@ from tests.support.served import Reply, as_json, ask, occupied
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.tensors.content import array_content
+from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
-from weightswap_server.canary.judging import CanaryPlan, check_plan
-from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
-from weightswap_server.canary.rule import Rule
+from weightswap_server.canary import CanaryPlan, Differences, Rule, Side, check_plan, has_nonfinite
 from weightswap_server.methods import ServedMethod
-from weightswap_tools.commands.canary import canary_command
+from weightswap_tools.commands.push import canary_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"

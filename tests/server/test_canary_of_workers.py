@@ -22,8 +22,8 @@ from tests.server.load import INPUT
 from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
-from weightswap_runtime.tensors.content import array_content
-from weightswap_server.canary.measuring import Compared, Differences, Side
+from weightswap_runtime.tensors import array_content
+from weightswap_server.canary import Compared, Differences, Side
 from weightswap_tools.admin_client import AdminClient
 
 CHANGES = "/admin/models/tiny/"

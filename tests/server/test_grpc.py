@@ -22,7 +22,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import export, pack
 from weightswap_runtime import load
 from weightswap_server import Server
-from weightswap_server.grpc.protobuf import MESSAGES, message_class
+from weightswap_server.grpc.messages import MESSAGES, message_class
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 DTYPES = {

@@ -24,9 +24,10 @@ from tests.support.served import as_json, ask, await_ready, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_server import Server
-from weightswap_server.http import bodies, infer
+from weightswap_server import protocol as tensors_on_the_wire
+from weightswap_server.http import app as infer
+from weightswap_server.http import bodies
 from weightswap_server.methods import ServedMethod
-from weightswap_server.protocol import tensors_on_the_wire
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"

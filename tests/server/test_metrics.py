@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
-from weightswap_runtime.tensors.content import array_content
+from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
 from weightswap_server.methods import ServedMethod
 from weightswap_server.service.metrics import MOST_WEIGHTS

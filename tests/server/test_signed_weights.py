@@ -35,7 +35,7 @@ from weightswap_runtime import (
 )
 from weightswap_server.signed_weights import SignatureRefused, requires
 from weightswap_tools.commands.push import push_command
-from weightswap_tools.commands.sign import sign_command
+from weightswap_tools.commands.serve import sign_command
 
 pytestmark = pytest.mark.skipif(find_spec("model_signing") is None, reason="model_signing is not installed")
 

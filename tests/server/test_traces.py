@@ -23,7 +23,7 @@ from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DigestMismatch, load
 from weightswap_server import ServedMethod
-from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.protocol import Answer
 from weightswap_server.service.batching import Call
 from weightswap_server.service.traces import Traces
 

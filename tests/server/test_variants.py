@@ -30,8 +30,9 @@ from tests.support.served import Reply, as_json, ask, occupied, serving
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
 from weightswap_runtime import Model, SwapError, UnknownVariant, load
+from weightswap_runtime.errors import Unsupported
 from weightswap_server import Server
-from weightswap_server.serving import ModelSource, Unsupported, variants_of
+from weightswap_server.serving import ModelSource, variants_of
 from weightswap_server.signed_weights import SignatureRefused, requires, sign
 from weightswap_server.workers.manager import check_shareable
 

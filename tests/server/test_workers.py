@@ -28,13 +28,11 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_runtime.metrics import Families
 from weightswap_server import ModelSource, Settings
-from weightswap_server.workers.child import environment
-from weightswap_server.workers.child_main import ChildTask, ManagerConnection
-from weightswap_server.workers.manager import Workers
-from weightswap_server.workers.totals import Role, Totals
+from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
+from weightswap_server.workers.manager import Workers, environment
 from weightswap_tools.admin_client import AdminClient, AdminRefused
+from weightswap_tools.commands.push import status_command
 from weightswap_tools.commands.serve import serve_command
-from weightswap_tools.commands.status import status_command
 
 
 @pytest.fixture(scope="module")

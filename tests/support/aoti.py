@@ -9,10 +9,7 @@ import torch
 
 from tests.support.compiled import ATOL, RTOL, Mixtures
 from tests.support.varied import RichFiles
-from weightswap_runtime import (
-    Model,
-    load,
-)
+from weightswap_runtime import Model, load
 
 Residency = Literal["double", "single"]
 

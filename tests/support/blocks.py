@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightswap_runtime.format import delta_writing as deltas
-from weightswap_runtime.format.weight_file import TensorRow, canonical_order, write_weight_file
-from weightswap_runtime.memory import patch as patches
-from weightswap_runtime.sources import local
-from weightswap_runtime.staging import delta_overlay as overlay
+from weightswap_runtime import tensors as digests
+from weightswap_runtime.format import delta as deltas
+from weightswap_runtime.format.safetensors import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.memory import arena as patches
+from weightswap_runtime.sources import byte_source as local
+from weightswap_runtime.staging import delta as overlay
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors import digests
 
 MODULES = (deltas, digests, overlay, patches, reading)
 DTYPES = {"u1": "U8", "f4": "F32"}

@@ -15,7 +15,7 @@ from torch.export import Dim
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.aoti.targets import machine_targets
+from weightswap_runtime.engines.aoti_package import machine_targets
 
 CAN_COMPILE = bool(machine_targets()) and shutil.which("g++") is not None and hasattr(config.cpp, "march")
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs g++, torch 2.13 and a machine that is a target")

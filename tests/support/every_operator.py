@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tests.support.graphs import Whole
-from weightswap_exporter.capture.fixed_dtypes import fix_dtypes
+from weightswap_exporter.capture.programs import fix_dtypes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

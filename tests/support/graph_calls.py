@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from weightswap_runtime.engines.torch.graph_call import GraphCall
+from weightswap_runtime.engines.torch_calls import GraphCall
 
 
 class HeldCalls(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from weightswap_runtime.engines.graphs.schema import read_program
-from weightswap_runtime.engines.graphs.straight_line import Compiled, compile_graph
+from weightswap_runtime.engines.graph import Compiled, compile_graph
+from weightswap_runtime.engines.graph_archive import read_program
 
 CPU = torch.device("cpu")
 

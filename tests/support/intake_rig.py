@@ -6,15 +6,9 @@ import os
 from pathlib import Path
 
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import (
-    Model,
-    StageCancelled,
-    WeightFileError,
-    load,
-    write_delta,
-)
-from weightswap_runtime.live.watching.directory import Entry, open_directory
-from weightswap_runtime.live.watching.intake import Intake, Start
+from weightswap_runtime import Model, StageCancelled, WeightFileError, load, write_delta
+from weightswap_runtime.following.directory import Entry, open_directory
+from weightswap_runtime.following.intake import Intake, Start
 
 INTERVAL = 5.0
 

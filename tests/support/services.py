@@ -41,7 +41,7 @@ import os
 import sys
 import time
 from weightswap_fleet.documents import Spec
-from weightswap_fleet.node.node_keeper import NodeKeeper
+from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime import Artifact
 
 def say(*words):

@@ -20,20 +20,16 @@ from numpy.typing import NDArray
 from weightswap_runtime.errors import StageClosed
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.live.gate import Version
-from weightswap_runtime.live.residency.candidate import Resources, StagedSet
-from weightswap_runtime.live.residency.double import Double
+from weightswap_runtime.live.residency import Double, Resources, StagedSet
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
-from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.descriptions import Description, Summary, read_description, read_trial
-from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory, announce
-from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.control import Control, Description, Summary, read_description, read_trial
+from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory, Segment, announce
 from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
 from weightswap_runtime.staging.request import Contents
-from weightswap_runtime.threads.claims import Claim
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.threads import WorkerThreads
 
 WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
 

@@ -24,7 +24,7 @@ def keep_busy(seconds: float) -> None:
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
     """Delay the start of each of our copies by up to `most` seconds."""
-    from weightswap_runtime.memory.device.torch_device import Accelerator
+    from weightswap_runtime.memory.torch_device import Accelerator
 
     copy, choose = Accelerator.copy, random.Random(7)
 

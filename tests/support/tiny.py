@@ -14,7 +14,6 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Model
-from weightswap_runtime.format.header import pack_ranges, render_header
 from weightswap_runtime.format.manifest import (
     Adapter,
     GraphInput,
@@ -26,8 +25,8 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
+from weightswap_runtime.format.safetensors import TensorRow, pack_ranges, render_header, write_weight_file
 from weightswap_runtime.format.signature import Dimension, Signature, Tensor
-from weightswap_runtime.format.weight_file import TensorRow, write_weight_file
 
 
 class Affine(nn.Module):

@@ -17,7 +17,7 @@ from tests.support.blocks import make_blocks_small
 from tests.support.loading import Fused
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, Model, WeightFile, write_delta
-from weightswap_runtime.format.weight_file import weights_id
+from weightswap_runtime.format.safetensors import weights_id
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 

@@ -180,10 +180,6 @@ def prepare() -> None:
     import torch.distributed.checkpoint
     import torch.export  # noqa: F401
 
-    import weightswap_exporter.commands.build
-    import weightswap_exporter.packing  # noqa: F401
-    import weightswap_tools.program  # noqa: F401
-
     gc.collect()
     gc.freeze()
 

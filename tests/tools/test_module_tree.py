@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.models import Everything
-from weightswap_tools.module_tree import (
+from weightswap_tools.tensor_set import (
     MOST_LEVELS,
     Branch,
     fingerprints,

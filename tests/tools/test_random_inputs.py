@@ -12,13 +12,12 @@ from torch.export import Dim
 
 from tests.support.models import Everything
 from weightswap_exporter import MethodSpec, export
-from weightswap_exporter.parity.index_bounds import index_bounds
+from weightswap_exporter.parity.executions import index_bounds
 from weightswap_runtime import load, read_weights
 from weightswap_runtime.format.signature import Dimension, Integer, Literal, Signature, Tensor
-from weightswap_runtime.tensors.content import as_float64, is_numpys
-from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_runtime.tensors.torch_tensors import as_tensor, torch_dtype
-from weightswap_tools.random_inputs import common_sizes, edge_sizes, encoded, random_values, write_random_weights
+from weightswap_runtime.tensors import DTYPES, as_float64, is_numpys
+from weightswap_runtime.torch_tensors import as_tensor, torch_dtype
+from weightswap_tools.inputs import common_sizes, edge_sizes, encoded, random_values, write_random_weights
 
 BATCH, LENGTH = Dimension(1, 64), Dimension(2, None)
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightswap_runtime.errors import visible
 from weightswap_runtime.format.signature import Dict, Dimension, Integer, Items, Literal, Node, Signature, Tensor, Tuple
-from weightswap_runtime.messages import visible
-from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_tools.wording import element_words, enumerated, node_words, signature_sentence
+from weightswap_runtime.tensors import DTYPES
+from weightswap_tools.terminal import element_words, enumerated, node_words, signature_sentence
 
 X = Tensor("x", "F32", ("batch", 3))
 Y = Tensor("y", "I64", ())

@@ -13,7 +13,7 @@ import torch
 from tests.support.setups import equal
 from tests.zoo.entries import BY_NAME, randomised
 from weightswap_exporter import export, skeleton
-from weightswap_exporter.models.huggingface import checkpoint, load
+from weightswap_exporter.modules.libraries import checkpoint, load
 from weightswap_runtime import load as serve
 
 RANK, ALPHA = 3, 8

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.tools.inspect.test_graph_outline import calls_of
 from tests.zoo.conftest import Exported
 from weightswap_tools.inspect.command import inspect_command
-from weightswap_tools.inspect.graph_outline import outline
+from weightswap_tools.inspect.graph import outline
 
 
 @pytest.mark.sampled(3)

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from tests.zoo.conftest import Exported
 from weightswap_exporter import export
-from weightswap_exporter.capture.reopening import open_program, retarget
+from weightswap_exporter.capture.archive import open_program, retarget
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.graphs import graph_opening
-from weightswap_runtime.engines.graphs.straight_line import Compiled
+from weightswap_runtime.engines import graph as graph_opening
+from weightswap_runtime.engines.graph import Compiled
 from weightswap_runtime.format.signature import flatten
-from weightswap_runtime.tensors.torch_tensors import torch_dtype
+from weightswap_runtime.torch_tensors import torch_dtype
 
 GPU = torch.device("cuda", 1)
 Open = Callable[..., Compiled]

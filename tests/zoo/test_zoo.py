@@ -15,7 +15,7 @@ from tests.zoo.conftest import Exported, Shelf
 from tests.zoo.entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
 from tests.zoo.proving import deterministic, near, prove
 from weightswap_exporter import pack
-from weightswap_exporter.capture.reopening import open_program
+from weightswap_exporter.capture.archive import open_program
 from weightswap_runtime import Artifact, load
 
 

@@ -1,1 +1,1 @@
-"""Capture of a module: graphs, tables, signatures and archives."""
+"""From a module to graphs, tables, signatures, the adapter and an archive."""

@@ -13,25 +13,24 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from weightswap_exporter.models.parts import kinds_of
-from weightswap_exporter.models.tensors import (
+from weightswap_exporter.modules.libraries import NO_GROUPS, Groups, check_variable, grouped, with_siblings
+from weightswap_exporter.modules.tensors import (
     TieKey,
     dtype_name,
     is_fake,
+    kinds_of,
     named_parameters,
     named_tensors,
     persistent_buffers,
     tie_key,
 )
-from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
-from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.torch_tensors import tensor_bytes
 
 from .capture import Captured
 from .document_check import is_path
 from .programs import graph_inputs
-from .variants import NO_GROUPS, Groups, check_variable, grouped, with_siblings
 
 
 class Tables(NamedTuple):

@@ -14,14 +14,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from weightswap_exporter.models.tensors import dtype_name
+from weightswap_exporter.modules.tensors import children, dtype_name, tree_of
 from weightswap_runtime.errors import CaptureError
-from weightswap_runtime.format.conditions import parse_condition
+from weightswap_runtime.format.expressions import parse_condition
 from weightswap_runtime.format.signature import Dimension, Integer, Leaf, Literal, Node, Signature, Size, Tensor
 
 from .capture import Captured
 from .programs import graph_inputs
-from .trees import children, tree_of
 
 
 def describe_method(captured: Captured) -> Signature:

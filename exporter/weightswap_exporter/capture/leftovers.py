@@ -1,8 +1,4 @@
-"""Values that a call leaves in attributes of modules, and the test whether a later call reads them.
-
-A server runs each call as if it were the first. That is right if later calls give the same, whatever earlier ones have
-left. To prove it, two calls are captured in one program, and both must compute the same from their own inputs.
-"""
+"""What a call leaves behind."""
 
 from __future__ import annotations
 
@@ -11,7 +7,9 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,10 +22,125 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.stand_ins import attributes_of, restored, within
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.modules.stand_ins import attributes_of, restored, within
+from weightswap_exporter.modules.tensors import is_fake, whole_tensors
+from weightswap_runtime.errors import CaptureError, listed
 
-from .programs import all_inputs, graph_inputs, is_random
+from .programs import all_inputs, graph_inputs, is_random, memory
+
+INSTEAD = (
+    "draw the numbers once, before the export, and keep them in a persistent buffer, so that checkpoints have them"
+)
+
+
+@contextmanager
+def no_seeding() -> Iterator[None]:
+    """Raise CaptureError if the block calls `torch.manual_seed` in this thread."""
+    thread, seed = get_ident(), torch.manual_seed
+
+    def refuse(value: Any) -> torch.Generator:
+        if get_ident() != thread:
+            return seed(value)
+        raise CaptureError(f"a call seeds torch's random numbers, which a graph cannot do: {INSTEAD}")
+
+    with mock.patch.object(torch, "manual_seed", refuse), mock.patch.object(torch.random, "manual_seed", refuse):
+        yield
+
+
+def check_no_generator(program: ExportedProgram) -> None:
+    """Raise CaptureError for a generator: each call of a graph would continue its sequence of numbers."""
+    if any(isinstance(value, torch.Generator) for value in program.constants.values()):
+        raise CaptureError(f"a call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}")
+
+
+_Tensors = Mapping[str, tuple[torch.Tensor, set[int]]]
+
+
+@contextmanager
+def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
+    """Give a set that, when the block ends, has the FQNs whose tensor or memory a call of `root` has replaced.
+
+    The call itself copies the values back into the buffers of submodules. It raises CaptureError for a tensor of
+    another type, and if it changes which buffers share memory.
+    """
+    names: set[str] = set()
+    stack: list[_Tensors] = []  # a method may call its own module
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if vars(module) is vars(root):
+            stack.append(_tensors(root))
+
+    def end(module: nn.Module, _: Any, output: Any) -> Any:
+        if vars(module) is not vars(root):
+            return None
+        before = stack.pop()
+        return None if stack else _copy_back(root, before, output, names)
+
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end):
+        yield names
+
+
+def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
+    """Raise CaptureError for replaced tensors whose change the program does not have: `mutated` are those it has."""
+    if unseen := sorted(set(replaced) - set(mutated)):
+        raise CaptureError(
+            f"a call replaces {listed(unseen)} in a way that a graph cannot express: a parameter, by .data, or in "
+            "_buffers. A weight stays as it is: compute a new tensor in the call. What calls remember is assigned to a "
+            "buffer's attribute, or changed in place"
+        )
+
+
+def _tensors(root: nn.Module) -> _Tensors:
+    return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
+
+
+def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) -> Any:
+    """Return the call's output without views of buffers that are overwritten; None leaves the output as it is."""
+    present = _tensors(root)
+    now = {name: present[name] for name in before.keys() & present.keys()}
+    names |= {name for name, pair in now.items() if pair[0] is not before[name][0] or pair[1] != before[name][1]}
+    assigned = sorted(name for name in names & now.keys() if now[name][0] is not before[name][0])
+    if not assigned:
+        return None
+    _check(assigned, before, now)
+    old = set[int]().union(*(before[name][1] for name in assigned))
+    output = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if memory(leaf) & old else leaf, output)
+    deep = {id(before[name][0]): name for name in assigned if "." in name}.values()
+    # torch copies into the root's buffers in turn: a copy may read a buffer that an earlier one has overwritten
+    own = [name for name in assigned if "." not in name and now[name][1] & old]
+    for name, value in [(name, _independent(*now[name], old)) for name in (*deep, *own)]:
+        if "." in name:
+            before[name][0].copy_(value)
+        else:
+            setattr(root, name, value)
+    return output
+
+
+def _independent(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
+    return tensor.detach().clone() if storages & old else tensor.detach()
+
+
+def _check(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
+    if retyped := [name for name in assigned if _type(before[name][0]) != _type(now[name][0])]:
+        raise CaptureError(
+            f"a call replaces {listed(retyped)} with a tensor of another dtype or shape, but a graph's state keeps "
+            "both: assign a tensor like the old one, or write to a part of it"
+        )
+    names = [name for name in before if name in now]
+    if changed := [name for name in assigned if _sharing(name, names, before) != _sharing(name, names, now)]:
+        raise CaptureError(
+            f"a call changes which tensors share memory with {listed(changed)}, which a graph cannot do; assign a "
+            ".clone(), or change the tensor in place"
+        )
+
+
+def _sharing(name: str, names: list[str], tensors: _Tensors) -> list[str]:
+    return [other for other in names if tensors[other][1] & tensors[name][1]]
+
+
+def _type(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, [str(size) for size in tensor.shape], tensor.device
+
 
 Labels = dict[Any, int]
 Half = tuple[list[Node], list[Any]]  # inputs and outputs of one call
@@ -103,7 +216,7 @@ class _Twice(nn.Module):
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
         # if outputs and leftovers depend on a call's own inputs alone, they do so in every later call
-        leftovers = [tensor.clone() for tensor in _tensors(self.root).values()]
+        leftovers = [tensor.clone() for tensor in _tensors_in(self.root).values()]
         return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], leftovers
 
     def state(self) -> list[tuple[Any, str]]:
@@ -126,7 +239,7 @@ def _kind(value: Any) -> Any:
     return list if isinstance(value, list | tuple | deque | dict) else type(value)
 
 
-def _tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_in(root: nn.Module) -> dict[str, torch.Tensor]:
     return {path: value for path, value in _plain_values(root) if isinstance(value, torch.Tensor)}
 
 
@@ -155,7 +268,7 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
 
     def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         values = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
-        return _tensors(root), values
+        return _tensors_in(root), values
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root) and not before:
@@ -261,14 +374,14 @@ def _labels(module: GraphModule, labels: Labels, sources: Mapping[Node, Any]) ->
     numbers: dict[Node, int] = {}
     for node in module.graph.nodes:
         source = node.args[_SAME[node.target]] if node.target in _SAME else None
-        if isinstance(source, Node) and _type(source) == _type(node):
+        if isinstance(source, Node) and _type_of(source) == _type_of(node):
             numbers[node] = numbers[source]
         else:
             numbers[node] = labels.setdefault(_meaning(module, node, labels, sources, numbers), len(labels))
     return numbers
 
 
-def _type(node: Node) -> Any:
+def _type_of(node: Node) -> Any:
     value = node.meta["val"]
     return value.dtype, tuple(map(str, value.shape))
 

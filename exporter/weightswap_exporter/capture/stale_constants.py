@@ -20,15 +20,13 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.huggingface import INITIALIZED
-from weightswap_exporter.models.stand_ins import attributes_of, install, restored, tied, within
-from weightswap_exporter.models.tensors import is_fake, named_parameters, named_tensors, persistent_buffers
-from weightswap_runtime.errors import CaptureError
-from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_exporter.modules.libraries import INITIALIZED
+from weightswap_exporter.modules.stand_ins import attributes_of, install, restored, tied, within
+from weightswap_exporter.modules.tensors import is_fake, named_parameters, named_tensors, persistent_buffers
+from weightswap_runtime.errors import CaptureError, listed
+from weightswap_runtime.torch_tensors import tensor_bytes
 
-from .programs import graph_inputs
-from .views import memory
+from .programs import graph_inputs, memory
 
 _ABSENT = object()
 _NO_PLACES = {*vars(nn.Module()), INITIALIZED}

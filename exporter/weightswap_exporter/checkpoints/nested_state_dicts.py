@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightswap_exporter.models.parts import is_composed, is_sharded, kind_of, parts_of
-from weightswap_exporter.models.tensors import is_empty_state, is_fake
-from weightswap_exporter.models.user_errors import first_line
-from weightswap_runtime.errors import CheckpointError
-from weightswap_runtime.format.name_matching import extra_state_of, is_among
-from weightswap_runtime.format.name_patterns import ignored_names
-from weightswap_runtime.messages import listed, plural
-from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
+from weightswap_exporter.modules.stand_ins import first_line
+from weightswap_exporter.modules.tensors import is_composed, is_empty_state, is_fake, is_sharded, kind_of, parts_of
+from weightswap_runtime.errors import CheckpointError, listed, plural
+from weightswap_runtime.format.names import extra_state_of, ignored_names, is_among
+from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
 from .tensor import CheckpointTensor, PartOf
 

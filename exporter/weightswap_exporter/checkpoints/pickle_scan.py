@@ -7,7 +7,7 @@ units of about 16 bytes or as many nanoseconds, and a pickle may cost as much as
 
 from __future__ import annotations
 
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the names of Python 2, which protocol 2 still has
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""`weightswap export`, `weightswap compile` and `weightswap pack`."""
+"""`export`, `compile`, `pack`, `export-onnx`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.memory.device_choice import HOST
-from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.errors import listed, plural
+from weightswap_runtime.memory.device_memory import HOST
 from weightswap_tools.terminal import (
     IgnoreOption,
     JsonOption,
@@ -24,6 +24,33 @@ from weightswap_tools.terminal import (
     status_line,
     warnings_said,
 )
+
+export_onnx_command = typer.Typer(add_completion=False)
+
+
+@export_onnx_command.command(name="export-onnx")
+def export_onnx(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    weights: Annotated[
+        Path, typer.Argument(help="Weight file, or .safetensors files that hold every weight unchanged.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The .onnx file to write, in the folder of the weight file or above it.")
+    ],
+    method: Annotated[str | None, typer.Option(help="Method to write; by default forward, or the only one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a method as an ONNX model whose weights stay in a weight file, for tools that load ONNX files."""
+    with errors_as_exit(as_json):
+        from weightswap_exporter.engines.onnx_external import export_onnx as write
+
+        path = write(artifact, weights, out=out, method=method)
+        size = path.stat().st_size
+        if as_json:
+            print_json({"path": path, "bytes": size})
+            return
+        say(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")
+
 
 export_command = typer.Typer(add_completion=False)
 pack_command = typer.Typer(add_completion=False)
@@ -85,7 +112,7 @@ def export(
     """
     with errors_as_exit(as_json):
         from weightswap_runtime.format.goldens import artifact_goldens
-        from weightswap_tools.wording import signature_text
+        from weightswap_tools.terminal import signature_text
 
         from .recipes import export_recipe
 
@@ -141,7 +168,7 @@ def compile_artifact(
     """Compile an artifact's graphs for other engines, without the model's source code."""
     with errors_as_exit(as_json):
         from weightswap_exporter import compile_engines
-        from weightswap_runtime.engines.graphs.libraries import import_libraries
+        from weightswap_runtime.engines.operators import import_libraries
 
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files

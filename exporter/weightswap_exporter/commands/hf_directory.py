@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightswap_exporter.adapter.tracing import CheckpointTensors
+from weightswap_exporter.capture.tracing import CheckpointTensors
 from weightswap_exporter.checkpoints.tensor import dtype_of
 from weightswap_exporter.engines.compiling import Tell
 from weightswap_exporter.exporting import export, export_decoder
-from weightswap_exporter.models import huggingface
-from weightswap_exporter.models.skeletons import skeleton
-from weightswap_exporter.models.stand_ins import restored
-from weightswap_exporter.models.user_errors import first_line
+from weightswap_exporter.modules import libraries as huggingface
+from weightswap_exporter.modules.stand_ins import first_line, restored, skeleton
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CaptureError,
@@ -37,7 +35,7 @@ from weightswap_runtime.errors import (
     WeightFileError,
 )
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.tensors.torch_tensors import torch_dtype
+from weightswap_runtime.torch_tensors import torch_dtype
 
 from .hf_inputs import InputFunction, Sizes, describe, fallbacks, inputs_of_user, sample_inputs
 

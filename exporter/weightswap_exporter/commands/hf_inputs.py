@@ -17,10 +17,9 @@ from torch import nn
 from torch._export.utils import _compiling_state_context
 from torch.export import Dim
 
-from weightswap_exporter.models.huggingface import without_cache
-from weightswap_exporter.models.stand_ins import restored
-from weightswap_exporter.models.tensors import is_fake
-from weightswap_exporter.models.user_errors import first_line, frame_of, wants_values
+from weightswap_exporter.modules.libraries import without_cache
+from weightswap_exporter.modules.stand_ins import first_line, frame_of, restored, wants_values
+from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime.errors import RecipeError
 
 from .hf_makers import MAKERS, Input, Subject

@@ -14,10 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weightswap_exporter import (  # from the package, whose error names the missing extra if torch is absent
-    compile_engines,
-    export,
-)
+from weightswap_exporter import compile_engines, export
 from weightswap_exporter import skeleton as skeleton_context
 from weightswap_exporter.engines.compiling import Tell
 from weightswap_runtime import Artifact

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.errors import listed, plural
 from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
     HtmlOption,
@@ -24,7 +24,8 @@ from .build import InputsOption, PicturesOption
 if TYPE_CHECKING:
     from weightswap_exporter.parity import EngineParity, ParityReport
     from weightswap_exporter.parity.verification import GoldensCheck, Verification
-    from weightswap_runtime.tensors.comparing import Tolerance
+    from weightswap_runtime.tensors import Tolerance
+
 
 verify_command = typer.Typer(add_completion=False)
 _MOST_SHOWN = 20
@@ -68,7 +69,7 @@ def verify(
     limits = _parse_tolerance(tolerance)
     with errors_as_exit(as_json), status_line("opening the artifact") as tell:
         from weightswap_exporter.parity.verification import verify as verify_artifact
-        from weightswap_runtime.engines.graphs.libraries import import_libraries
+        from weightswap_runtime.engines.operators import import_libraries
 
         from .recipes import load_recipe
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
-from weightswap_exporter.parity.swap_check import SwapCheck
-from weightswap_exporter.parity.verification import Verification
-from weightswap_runtime.messages import plural
+from weightswap_exporter.parity.verification import SwapCheck, Verification
+from weightswap_runtime.errors import plural
 from weightswap_tools.reports.blocks import Block, Cell, Column, Facts, HeatMap, Note, Report, Section, Table, table_of
 
 _BEFORE, _AFTER = 5, 20  # modules shown around the one where executions diverge

@@ -12,13 +12,13 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.aoti import targets as aoti_targets
+from weightswap_runtime.engines import aoti_package as aoti_targets
+from weightswap_runtime.engines import onnx_names
 from weightswap_runtime.engines.choosing import ENGINES
-from weightswap_runtime.engines.onnx import names as onnx_names
 from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from weightswap_runtime.memory.device_choice import HOST, device_name
-from weightswap_runtime.sources.atomic import new_file
+from weightswap_runtime.memory.device_memory import HOST, device_name
+from weightswap_runtime.sources.writing import new_file
 
 Tell = Callable[[str], object]
 
@@ -136,7 +136,7 @@ def with_files(manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
 
 
 def _onnx(artifact: Artifact, method: str, _: str) -> tuple[str, bytes]:
-    from .onnx_graphs import onnx_graph
+    from .onnx import onnx_graph
 
     return onnx_names.graph_file(method), onnx_graph(artifact, method)
 
@@ -144,7 +144,7 @@ def _onnx(artifact: Artifact, method: str, _: str) -> tuple[str, bytes]:
 def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
     import torch
 
-    from .aoti_packages import build_target, package
+    from .aoti import build_target, package
 
     place = torch.device(device_name(device))
     target = build_target(place)

@@ -20,14 +20,11 @@ from typing import Any
 import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
-from weightswap_runtime.errors import CaptureError, WeightswapError
+from weightswap_runtime.errors import CaptureError, WeightswapError, listed
 from weightswap_runtime.format.signature import Signature, Sizes, leaves
-from weightswap_runtime.memory.device_choice import HOST
-from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.content import TensorBytes, as_float64
-from weightswap_runtime.tensors.dtypes import describe, has_fractions, same_type
-from weightswap_tools.call_inputs import call_flat
-from weightswap_tools.random_inputs import common_sizes, random_values, write_random_weights
+from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
+from weightswap_tools.inputs import call_flat, common_sizes, random_values, write_random_weights
 
 MOST_BYTES = 2 << 30  # of random weights
 # relative to an output's largest value; wrong translations are off by more, rounding errors by less

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from weightswap_runtime import Artifact
-from weightswap_runtime.engines.onnx import names as onnx_names
-from weightswap_runtime.engines.onnx.elements import element_of
-from weightswap_runtime.errors import ExportError, MissingExtra, UnknownMethod, Unsupported, WeightsMismatch
-from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.weight_set import StoredTensor, open_weights
-from weightswap_runtime.sources.atomic import new_file
-from weightswap_runtime.sources.location import check_writable
-from weightswap_runtime.staging.full import Plan, plan
-from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.errors import MissingExtra
 
 try:
     import onnx
 except ImportError as error:
     raise MissingExtra("writing ONNX graphs", "onnx-export") from error
+
+import os
+from pathlib import Path
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines import onnx_names
+from weightswap_runtime.engines.onnx_names import element_of
+from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported, WeightsMismatch
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.weight_set import StoredTensor, open_weights
+from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.sources.writing import new_file
+from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.staging.sets import Plan, plan
 
 
 def export_onnx(
@@ -71,7 +73,7 @@ def _method(artifact: Artifact, method: str | None) -> str:
 def _graph(artifact: Artifact, method: str) -> bytes:
     if (file := onnx_names.graph_file(method)) in artifact.manifest.files:
         return artifact.read(file)
-    from .onnx_graphs import onnx_graph
+    from .onnx import onnx_graph
 
     return onnx_graph(artifact, method)
 

@@ -1,9 +1,9 @@
 """Parity of exported graphs with the eager model, and the first point where they diverge."""
 
+from .checks import check_outputs, record_outputs
 from .compare import compare
+from .divergence import first_divergence
 from .executions import Run
-from .first_divergence import first_divergence
-from .recorded import check_outputs, record_outputs
 from .report import CaseParity, Divergence, EngineParity, ModuleError, OutputParity, ParityReport
 from .verification import Verification, verify
 

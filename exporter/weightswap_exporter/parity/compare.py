@@ -12,22 +12,31 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from weightswap_exporter.models.tensors import unwrapped
-from weightswap_exporter.models.user_errors import first_line
+from weightswap_exporter.modules.stand_ins import first_line
+from weightswap_exporter.modules.tensors import unwrapped
 from weightswap_exporter.packing import pack_to_compare
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
 from weightswap_runtime.format.signature import leaves
-from weightswap_runtime.memory.device_choice import HOST
-from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.tensors import Tolerance
 
-from .compared_calls import CallCase, Cases, PathLike, calls_to_compare
+from .checks import check_request, checked_model, other_values, recorded_inputs, servable
 from .divergence import locate_divergence
-from .executions import EagerSide, EngineSide, Run, Side, eager_side, repeatable_outputs
-from .measuring import Tolerances, compared, tolerances
-from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
-from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
+from .executions import (
+    CallCase,
+    Cases,
+    EagerSide,
+    EngineSide,
+    PathLike,
+    Run,
+    Side,
+    calls_to_compare,
+    eager_side,
+    repeatable_outputs,
+)
+from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport, Tolerances, compared, tolerances
 from .steps import NodeFailed
 
 

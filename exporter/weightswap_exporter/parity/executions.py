@@ -1,30 +1,211 @@
-"""Executions of calls, by the eager model or by an engine with weights. Outputs are flat, in the graph's order."""
+"""Calls to compare, and their executions."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.checkpoints.tensor import contents_of
-from weightswap_exporter.goldens.eager import Eager, eager
-from weightswap_exporter.goldens.recording import run_difference
-from weightswap_exporter.models.user_errors import first_line, frame_of
-from weightswap_runtime import Artifact, Model, load
-from weightswap_runtime.errors import ParityError, WeightswapError
-from weightswap_runtime.format.signature import leaves
-from weightswap_runtime.memory.device_choice import HOST
-from weightswap_runtime.tensors.torch_tensors import copied_tensor
-from weightswap_tools.call_inputs import call_flat
+from weightswap_exporter.goldens import (
+    Eager,
+    GoldenCall,
+    Requested,
+    checked_inputs,
+    eager,
+    run_difference,
+    wanted_goldens,
+    with_literals,
+)
+from weightswap_exporter.modules.stand_ins import first_line, frame_of
+from weightswap_runtime import Model, load
+from weightswap_runtime.engines.graph_archive import (
+    Argument,
+    Graph,
+    Node,
+    UnknownPart,
+    check_records,
+    read_argument,
+    read_program,
+)
+from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Goldens
+from weightswap_runtime.format.signature import Signature, Sizes, call_arguments, input_leaves, leaves
+from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.tensors import TensorBytes
+from weightswap_runtime.torch_tensors import copied_tensor
+from weightswap_tools.inputs import call_flat, common_sizes, edge_sizes, random_values
 
-from .compared_calls import CallCase, PathLike
+from .report import Origin
+
+_TABLES = ("torch.ops.aten.embedding.", "torch.ops.aten.embedding_bag.")
+# operators whose results are elements of their first argument
+_CARRIERS = {
+    "alias",
+    "clone",
+    "contiguous",
+    "detach",
+    "expand",
+    "flatten",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "squeeze",
+    "to",
+    "transpose",
+    "unsqueeze",
+    "view",
+}
+
+
+def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:
+    """Return the number of rows of the smallest table that an input indexes, by input name.
+
+    Inputs are not followed through operators that change their elements, nor into subgraphs. Raises ArtifactError.
+    """
+    described = artifact.manifest.methods[method]
+    raw = artifact.read(described.graph)
+    check_records(raw, str(artifact.path / described.graph))
+    try:
+        graph = read_program(raw).graph_module.graph
+        inputs = [_tensor_name(argument) for argument in graph.inputs]
+    except (UnknownPart, msgspec.MsgspecError):  # the engines report it
+        return {}
+    rows = {name: row.shape[0] for row in artifact.manifest.weights if row.shape for name in row.names}
+    flat = iter(input_leaves(described.signature))
+    carried: dict[str, str] = {}
+    tables: dict[str, int] = {}
+    for name, item in zip(inputs, described.inputs, strict=True):
+        if item.kind == "input":
+            carried[name] = next(flat).name
+        elif item.name in rows:
+            tables[name] = rows[item.name]
+    carried.pop("", None)
+    bounds: dict[str, int] = {}
+    for name, bound in _indexed(graph, carried, tables):
+        bounds[name] = min(bound, bounds.get(name, bound))
+    return bounds
+
+
+def _indexed(graph: Graph, carried: dict[str, str], tables: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield inputs that index a table, with its rows. carried: input names by the values that carry their elements."""
+    for node in graph.nodes:
+        first, second = ([_tensor_name(item.arg) for item in node.inputs] + ["", ""])[:2]
+        if node.target.startswith(_TABLES) and first in tables and second in carried:
+            yield carried[second], tables[first]
+        elif _carries(node) and first in carried:
+            carried |= {name: carried[first] for output in node.outputs if (name := _tensor_name(output))}
+
+
+def _carries(node: Node) -> bool:
+    parts = node.target.split(".")
+    return parts[:3] == ["torch", "ops", "aten"] and parts[3] in _CARRIERS
+
+
+def _tensor_name(argument: Argument) -> str:
+    """Return the name of a tensor argument, else an empty string."""
+    return read_argument(argument)[1].name if "as_tensor" in argument else ""
+
+
+PathLike = str | os.PathLike[str]
+Cases = Requested | Literal["goldens", "generated"]
+_ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
+
+
+class CallCase(NamedTuple):
+    """A call to compare, with its arguments also as the graph's flat inputs, all on the CPU."""
+
+    name: str
+    origin: Origin
+    call: GoldenCall
+    flat: list[Any]
+
+    @property
+    def may_be_refused(self) -> bool:
+        """True if an engine may refuse the call, because it is generated and has an input without elements."""
+        return self.origin == "generated" and any(
+            isinstance(value, torch.Tensor) and not value.numel() for value in self.flat
+        )
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return whether an engine that may refuse the call did so with this error."""
+        return self.may_be_refused and (isinstance(error, InputMismatch) or not isinstance(error, WeightswapError))
+
+    @property
+    def where(self) -> str:
+        return f"{self.call.method}, {self.name}"
+
+
+def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int) -> list[CallCase]:
+    """Return the calls that `cases` names; None: those of the goldens, and generated ones. Raises ParityError."""
+    if isinstance(cases, str) and cases not in ("goldens", "generated"):
+        raise ParityError([f"unknown cases={cases!r}"], _ADVICE)
+    if cases is not None and not isinstance(cases, str):
+        return _calls_of_user(artifact, cases)
+    if type(seed) is not int or seed < 0:
+        raise ParityError([f"seed: expected an integer >= 0, got {seed!r:.80}"], "It makes random inputs repeatable.")
+    recorded = [] if cases == "generated" else list(recorded_calls(artifact, goldens))
+    if cases == "goldens" and not recorded:
+        raise ParityError(["there are no goldens for these weights"], "Record them: pack(..., goldens=[...]).")
+    return recorded if cases == "goldens" else [*recorded, *_generated(artifact, seed)]
+
+
+def _calls_of_user(artifact: Artifact, cases: Requested) -> list[CallCase]:
+    try:
+        request = wanted_goldens(cases, None, artifact.methods)
+        assert request is not None
+        flat = checked_inputs(request.calls, artifact.manifest)
+    except RecordingError as error:
+        raise ParityError(error.problems, error.advice) from error
+    return [
+        CallCase(f"case {number}", "given", with_literals(call, artifact.manifest), values)
+        for number, (call, values) in enumerate(zip(request.calls, flat, strict=True))
+    ]
+
+
+def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[CallCase]:
+    """Yield each recorded call, whatever weights it was recorded for: only its inputs are used."""
+    for file in goldens:
+        for number, case in enumerate(file.cases):
+            flat = [file.tensors[value] if isinstance(value, str) else value for value in case.inputs]
+            name = f"golden {number}{' of the artifact' if file.bundled else ''}"
+            yield _call_case(artifact, name, "golden", case.method, flat)
+
+
+def _generated(artifact: Artifact, seed: int) -> Iterator[CallCase]:
+    rng = np.random.default_rng(seed)
+    for method, described in artifact.manifest.methods.items():
+        bounds = index_bounds(artifact, method)
+        for sizes in _sizes(described.signature):
+            flat = random_values(described.signature, sizes, rng, bounds)
+            name = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+            yield _call_case(artifact, f"random with {name}" if name else "random", "generated", method, flat)
+
+
+def _sizes(signature: Signature) -> list[Sizes]:
+    """Return one set of ordinary sizes, and those at the ends of the ranges."""
+    unique = {tuple(sizes.items()): sizes for sizes in (*common_sizes(signature)[:1], *edge_sizes(signature))}
+    return list(unique.values())
+
+
+def _call_case(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> CallCase:
+    signature = artifact.manifest.methods[method].signature
+    values = [copied_tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
+    args, kwargs = call_arguments(signature, values)
+    return CallCase(name, origin, GoldenCall(method, args, kwargs), values)
+
 
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
 _RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove random draws."

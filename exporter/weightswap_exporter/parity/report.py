@@ -1,16 +1,207 @@
-"""Report of a comparison, as typed results and as text."""
+"""Differences, and the report of a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from weightswap_runtime.messages import lines_of, listed, plural
-from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.errors import lines_of, listed, plural
+from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
+from weightswap_runtime.tensors import (
+    DTYPES,
+    TensorBytes,
+    Tolerance,
+    as_array,
+    as_float64,
+    describe,
+    differing,
+    furthest,
+    has_fractions,
+    index_of,
+    number,
+)
 
-from .measuring import Measure
+
+class Worst(msgspec.Struct, frozen=True):
+    """The element furthest from its expected value. Complex numbers are text, as JSON has none."""
+
+    index: tuple[int, ...]
+    expected: float | int | bool | str
+    found: float | int | bool | str
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor compared with the expected one.
+
+    expected, found: types, as `F32[2, 3]`; if they differ, nothing else is measured. mismatches: number of elements
+    past the tolerance, NaN being equal to NaN. unlike: number of those where one side is NaN or infinite. Over the
+    elements that are finite on both sides: `max_abs`, the largest |found - expected|; `max_rel`, the largest of these
+    divided by |expected|, where that is not zero; `scaled`, `max_abs` divided by the largest |expected|; `max_ulp`, the
+    largest number of steps between representable numbers, None for integers; `cosine`, of the angle between both as
+    vectors, None if one has no length. nan, infinite: counts in (expected, found). worst: None if nothing is past the
+    tolerance.
+    """
+
+    expected: str
+    found: str
+    elements: int = 0
+    mismatches: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    scaled: float = 0.0
+    max_ulp: int | None = None
+    cosine: float | None = None
+    unlike: int = 0
+    nan: tuple[int, int] = (0, 0)
+    infinite: tuple[int, int] = (0, 0)
+    worst: Worst | None = None
+
+    @property
+    def same(self) -> bool:
+        """True if the types are equal and all elements are within the tolerance."""
+        return self.expected == self.found and not self.mismatches
+
+    @property
+    def text(self) -> str:
+        """Description of the difference; empty if `same`."""
+        if self.expected != self.found:
+            return f"expected {self.expected}, found {self.found}"
+        if self.worst is None:
+            return ""
+        where = f"{list(self.worst.index)}: " if self.worst.index else ""
+        ulp = "" if self.max_ulp is None else f", {self.max_ulp} ULP"
+        return (
+            f"{where}expected {self.worst.expected}, found {self.worst.found}; {self.mismatches} of {self.elements} "
+            f"elements differ, by at most {self.max_abs:.3g} ({self.max_rel:.3g} relative{ulp})"
+        )
+
+
+def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> Measure:
+    """Compare two tensors. tolerance: as for `comparing.difference`. Takes about 40 bytes of memory per element."""
+    types = describe(expected), describe(found)
+    if types[0] != types[1]:
+        return Measure(expected=types[0], found=types[1])
+    one, other = as_float64(expected), as_float64(found)
+    differ = differing(expected, found, tolerance)
+    finite = np.isfinite(one) & np.isfinite(other)
+    whole = bool(finite.all())
+    gaps, sizes, cosine = _distances(one if whole else one[finite], other if whole else other[finite])
+    if not has_fractions(expected.dtype) and expected.dtype != "BOOL":
+        gaps = _steps(as_array(expected).reshape(-1), as_array(found).reshape(-1)).astype(np.float64)
+    largest = float(sizes.max(initial=0.0))
+    widest = float(gaps.max(initial=0.0))
+    return Measure(
+        expected=types[0],
+        found=types[1],
+        elements=one.size,
+        mismatches=int(differ.sum()),
+        max_abs=widest,
+        max_rel=_largest_ratio(gaps, sizes),
+        scaled=widest / largest if largest else widest,
+        max_ulp=_ulp(expected, found, finite) if has_fractions(expected.dtype) else None,
+        cosine=cosine,
+        unlike=int((differ & ~finite).sum()),
+        nan=(int(np.isnan(one).sum()), int(np.isnan(other).sum())),
+        infinite=(int(np.isinf(one).sum()), int(np.isinf(other).sum())),
+        worst=_worst(expected, found, differ) if differ.any() else None,
+    )
+
+
+def _distances(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], float | None]:
+    """Return |other - one|, |one|, and the cosine of the angle between them. All numbers are finite."""
+    with np.errstate(over="ignore"):
+        gaps, sizes, others = np.abs(other - one), np.abs(one), np.abs(other)
+    scales = sizes.max(initial=0.0), others.max(initial=0.0)
+    if not all(scales):
+        return gaps, sizes, None
+    left, right = one / scales[0], other / scales[1]  # so that no square overflows
+    lengths = math.sqrt(np.vdot(left, left).real) * math.sqrt(np.vdot(right, right).real)
+    return gaps, sizes, min(1.0, max(-1.0, float(np.vdot(left, right).real) / lengths))
+
+
+def _largest_ratio(gaps: NDArray[Any], sizes: NDArray[Any]) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.divide(gaps, sizes, out=np.zeros_like(gaps), where=sizes != 0).max(initial=0.0))
+
+
+def _ulp(expected: TensorBytes, found: TensorBytes, finite: NDArray[Any]) -> int:
+    """Return the largest distance in units in the last place (steps between representable numbers)."""
+    steps = _steps(_ordinals(expected), _ordinals(found))
+    parts = 2 if expected.dtype == "C64" else 1
+    return int(steps[np.repeat(finite, parts)].max(initial=0))
+
+
+def _steps(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the distances of integers, exact for all 64-bit ones as they are taken modulo 2**64."""
+    upper, lower = np.maximum(one, other), np.minimum(one, other)
+    steps: NDArray[np.uint64] = upper.astype(np.uint64) - lower.astype(np.uint64)
+    return steps
+
+
+def _ordinals(content: TensorBytes) -> NDArray[np.int64]:
+    """Return integers in the order of the floats, adjacent for adjacent floats; equal for 0.0 and -0.0.
+
+    Floats of one sign are ordered as their bits are (IEEE 754). A complex number gives two integers.
+    """
+    bits = 32 if content.dtype == "C64" else DTYPES[content.dtype].bits
+    codes = np.frombuffer(content.data, f"<u{bits // 8}")
+    if content.dtype == "F8_E8M0":  # has no sign bit
+        return codes.astype(np.int64)
+    sign = np.uint64(1 << (bits - 1))
+    magnitudes = (codes.astype(np.uint64) & (sign - np.uint64(1))).astype(np.int64)
+    return np.where(codes.astype(np.uint64) & sign, -magnitudes, magnitudes)
+
+
+def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> Worst:
+    position = furthest(expected, found, differ)
+    return Worst(index_of(position, found.shape), *(_plain(number(tensor, position)) for tensor in (expected, found)))
+
+
+def _plain(value: Any) -> float | int | bool | str:
+    return str(value) if isinstance(value, complex) else value
+
+
+class Tolerances(NamedTuple):
+    """Tolerances (rtol, atol) by dtype; None is bit for bit. by_dtype: use the dtype's own, not the stated one."""
+
+    stated: Tolerance | None
+    by_dtype: bool
+
+    def of(self, dtype: str) -> Tolerance | None:
+        return default_tolerance(dtype, OTHER_KERNELS) if self.by_dtype else self.stated
+
+    def is_past(self, measured: Measure) -> bool:
+        """Return whether an intermediate result is too far off.
+
+        In such results, terms that cancel leave small elements with large relative errors. Unless all bits must be
+        equal, the largest difference must therefore also exceed rtol of the largest value.
+        """
+        if measured.same:
+            return False
+        dtype = measured.expected.partition("[")[0]
+        limits = self.of(dtype)
+        exact = limits is None or not has_fractions(dtype) or measured.expected != measured.found
+        return exact or measured.unlike > 0 or (limits is not None and measured.scaled > limits[0])
+
+
+def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None]) -> tuple[Measure | None, str]:
+    """Return the measure of two outputs, if they are tensors, and a description of the difference, empty if none."""
+    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
+        measured = measure(expected, found, limits(expected.dtype))
+        return measured, measured.text
+    return None, "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
+
+
+def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:
+    """Return the stated tolerance, else the engine's own: the engine `torch` runs the operators of eager, in order."""
+    return Tolerances(stated, by_dtype=stated is None and not ENGINES[engine].is_exact)
+
 
 Origin = Literal["given", "golden", "generated"]
 _SHOWN = 5  # wrong outputs of an engine

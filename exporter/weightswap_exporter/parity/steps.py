@@ -1,8 +1,4 @@
-"""Steps of an execution, operator by operator, and their alignment with those of another execution.
-
-Eager code and a captured graph are both observed below composite operators in torch's dispatcher, so that both show the
-same operators in the same order if they compute the same.
-"""
+"""Executions operator by operator."""
 
 from __future__ import annotations
 
@@ -10,18 +6,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import SequenceMatcher
 from functools import partial
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from blake3 import blake3
 from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightswap_exporter.models.user_errors import first_line
-from weightswap_runtime.engines.graphs.effects import is_fresh, is_mutable
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_exporter.capture.archive import graph_archive, method_program, open_program
+from weightswap_exporter.checkpoints.tensor import contents_of
+from weightswap_exporter.engines.compiling import compile_engines
+from weightswap_exporter.modules.stand_ins import first_line
+from weightswap_exporter.packing import pack_to_compare
+from weightswap_runtime import Artifact, read_weights
+from weightswap_runtime.engines.operators import is_fresh, is_mutable
+from weightswap_runtime.format.manifest import (
+    ADAPTER_CONSTANTS_NAME,
+    ADAPTER_NAME,
+    CONSTANTS_NAME,
+    MANIFEST_NAME,
+    encode_manifest,
+    with_graph_id,
+)
+from weightswap_runtime.format.signature import Tensor, Tuple
+from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes
+
+from .executions import CallCase, PathLike, initial_state
 
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
@@ -223,3 +242,133 @@ def aligned(expected: Sequence[Step], found: Sequence[Step]) -> Iterator[Aligned
         if not size and alone:
             yield Aligned(None, None, alone)
         left, right = first + size, second + size
+
+
+class OpenedGraph:
+    """The graph of one method. Weights come from a weight file or any source that `pack` takes."""
+
+    def __init__(self, artifact: Artifact, method: str) -> None:
+        self.artifact = artifact
+        self.method = method
+        self.inputs = artifact.manifest.methods[method].inputs
+
+    def open(self) -> ExportedProgram:
+        """Return the program without values. Raises ArtifactError."""
+        return open_program(self.artifact, self.artifact.manifest.methods[self.method].graph)
+
+    def steps(self, weights: PathLike, case: CallCase) -> tuple[list[Step], list[Any]]:
+        """Run a case. Returns its steps, operator by operator, and its flat outputs."""
+        program = self._filled(weights)
+        run = GraphRun(program)
+        own = [*program.state_dict.values(), *program.constants.values()]
+        recorder = StepRecorder(run.position, [value for value in own if isinstance(value, torch.Tensor)])
+        with torch.no_grad(), recorder:
+            values = run.run(*_flat(program, case))
+        return recorder.steps, contents_of(values)
+
+    def outputs(self, weights: PathLike, case: CallCase) -> list[Any]:
+        """Run a case. Returns its flat outputs, with tensors as `TensorBytes`."""
+        program = self._filled(weights)
+        with torch.no_grad():
+            return contents_of(GraphRun(program).run(*_flat(program, case)))
+
+    def weights_of(self, node: str) -> tuple[str, ...]:
+        """Return the first FQN of each weight, state, constant and variant tensor that a node takes."""
+        graph = self.open().graph
+        pairs = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
+        manifest = self.artifact.manifest
+        tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
+        first = {name: row.name for row in tables for name in row.names}
+        fqns = {placeholder: first[item.name] for placeholder, item in pairs if item.kind != "input"}
+        inputs = [source for each in graph.nodes if each.name == node for source in each.all_input_nodes]
+        return tuple(fqns[source] for source in inputs if source in fqns)
+
+    def _filled(self, weights: PathLike) -> ExportedProgram:
+        """Return the program filled with weights, the initial state, and zeros for variants."""
+        program = method_program(self.artifact, self.method)
+        values = _values(self.artifact, weights) | initial_state(self.artifact)
+        zero = torch.zeros(())
+        for spec, item in zip(program.graph_signature.input_specs, self.inputs, strict=True):
+            if item.kind in ("weight", "state", "variant") and spec.target is not None:
+                table = program.state_dict if spec.target in program.state_dict else program.constants
+                with torch.no_grad():
+                    table[spec.target].copy_(zero if item.kind == "variant" else values[item.name])
+        return program
+
+
+def _flat(program: ExportedProgram, case: CallCase) -> list[Any]:
+    values = iter(case.flat)
+    tables = program.state_dict | program.constants
+    specs = program.graph_signature.input_specs
+    return [next(values) if spec.kind is InputKind.USER_INPUT else tables[spec.target] for spec in specs]
+
+
+def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
+    """Return weights by FQN, with tied ones under each of their names."""
+    with TemporaryDirectory(prefix="weightswap-") as folder:
+        packed = pack_to_compare(weights, artifact, Path(folder) / "weights.safetensors")
+        values = read_weights(packed, framework="torch")
+    return {name: values[row.name] for row in artifact.manifest.weights for name in row.names}
+
+
+_KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
+
+
+class Tap(NamedTuple):
+    """A node of a graph whose result can be made an output."""
+
+    node: str
+    position: Position
+
+
+def taps_of(program: ExportedProgram) -> list[Tap]:
+    """Return every node that computes one tensor, in order."""
+    return [Tap(node.name, position_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
+
+
+def last_of_modules(taps: Sequence[Tap]) -> list[Tap]:
+    """Return the last of each run of consecutive nodes in one module."""
+    return [list(run)[-1] for _, run in groupby(taps, key=lambda tap: tap.position.modules)]
+
+
+def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, engines: Sequence[str]) -> Artifact:
+    """Write an artifact with one method whose output is (old output, tuple of the taps), compiled for these engines.
+
+    Results are copied where they are computed, as later nodes may overwrite them. Raises the errors of compiling.
+    """
+    old = artifact.manifest.methods[method]
+    program = open_program(artifact, old.graph)
+    nodes = {node.name: node for node in program.graph.nodes}
+    results = Tuple(tuple(_tap(program, nodes[tap.node]) for tap in taps))
+    signature = msgspec.structs.replace(old.signature, output=Tuple((old.signature.output, results)))
+    raw = graph_archive(program, signature)
+    methods = {method: msgspec.structs.replace(old, signature=signature)}
+    kept = [name for name in _KEPT if name in artifact.manifest.files]
+    files = {name: artifact.manifest.files[name] for name in kept} | {old.graph: blake3(raw).hexdigest()}
+    manifest = with_graph_id(msgspec.structs.replace(artifact.manifest, methods=methods, files=files))
+    for name in kept:
+        (folder / name).write_bytes(artifact.read(name))
+    (folder / old.graph).parent.mkdir(exist_ok=True)
+    (folder / old.graph).write_bytes(raw)
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    return compile_engines(folder, engines, trial=False)
+
+
+def _is_tensor(node: Node) -> bool:
+    computed = node.op == "call_function" and isinstance(node.target, OpOverload) and computes(node.target)
+    return computed and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _tap(program: ExportedProgram, node: Node) -> Tensor:
+    """Add a node's result to the outputs. Returns the leaf that describes it."""
+    value = node.meta["val"]
+    with program.graph.inserting_after(node):
+        copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    output = program.graph.output_node()
+    output.args = ((*output.args[0], copy),)
+    program.graph_signature.output_specs.append(
+        OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=copy.name), target=None)
+    )
+    shape = tuple(size if isinstance(size, int) else str(size.node.expr) for size in value.shape)
+    return Tensor(node.name, DTYPE_NAMES[value.dtype], shape)

@@ -21,8 +21,7 @@ from weightswap_runtime.errors import WeightFileError, text_of
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location, is_url
 from weightswap_runtime.sources.opening import GivenUrl, find_source
-from weightswap_runtime.sources.remote.objects import RemoteObject
-from weightswap_runtime.sources.remote.transport import changed
+from weightswap_runtime.sources.remote import RemoteObject, changed
 
 CHUNK = 32 << 20  # bytes
 GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for other nodes, and that a taker keeps for itself

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.memory.device_memory import HOST
 
-from .aoti.package import can_run
+from .aoti_package import can_run
 from .engine import AUTO, Engine, EngineOptions
 
 EngineName = Literal["torch", "aoti", "onnx", "auto"]
@@ -36,35 +36,35 @@ class EngineRow(NamedTuple):
 
 def _torch(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
-        from .torch.device import AcceleratedEngine
+        from .torch_device import AcceleratedEngine
 
         _, prologue, on_host, cuda_graphs = options
         return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
-    from .torch.cpu import TorchEngine
+    from .torch_cpu import TorchEngine
 
     return TorchEngine(artifact, prologue=options.prologue)
 
 
 def _aoti(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
-        from .aoti.device import AotiAcceleratedEngine
+        from .aoti import AotiAcceleratedEngine
 
         return AotiAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
-    from .aoti.engine import AotiEngine
+    from .aoti import AotiEngine
 
     return AotiEngine(artifact, prologue=options.prologue)
 
 
 def _onnx(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
-        from .onnx.device import OnnxAcceleratedEngine
+        from .onnx_torch import OnnxAcceleratedEngine
 
         return OnnxAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
     if len(compiled_methods("onnx", artifact)) < len(artifact.methods):
-        from .onnx.beside_torch import OnnxBesideTorch
+        from .onnx_torch import OnnxBesideTorch
 
         return OnnxBesideTorch(artifact, options.threads, prologue=options.prologue)
-    from .onnx.engine import OnnxEngine
+    from .onnx import OnnxEngine
 
     return OnnxEngine(artifact, options.threads)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from weightswap_runtime.format.goldens import Environment
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors import TensorBytes
 
 AUTO = "auto"
 CudaGraphs = Literal["auto"] | Sequence[Mapping[str, int] | Sequence[int]]

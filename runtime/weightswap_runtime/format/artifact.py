@@ -15,14 +15,13 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import ArtifactError, Unsupported, WeightFileError
-from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.location import Location, Url, as_location, is_url
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import describe, same_type
+from weightswap_runtime.sources.writing import is_file
+from weightswap_runtime.tensors import TensorBytes, describe, same_type
 
-from .header import parse_file
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
+from .safetensors import parse_file
 
 MAX_MANIFEST = 64 << 20
 Row = NamedTensor | AdapterInput

@@ -12,18 +12,21 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
-from weightswap_runtime.messages import listed
+from weightswap_runtime.errors import (
+    ContextFileError,
+    ContextMismatch,
+    OutOfMemory,
+    Unsupported,
+    WeightFileError,
+    listed,
+)
 from weightswap_runtime.sources.byte_source import ByteSource
 from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import find_source
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import describe, same_type
+from weightswap_runtime.tensors import TensorBytes, describe, digest_of, same_type
 
-from .header import LEAST_HEADER, FileTensor
 from .manifest import NamedTensor
-from .weight_file import METADATA_KEY, StampedFile, canonical_order, read_header
+from .safetensors import LEAST_HEADER, METADATA_KEY, FileTensor, StampedFile, canonical_order, read_header
 
 FORMAT_VERSION = 1
 

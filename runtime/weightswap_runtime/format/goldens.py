@@ -16,21 +16,16 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from weightswap_runtime.errors import AccessDenied, GoldensError, OutOfMemory, Unsupported
-from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.local import open_at_once
+from weightswap_runtime.errors import AccessDenied, GoldensError, OutOfMemory, Unsupported, listed
+from weightswap_runtime.sources.byte_source import Check, open_at_once
 from weightswap_runtime.sources.location import Location, Url, as_location
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import DIGEST, digest_of
+from weightswap_runtime.tensors import DIGEST, TensorBytes, Tolerance, digest_of
 
 from .artifact import Artifact
-from .header import LEAST_HEADER, parse_file
+from .calls import Case, GoldensPart, case_problems
 from .manifest import Manifest, Versioned
-from .recorded_call import Case, GoldensPart, case_problems
-from .weight_file import METADATA_KEY, TensorRow, canonical_order, encode_tensors
+from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, canonical_order, encode_tensors, parse_file
 from .weight_set import WeightSet, goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"

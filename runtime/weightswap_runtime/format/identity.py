@@ -1,16 +1,156 @@
-"""Identity of weights: the id of their content, and the digests from which the id of a changed set is computed."""
+"""The weights id, labels, and values that are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
-from weightswap_runtime.tensors.digests import Blocks, tensor_digest
+import numpy as np
 
-from .manifest import NamedTensor
-from .nonfinite import Counts
-from .weight_file import weights_id
+from weightswap_runtime.errors import NonFiniteWeights, Unsupported, plural
+from weightswap_runtime.tensors import DTYPES, Blocks, TensorBytes, as_float64, tensor_digest
+
+from .manifest import Manifest, NamedTensor
+from .names import part_of, patterns
+from .safetensors import weights_id
+
+STEP = 1 << 20  # bytes that are inspected at a time: they stay in the cache
+Allowed = bool | frozenset[str] | None  # all, none, or the names of some weights
+_ADVICE = (
+    "Do not serve them; check the training that wrote them. If they are intended, allow_nonfinite=True accepts them, "
+    "and patterns such as allow_nonfinite='*.mask' accept those of some weights."
+)
+
+
+class Counts(NamedTuple):
+    """Numbers of NaN and infinite values. A complex number may count as both."""
+
+    nan: int
+    infinite: int
+
+    def plus(self, other: Counts | None, sign: int = 1) -> Counts:
+        nan, infinite = other or (0, 0)
+        return Counts(self.nan + sign * nan, self.infinite + sign * infinite)
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """Numbers of NaN and infinite values among the `of` values of a weight."""
+
+    nan: int
+    infinite: int
+    of: int
+
+    def __str__(self) -> str:
+        kinds = [f"{number} {kind}" for number, kind in ((self.nan, "NaN"), (self.infinite, "infinite")) if number]
+        return f"{' and '.join(kinds)} of {plural(self.of, 'value')}"
+
+
+class _Codes(NamedTuple):
+    """Limits of the bit patterns of a dtype, as integers, at which values are not finite.
+
+    As signed integers, patterns from `signed` up are not finite, and as unsigned integers those from `unsigned` up.
+    `lowest` is the only non-finite pattern of some dtypes, and their least signed integer. None: no such limit.
+    """
+
+    bytes: int
+    signed: int | None = None
+    unsigned: int | None = None
+    lowest: int | None = None
+
+
+def _ieee(size: int, first: int) -> _Codes:
+    """Return the limits of a dtype whose patterns rise with the magnitude, and end with infinity and NaN."""
+    return _Codes(size, first, first | 1 << (8 * size - 1))
+
+
+# OCP's F6 and F4 have no non-finite values
+_CODES: dict[str, _Codes] = {
+    "F16": _ieee(2, 0x7C00),
+    "BF16": _ieee(2, 0x7F80),
+    "F32": _ieee(4, 0x7F800000),
+    "C64": _ieee(4, 0x7F800000),
+    "F64": _ieee(8, 0x7FF << 52),
+    "F8_E5M2": _ieee(1, 0x7C),
+    "F8_E4M3": _ieee(1, 0x7F),
+    "F8_E8M0": _Codes(1, unsigned=0xFF),
+    "F8_E4M3FNUZ": _Codes(1, lowest=-0x80),
+    "F8_E5M2FNUZ": _Codes(1, lowest=-0x80),
+}
+
+
+def count_nonfinite(dtype: str, data: memoryview) -> Counts | None:
+    """Count the non-finite values of whole elements; return None if all are finite. Several times faster than hashing.
+
+    Detection takes two integer reductions, which are vectorised for every size and release the GIL.
+    """
+    codes = _CODES.get(dtype)
+    if codes is None or not len(data):
+        return None
+    counts = Counts(0, 0)
+    for start in range(0, len(data), STEP):
+        part = data[start : start + STEP]
+        if _has_nonfinite(codes, part):
+            counts = counts.plus(_count(dtype, part))
+    return counts if any(counts) else None
+
+
+def _has_nonfinite(codes: _Codes, part: memoryview) -> bool:
+    signed, unsigned = (np.frombuffer(part, f"<{kind}{codes.bytes}") for kind in "iu")
+    return bool(
+        (codes.signed is not None and signed.max() >= codes.signed)
+        or (codes.unsigned is not None and unsigned.max() >= codes.unsigned)
+        or (codes.lowest is not None and signed.min() <= codes.lowest)
+    )
+
+
+def _count(dtype: str, part: memoryview) -> Counts:
+    values = as_float64(TensorBytes(dtype, (len(part) * 8 // DTYPES[dtype].bits,), part))
+    return Counts(int(np.isnan(values).sum()), int(np.isinf(values).sum()))
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the size of an element in bytes; 0 for dtypes whose values are always finite."""
+    return DTYPES[dtype].bits // 8 if dtype in _CODES else 0
+
+
+def newly_nonfinite(
+    weights: Iterable[NamedTensor], counts: Mapping[str, Counts], served: Mapping[str, Counts] | None
+) -> dict[str, Nonfinite]:
+    """Return the weights with a kind of non-finite value that they do not have in the served weights.
+
+    If no weights are served, NaN counts in every weight, and infinity in those that require a gradient: these are
+    trained, and not masks.
+    """
+    size = {weight.name: weight.nbytes * 8 // DTYPES[weight.dtype].bits for weight in weights if weight.name in counts}
+    trained = {weight.name for weight in weights if weight.requires_grad}
+
+    def is_new(name: str) -> bool:
+        nan, infinite = counts[name]
+        before = Counts(0, name not in trained) if served is None else served.get(name, Counts(0, 0))
+        return bool((nan and not before.nan) or (infinite and not before.infinite))
+
+    return {name: Nonfinite(*counts[name], size[name]) for name in sorted(size) if is_new(name)}
+
+
+def refuse_nonfinite(nonfinite: Mapping[str, Nonfinite], allowed: Allowed, where: str) -> None:
+    """Raise NonFiniteWeights for values that are not allowed. None and True allow all."""
+    if allowed is None or allowed is True:
+        return
+    if problems := [f"{name}: {counts}" for name, counts in nonfinite.items() if name not in (allowed or ())]:
+        raise NonFiniteWeights(where, problems, _ADVICE)
+
+
+def as_allowed(value: bool | str | Sequence[str] | None, manifest: Manifest) -> Allowed:
+    """Convert a user's value of `allow_nonfinite=`: patterns become names. Raises Unsupported for invalid values."""
+    if value is None or isinstance(value, bool):
+        return value
+    try:
+        return frozenset(weight.name for weight in part_of(manifest, patterns(value)).weights)
+    except Unsupported as error:
+        raise Unsupported(str(error).replace("only=", "allow_nonfinite=", 1)) from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,16 +13,13 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
-from weightswap_runtime.errors import ArtifactError, FormatVersionError
-from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.digests import DIGEST
-from weightswap_runtime.tensors.dtypes import DTYPES, describe, is_valid, nbytes
+from weightswap_runtime.errors import ArtifactError, FormatVersionError, listed
+from weightswap_runtime.tensors import DIGEST, DTYPES, describe, is_valid, nbytes
 
-from .conditions import condition_dims, parse_condition
-from .header import LEAST_HEADER, MAX_HEADER
+from .expressions import condition_dims, parse_condition
+from .safetensors import LEAST_HEADER, MAX_HEADER, TensorRow
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
 from .signature import Literal as LiteralLeaf
-from .weight_file import TensorRow
 
 FORMAT_VERSION = 1
 VARIANTS_VERSION = 2  # format version of artifacts that declare variants

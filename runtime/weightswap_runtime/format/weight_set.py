@@ -11,18 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import WeightFileError
-from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.atomic import is_file
-from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.errors import WeightFileError, listed
+from weightswap_runtime.sources.byte_source import Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.sources.writing import is_file
+from weightswap_runtime.tensors import describe
 
-from .header import MAX_HEADER
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
-from .weight_file import Stamp, WeightFile, holds_goldens
+from .safetensors import MAX_HEADER, Stamp, WeightFile, holds_goldens
 
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
@@ -147,7 +144,7 @@ def local_names(path: Path) -> list[str] | None:
 def _remote_names(url: Url, check: Check | None) -> list[str] | None:
     if url.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
-    from weightswap_runtime.sources.remote.listing import list_names  # needs fsspec
+    from weightswap_runtime.sources.urls import list_names  # needs fsspec
 
     return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
 

@@ -1,1 +1,1 @@
-"""Models: their calls, their swaps, and the gate between the two."""
+"""Which weights answer which call: the store of weights, stagings, commits, and the gate between calls and commits."""

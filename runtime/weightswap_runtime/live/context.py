@@ -22,12 +22,11 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import MadeWith, write_context
-from weightswap_runtime.live.variants.resident import Choice
-from weightswap_runtime.threads.claims import Claim, ClaimReference
-from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.jobs import Claim, ClaimReference, renew_in_children
 
 from .gate import Gate, Pin, Version
 from .session import Session
+from .variants import Choice
 
 OnSwap = Literal["invalidate", "reset", "keep", "pin"]
 _OUTCOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from threading import Condition, RLock
 from typing import Generic, Protocol, TypeVar
 
-from weightswap_runtime.errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights
+from weightswap_runtime.errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights, plural
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.messages import plural
-from weightswap_runtime.threads.claims import POLL_SECONDS, Claim, ClaimReference, this_thread
-from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, renew_in_children, this_thread
 
 PATIENCE = 1.0  # seconds for which new calls are held while a commit waits for a pin
 

@@ -1,15 +1,41 @@
-"""Sessions: engines bound once to one arena."""
+"""Engines bound to an arena."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import RESTART, DeviceError, OutOfMemory, WeightsMismatch, is_of_device, lacks_memory
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Goldens
+from weightswap_runtime.jobs import ClaimReference
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.tensors.digests import Blocks
-from weightswap_runtime.threads.claims import ClaimReference
+from weightswap_runtime.tensors import Blocks
+
+if TYPE_CHECKING:
+    from weightswap_runtime.staging.transforms import Transforms
+
+
+@dataclass(eq=False)
+class Member:
+    """An artifact whose graphs run on the weights. `id` identifies its engine in every session."""
+
+    artifact: Artifact
+    engine: Engine
+    id: int
+    goldens: Goldens | None
+    _transforms: Transforms | None = None
+
+    def open_transforms(self) -> Transforms:
+        """Return the adapter's graph, opened on first use. Raises ArtifactError, and MissingExtra without torch."""
+        if self._transforms is None:
+            from weightswap_runtime.staging.transforms import Transforms  # needs torch
+
+            self._transforms = Transforms(self.artifact)
+        return self._transforms
 
 
 class Session:

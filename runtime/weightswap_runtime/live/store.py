@@ -1,62 +1,216 @@
-"""The weights that one or several models serve from: staging, commits and rollbacks, with receipts and events."""
+"""The weights that models serve from: staging, commit, rollback, history."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from threading import RLock
+from threading import Lock, RLock, get_ident
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import (
+    MOST_LISTED,
     RESTART,
     BaseMismatch,
     DeviceError,
     ModelFailed,
     NothingToRollBack,
     OutOfMemory,
+    StagingBusy,
+    UnexpectedWeights,
     Unsupported,
     is_of_device,
+    listed,
 )
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
-from weightswap_runtime.format.goldens import artifact_goldens
+from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
+from weightswap_runtime.format.identity import newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.format.nonfinite import newly_nonfinite
-from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
-from weightswap_runtime.live.variants.resident import VariantReceipt, Variants
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, renew_in_children
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
-from weightswap_runtime.messages import MOST_LISTED, listed
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.delta import stage_delta
-from weightswap_runtime.staging.delta_chain import stage_chain
-from weightswap_runtime.staging.full import plan, stage_full
-from weightswap_runtime.staging.part import stage_part
+from weightswap_runtime.sources.location import Location, printable
+from weightswap_runtime.staging.delta import stage_chain, stage_delta
+from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Base, Contents, Kind, StagedChange, Staging, SwapRequest
-from weightswap_runtime.tensors.dtypes import describe
-from weightswap_runtime.threads.forks import renew_in_children
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.staging.sets import plan, stage_full, stage_part
+from weightswap_runtime.tensors import describe
+from weightswap_runtime.threads import WorkerThreads
 
-from .admission import admitted
 from .context import Contexts
-from .events import Event, EventKind, Events
 from .gate import Gate
-from .member import Member
-from .receipt import SwapReceipt
-from .residency.candidate import Candidate, Committed, Resources, StagedSet
-from .residency.residency import Ended, Residency, open_residency
-from .session import Session, bind, run_prologue
-from .turns import Turns
-from .verifying import find_goldens, verify_candidate
+from .receipt import Event, EventKind, Events, SwapReceipt
+from .residency import Candidate, Committed, Ended, Residency, Resources, StagedSet, open_residency
+from .session import Member, Session, bind, run_prologue
+from .variants import VariantReceipt, Variants
+
+
+def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
+    """Return the request with the admitted weights id as its `expect`, so a file with other bytes is refused later.
+
+    Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
+    """
+    stamp = delta or weights.stamp
+    if stamp is None:
+        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
+    if request.only:
+        raise Unsupported("only: no file claims the id of a part of a set; swap a full set")
+    if request.expect not in (None, stamp.weights_id):
+        raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
+    admit(weights.location, stamp.weights_id)
+    return request._replace(expect=stamp.weights_id)
+
+
+def fingerprint_of(admit: Admit | None) -> Hashable:
+    """Return what `admit.fingerprint()` returns; None if there is no such method, or if it fails."""
+    try:
+        value: Hashable = admit.fingerprint()  # type: ignore[union-attr]
+    except Exception:  # such as AttributeError, for a function
+        return None
+    return value
+
+
+Verified = Literal["goldens", "finite", "none"]
+
+
+class MemberGoldens(NamedTuple):
+    """Goldens, and the member whose graphs they are for."""
+
+    member: Member
+    goldens: Goldens
+
+
+def find_goldens(location: Location, owner: Member, members: Sequence[Member], staging: Staging) -> list[MemberGoldens]:
+    """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
+
+    Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
+    """
+    request, check = staging.request, staging.job.check
+    if request.verify == "off":
+        return []
+    all_goldens = [MemberGoldens(member, member.goldens) for member in members if member.goldens is not None]
+    beside = goldens_beside(location, staging.manifest, allow_other_graph=request.allow_other_graph, check=check)
+    if beside is not None:
+        # a part of a file results in other weights than those that the goldens were recorded for
+        all_goldens.append(MemberGoldens(owner, beside._replace(bundled=bool(request.only))))
+    return all_goldens
+
+
+def verify_candidate(
+    candidate: Candidate, all_goldens: Sequence[MemberGoldens], staging: Staging
+) -> tuple[Verified, float]:
+    """Run all goldens on the candidate's session; return the comparison that was done, and the seconds that it took.
+
+    Raises GoldenMismatch, GoldensError and StageCancelled.
+    """
+    start = time.perf_counter()
+    modes: set[str] = set()
+    if all_goldens:
+        session = candidate.trial_session(staging.job)
+        staging.job.begin("verifying")
+        for member, goldens in all_goldens:
+            bound = session.bound.get(member.id)
+            if bound is None:  # its model was dropped meanwhile
+                continue
+            mode = verify(
+                goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),
+                bound,
+                member.engine,
+                member.artifact.manifest,
+                candidate.contents.identity.weights_id,
+                mode=staging.request.verify,
+                check=staging.job.check,
+            )
+            modes.add(mode)
+    verified: Verified = "goldens" if "goldens" in modes else "finite" if modes else "none"
+    return verified, time.perf_counter() - start
+
+
+class Turns:
+    """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+        self._staging: ClaimReference | None = None
+
+    def _renew(self) -> None:
+        """Make new locks: a forked child does not have the threads that held the old ones."""
+        self._swap_lock = Lock()
+        self._claim_lock = RLock()  # reentrant, for signal handlers
+        self._swapper: int | None = None
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
+        if self._swapper == get_ident():
+            raise StagingBusy(
+                "a listener runs before its swap has ended, so it cannot swap itself: let another thread do it "
+                "after the listener has returned"
+            )
+        with self._swap_lock:
+            try:
+                self._swapper = get_ident()
+                yield
+            finally:
+                self._swapper = None
+
+    @contextmanager
+    def wait_for_turn(self, check: Check) -> Iterator[None]:
+        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
+        while not self._swap_lock.acquire(timeout=POLL_SECONDS):
+            check()
+        try:
+            self._swapper = get_ident()
+            yield
+        finally:
+            self._swapper = None
+            self._swap_lock.release()
+
+    @contextmanager
+    def claimed(self, wait: float | None) -> Iterator[Claim]:
+        """Keep others from staging and committing within the block."""
+        ticket = Claim()
+        try:
+            self.claim(ticket, wait, None)
+            yield ticket
+        finally:
+            ticket.end()
+
+    def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
+        """Keep others from staging until `ticket` ends.
+
+        wait: seconds to wait for an open staging; None: do not wait. Raises StagingBusy, and StageCancelled.
+        """
+        deadline = time.monotonic() + (wait or 0.0)
+        while not self._try_claim(ticket):
+            if job is not None:
+                job.check()
+            if time.monotonic() >= deadline:
+                raise StagingBusy(
+                    "another staging of this model is open; commit or discard it first"
+                    + (f" (waited {wait} s)" if wait else ', or pass busy="wait"')
+                )
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _try_claim(self, ticket: Claim) -> bool:
+        with self._claim_lock:
+            other = self._staging() if self._staging else None
+            if other is not None and other is not ticket and other.holds:
+                return False
+            self._staging = weakref.ref(ticket)
+            return True
+
 
 HISTORY = 100
 

@@ -1,26 +1,43 @@
-"""The control page: the word that says which arena is served, a slot for each worker, and the keeper's descriptions.
-
-The word is the generation plus one; 0 while nothing is served. The weights of a generation are in the arena of its
-parity: generation modulo 2.
-
-To begin a call, a worker reads the word, marks the parity as held in its slot, and reads the word again. If the word
-has changed, the worker removes the mark and starts again. The keeper waits until no slot holds a parity, writes to its
-arena and its description, and then stores the word. Stores that a processor delays would break this protocol, so the
-keeper issues a memory fence across all processes after each store of the word (`fences`).
-
-A staged set in the other arena may be on trial. A second word says so: it is different for every trial, and its lowest
-bit is the parity. To call the staged set, a worker reads that word, marks the parity as held, and reads the word again:
-if it has changed, the trial is over. The keeper sets it to 0 before it checks who holds the arena, and before a commit.
-"""
+"""The control page: words, leases, descriptions, history."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
+import time
 import zlib
+from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, TypeVar
 
-from .fences import fence, has_fences
+import msgspec
+
+from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.format.identity import Counts, Identity
+from weightswap_runtime.live.receipt import SwapReceipt
+
+_NUMBER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+_GLOBAL, _GLOBAL_EXPEDITED, _REGISTER = 1, 2, 4
+_PAUSE = 0.05  # seconds
+
+
+def _membarrier(command: int) -> bool:
+    return _NUMBER is not None and ctypes.CDLL(None, use_errno=True).syscall(_NUMBER, command, 0, 0) == 0
+
+
+@cache
+def has_fences() -> bool:
+    """Register this process, once; return whether the fast fence reaches it."""
+    return _membarrier(_REGISTER)
+
+
+def fence(unregistered: bool) -> None:
+    """Make the earlier stores of all processes visible to all. `unregistered`: the fast fence would miss a process."""
+    if not (not unregistered and has_fences() and _membarrier(_GLOBAL_EXPEDITED)) and not _membarrier(_GLOBAL):
+        time.sleep(_PAUSE)
+
 
 _PAGE: Final = 4096
 _SLOT: Final = 256  # bytes: a cache line for each of its words
@@ -164,3 +181,89 @@ class _Cell:
     def read(self) -> bytes | None:
         record = bytes(self._body[: self._head[0]])
         return record if record and zlib.crc32(record) == self._head[1] else None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The part of a description that workers need: a generation and its weights. `terms`: those of `begin_trial`."""
+
+    generation: int
+    weights_id: str
+    labels: Mapping[str, str]
+    terms: bytes = b""
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.weights_id, {}, dict(self.labels))
+
+
+class Description(Summary, frozen=True):
+    """A full description of the weights in an arena, as the next keeper needs it."""
+
+    digests: Mapping[str, tuple[bytes, ...]] = {}
+    nonfinite: Mapping[str, Counts] = {}
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.weights_id, dict(self.digests), dict(self.labels), dict(self.nonfinite))
+
+
+class _History(msgspec.Struct, frozen=True):
+    written: int
+    receipts: list[SwapReceipt]
+
+
+D = TypeVar("D", bound=Summary)
+_history = msgspec.msgpack.Decoder(_History)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def describe(control: Control, generation: int, identity: Identity, terms: bytes = b"") -> None:
+    """Describe the weights in the arena of a generation. Raises WeightFileError if the description is too large."""
+    record = _encoder.encode(
+        Description(generation, identity.weights_id, identity.labels, terms, identity.digests, identity.nonfinite)
+    )
+    cell = control.descriptions[generation % 2]
+    if len(record) > cell.capacity:
+        raise WeightFileError(
+            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(record)} bytes, but workers "
+            f"share at most {cell.capacity}. Pack the file with shorter labels."
+        )
+    cell.write(record)
+
+
+def read_description(control: Control, generation: int, kind: type[D]) -> D | None:
+    """Return the description of a generation; None if its arena holds another one, or is being written."""
+    description = _read(control, generation, kind)
+    return description if description is not None and description.generation == generation else None
+
+
+def read_trial(control: Control, trial: int) -> Summary | None:
+    """Return the summary of the weights that the word of a trial names; None once the trial is over."""
+    summary = _read(control, trial, Summary) if trial else None
+    return summary if control.trial == trial else None
+
+
+def _read(control: Control, number: int, kind: type[D]) -> D | None:
+    record = control.descriptions[number % 2].read()
+    return msgspec.msgpack.decode(record, type=kind) if record else None
+
+
+def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
+    """Write receipts, oldest first: as many of the last ones as fit."""
+    kept = list(receipts)
+    number = max((history.written for history in _histories(control)), default=0) + 1
+    cell = control.histories[number % 2]  # the other cell keeps the last history, should this process be killed here
+    while len(record := _encoder.encode(_History(number, kept))) > cell.capacity:
+        del kept[0]
+    cell.write(record)
+
+
+def read_history(control: Control) -> list[SwapReceipt]:
+    """Return the receipts that were written last."""
+    histories = _histories(control)
+    return max(histories, key=lambda history: history.written).receipts if histories else []
+
+
+def _histories(control: Control) -> list[_History]:
+    records = [cell.read() for cell in control.histories]
+    return [_history.decode(record) for record in records if record]

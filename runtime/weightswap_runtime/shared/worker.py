@@ -12,25 +12,22 @@ from typing import Any, NoReturn
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.errors import ModelFailed, StageClosed, Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.live.calling import Caller, Methods, run_chosen
+from weightswap_runtime.jobs import POLL_SECONDS, Claim
+from weightswap_runtime.live.calls import Caller, Methods, run_chosen
 from weightswap_runtime.live.context import Context
-from weightswap_runtime.live.events import Event, EventKind
 from weightswap_runtime.live.gate import Gate, Version
-from weightswap_runtime.live.model import Model
-from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.receipt import Event, EventKind, SwapReceipt
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.store import Store
-from weightswap_runtime.live.variants.resident import Choice
+from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.memory.host import HostMemory
-from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
-from weightswap_runtime.threads.ending import Background
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.threads import Background
 
-from .control import Control
-from .descriptions import Summary, read_description, read_history, read_trial
-from .keeper import OPTIONS
-from .segment import Segment, map_read_only
+from .control import Control, Summary, read_description, read_history, read_trial
+from .keeper import OPTIONS, Segment, map_read_only
 
 _RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: a keeper may be killed before it writes it
 

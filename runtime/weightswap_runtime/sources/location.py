@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 from weightswap_runtime.errors import Unsupported, WeightFileError
 
-from .atomic import check_replaceable
+from .writing import check_replaceable
 
 HIDDEN = "***"
 _WEB = ("http", "https")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from weightswap_runtime.errors import WeightFileError
 
-from .byte_source import ByteSource, Check
-from .local import LocalFile
+from .byte_source import ByteSource, Check, LocalFile
 from .location import Url, as_location
 
 
@@ -39,7 +38,7 @@ def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
         return LocalFile(location)
     if isinstance(location, GivenUrl):
         return location.find(check)
-    from .remote.opening import find_object  # needs fsspec
+    from .urls import find_object  # needs fsspec
 
     return find_object(location, check)
 

@@ -15,13 +15,19 @@ from weightswap_runtime.errors import (
     is_of_device,
     lacks_memory,
 )
+from weightswap_runtime.format.calls import Case
 from weightswap_runtime.format.goldens import Environment, Goldens, Mode, check_mode
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.recorded_call import Case
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, leaves
-from weightswap_runtime.tensors.comparing import DEFAULT_TOLERANCES, EXACT, Tolerance, difference, not_finite
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors import (
+    DEFAULT_TOLERANCES,
+    EXACT,
+    TensorBytes,
+    Tolerance,
+    describe,
+    difference,
+    not_finite,
+)
 
 OTHER_KERNELS = 10  # factor of the tolerances on another device or with other kernels, which sum in another order
 _Compare = Callable[[TensorBytes, TensorBytes], str | None]

@@ -1,22 +1,40 @@
-"""Reader of weight files: their bytes go into an arena, and are hashed on the same pass."""
+"""Reading tensors into an arena with digests; computed weights; `read_weights`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
+from weightswap_runtime.errors import (
+    DigestMismatch,
+    MissingExtra,
+    OutOfMemory,
+    Unsupported,
+    WeightsMismatch,
+    WeightswapError,
+    lacks_memory,
+)
+from weightswap_runtime.format.delta import delta_stamp
+from weightswap_runtime.format.identity import Counts, count_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.nonfinite import Counts, count_nonfinite
-from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.format.names import patterns, select
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import Arena, ByteRange, Room, Scratch, allocate
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
-from weightswap_runtime.tensors.digests import BLOCK, Blocks, block_count
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
+from weightswap_runtime.threads import WorkerThreads
+
+from .request import DAMAGED, Staging, digest_problems
+
+if TYPE_CHECKING:
+    import torch
+
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
@@ -301,3 +319,111 @@ def _both_orders(
     strides = [step * size for step in weight.stride]
     strided = np.lib.stride_tricks.as_strided(np.frombuffer(arena, element), weight.shape, strides)
     return np.frombuffer(row_major, element).reshape(weight.shape), strided
+
+
+def compute_weights(
+    weights: WeightSet, computed: Mapping[str, Mapping[str, str]], arena: Arena, staging: Staging
+) -> Findings:
+    """Compute each weight of `computed` into the arena, and return the findings by weight.
+
+    `computed` maps each weight to its inputs: checkpoint key -> name in the files. Beside the arena, one weight and its
+    inputs are held. Raises WeightFileError, WeightsMismatch, OutOfMemory, StageCancelled, and what opening the
+    adapter's graph raises; the arena's content is then undefined.
+    """
+    transforms = staging.open_transforms()
+    from weightswap_runtime.torch_tensors import as_tensor, tensor_bytes  # needs torch
+
+    names = {key: name for keys in computed.values() for key, name in keys.items()}
+    findings = Findings({}, {})
+
+    def read(key: str) -> torch.Tensor:
+        stored = weights.tensors[names[key]]
+        scratch, _ = read_scratch(weights, [names[key]], staging.workers, staging.job)
+        return as_tensor(scratch.memory, stored.dtype, stored.shape)
+
+    try:
+        for name, value in transforms.compute(list(computed), read):
+            rows = tensor_bytes(value)
+            weight = arena.layout.weights[name]
+            findings.digests[name] = block_digests(rows)
+            if nonfinite := count_nonfinite(weight.dtype, rows):
+                findings.nonfinite[name] = nonfinite
+            lay(arena, weight, rows, staging.job)
+    except (WeightswapError, MemoryError):
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise OutOfMemory(f"{weights.where}: no memory to compute a weight ({error})") from error
+        raise WeightsMismatch(
+            weights.where,
+            [f"the adapter cannot compute its weights: {type(error).__name__}: {error}"],
+            "Load the checkpoint into the model on the build side and pack the model.",
+        ) from error
+    weights.check_unchanged()
+    return findings
+
+
+Framework = Literal["numpy", "torch"]
+
+
+def read_weights(
+    path: str | os.PathLike[str], only: str | Sequence[str] | None = None, *, framework: Framework = "numpy"
+) -> dict[str, Any]:
+    """Read tensors by name from a weight file, or a checkpoint in safetensors files (also sharded, or a directory).
+
+    only: patterns of the names in the file, such as "encoder.*" (`*` also matches dots); only their bytes are read.
+    framework: "numpy" returns writable arrays, "torch" tensors on the CPU; each has its own memory. numpy arrays of
+    bfloat16 and 8-bit floats have dtypes of ml_dtypes. Digests are checked if the file has them.
+
+    Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for dtypes with
+    elements of less than a byte.
+    """
+    with open_weights(path) as weights:
+        names = sorted(weights.tensors)
+        if only is not None:
+            names = sorted(select(names, patterns(only), weights.where))
+        convert = _converter(framework)
+        _check_dtypes(weights, names)
+        memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
+        pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
+        read_pieces(pieces, WorkerThreads(), Job())
+        weights.check_unchanged(proven=weights.stamp is not None)
+        if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
+            raise DigestMismatch(weights.where, problems, DAMAGED)
+        stored = weights.tensors
+        return {name: convert(room.memory, stored[name].dtype, stored[name].shape) for name, room in memory.items()}
+
+
+def check_content(path: str | os.PathLike[str]) -> dict[str, Counts]:
+    """Read every byte of a weight file, and return the numbers of NaN and infinities, by name. Needs little memory.
+
+    The result of a delta is not computed: only its header is read. Raises WeightFileError and DigestMismatch.
+    """
+    with open_weights(path) as weights:
+        if delta_stamp(weights):
+            return {}
+        findings, workers = Findings({}, {}), WorkerThreads()
+        for batch in batches(weights, [(None, name) for name in sorted(weights.tensors)]):
+            findings.add(read_scratch(weights, [name for _, name in batch], workers, Job())[1])
+        weights.check_unchanged(proven=weights.stamp is not None)
+        if problems := digest_problems(weights.stamp, findings.digests):
+            raise DigestMismatch(weights.where, problems, DAMAGED)
+        return findings.nonfinite
+
+
+def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:
+    for name in names:
+        if DTYPES[dtype := weights.tensors[name].dtype].torch is None:
+            raise Unsupported(f"{weights.where}: {name} is {dtype}, which neither numpy nor torch has")
+
+
+def _converter(framework: Framework) -> Callable[[memoryview, str, tuple[int, ...]], Any]:
+    if framework == "numpy":
+        return lambda memory, dtype, shape: as_array(TensorBytes(dtype, shape, memory))
+    if framework != "torch":
+        raise Unsupported(f'framework={framework!r}: expected "numpy" or "torch"')
+    try:
+        from weightswap_runtime.torch_tensors import as_tensor
+    except ImportError as error:
+        raise MissingExtra('read_weights(framework="torch")', "torch") from error
+    return as_tensor

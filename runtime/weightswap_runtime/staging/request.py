@@ -1,30 +1,30 @@
-"""Records of a staging: the request, the resources, and the result."""
+"""The options of a swap, and the result of a staging."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights, Unsupported, check_timeout
+from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.goldens import Mode, check_mode
-from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.identity import Allowed, Identity, Nonfinite, newly_nonfinite, refuse_nonfinite
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings
-from weightswap_runtime.format.nonfinite import Allowed, Nonfinite
-from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings
+from weightswap_runtime.format.safetensors import Stamp
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory.arena import Arena, HostPatch
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
-from weightswap_runtime.memory.patch import HostPatch
-from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import Location
-from weightswap_runtime.tensors.digests import DIGEST
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.tensors import DIGEST, tensor_digest
+from weightswap_runtime.threads import WorkerThreads
 
 if TYPE_CHECKING:
     from .transforms import Transforms
+
 
 LEASE_TIMEOUT = 60.0  # seconds
 Busy = Literal["refuse", "wait"]
@@ -148,3 +148,45 @@ class StagedChange(NamedTuple):
 
     contents: Contents
     patch: HostPatch
+
+
+DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
+
+
+def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequest) -> None:
+    """Raise GraphMismatch for a file that was packed for another graph."""
+    if graph_id != manifest.graph_id and not request.allow_other_graph:
+        raise GraphMismatch(
+            f"{where}: packed for the graph {graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
+            "Pack the checkpoint for this one. Its tensors fit: if both graphs compute them alike from checkpoints, "
+            "allow_other_graph=True takes them as they are."
+        )
+
+
+def check_expected(weights_id: str, where: str, request: SwapRequest) -> None:
+    """Raise UnexpectedWeights if the weights id is not the one that the caller expects."""
+    if request.expect is not None and weights_id != request.expect:
+        raise UnexpectedWeights(f"{where}: gives the weights {weights_id[:12]}, expected {request.expect[:12]}")
+
+
+def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequence[bytes]]) -> list[str]:
+    """Return a message for each tensor whose digest differs from the stamp's; `read` has the digests of its blocks."""
+    if stamp is None:
+        return []
+    digests = {name: tensor_digest(blocks) for name, blocks in sorted(read.items())}
+    return [
+        f"{name}: the file records the digest {stamp.digests[name][:12]}, its bytes have {digest[:12]}"
+        for name, digest in digests.items()
+        if digest != stamp.digests[name]
+    ]
+
+
+def check_finite(identity: Identity, where: str, staging: Staging) -> Mapping[str, Nonfinite]:
+    """Return the weights with a kind of non-finite value that they do not have in the served weights.
+
+    Raises NonFiniteWeights if they are not allowed.
+    """
+    served = staging.replaces.nonfinite if staging.replaces else None
+    nonfinite = newly_nonfinite(staging.manifest.weights, identity.nonfinite, served)
+    refuse_nonfinite(nonfinite, staging.request.allow_nonfinite, where)
+    return nonfinite

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from weightswap_runtime.errors import ArtifactError, MissingExtra
-from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.errors import MissingExtra
 
 try:
     import torch
 except ImportError as error:
     raise MissingExtra("a checkpoint from which weights have to be computed", "torch") from error
 
-from weightswap_runtime.engines.graphs.graph_opening import checked, read_graph
-from weightswap_runtime.engines.graphs.operators import ForeignFunction, find_operator
-from weightswap_runtime.engines.graphs.schema import Graph, Node, argument_names
-from weightswap_runtime.engines.graphs.straight_line import compile_graph
-from weightswap_runtime.tensors.torch_modes import default_torch_modes
-from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES, copied_tensor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weightswap_runtime.engines.graph import checked, compile_graph, read_graph
+from weightswap_runtime.engines.graph_archive import Graph, Node, argument_names
+from weightswap_runtime.engines.operators import ForeignFunction, find_operator
+from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
+from weightswap_runtime.tensors import describe
+from weightswap_runtime.torch_tensors import DTYPE_NAMES, copied_tensor, default_torch_modes
 
 Read = Callable[[str], torch.Tensor]
 CPU = torch.device("cpu")

@@ -1,32 +1,44 @@
-"""The endpoints of the admin plane. Every request needs a token, those to unknown paths, too."""
+"""The endpoints, the page, events, Triton's."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Scope
 
 from weightswap_runtime import __version__
+from weightswap_runtime.errors import encode_json
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.live.variants.resident import VariantReceipt
-from weightswap_runtime.messages import encode_json
-from weightswap_runtime.threads.awaiting import in_thread
-from weightswap_server.errors import BadRequest, UnknownModel, log
+from weightswap_runtime.live.variants import VariantReceipt
+from weightswap_runtime.threads import in_thread
+from weightswap_server.errors import (
+    AdminFailure,
+    BadRequest,
+    Forbidden,
+    Unauthorised,
+    UnknownModel,
+    admin_failure_of,
+    log,
+)
 from weightswap_server.http.app import Handler, application, metrics_response
-from weightswap_server.http.bodies import Bodies
-from weightswap_server.http.refusals import JSON
-from weightswap_server.protocol.tensors_on_the_wire import decoded
+from weightswap_server.http.bodies import JSON, Bodies
+from weightswap_server.http.openapi import content, openapi_document, operation, parameter
+from weightswap_server.protocol import IndexEntry, decoded
 from weightswap_server.service.service import Service
 
-from . import triton
+from .access import AdminSettings
 from .audit import AuditLog, audited, peer, user_of
 from .documents import (
     AddVariantRequest,
@@ -36,22 +48,208 @@ from .documents import (
     Changed,
     CommitRequest,
     FollowRequest,
+    History,
     IndexRequest,
     LoadRequest,
+    ModelStatus,
     RemoveVariantRequest,
     RollbackRequest,
     ServerStatus,
     StageRequest,
+    Uploaded,
+    Uploads,
     WatchRequest,
 )
-from .errors import AdminFailure, Forbidden, Unauthorised, admin_failure_of
-from .event_stream import EventStream
-from .load_series import LoadSeries
-from .openapi import description
+from .journal import LoadSeries
 from .operations import ModelOperations
-from .operator_page import page_routes
-from .settings import AdminSettings
 from .uploads import UploadDirectory
+
+_ANSWERS = (
+    AdminError,
+    ServerStatus,
+    ModelStatus,
+    History,
+    Changed,
+    Uploads,
+    Uploaded,
+    list[IndexEntry],
+    IndexRequest,
+    LoadRequest,
+)
+
+
+def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
+    """Return the document at /openapi.json of an admin plane. changes: the request documents, by change."""
+    name, file = parameter("name", enum=list(models)), parameter("file")
+    model, repository = "/admin/models/{name}", "/v2/repository"
+    paths: dict[str, Any] = {
+        "/admin/status": {"get": operation("The server, and all its models.", ServerStatus)},
+        "/admin/events": {"get": _events()},
+        "/admin/uploads": {"get": operation("What was uploaded.", Uploads)},
+        "/admin/uploads/{file}": {"put": _upload(), "delete": _removal(), "parameters": [file]},
+        model: {"get": operation("A model.", ModelStatus), "parameters": [name]},
+        f"{model}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
+        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, required=False)},
+        f"{repository}/models/{{name}}/load": {
+            "post": operation("Answer again.", None, body=LoadRequest, required=False),
+            "parameters": [name],
+        },
+        f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},
+        "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
+        "/openapi.json": {"get": operation("This document.", {"type": "object"})},
+    }
+    for change, kind in changes.items():
+        described = operation(f"Change a model: {change}.", Changed, body=kind)
+        paths[f"{model}/{change}"] = {"post": described, "parameters": [name]}
+    schemes = {"token": {"type": "http", "scheme": "bearer"}}
+    openapi = openapi_document("weightswap admin", paths, [*_ANSWERS, *changes.values()], securitySchemes=schemes)
+    return {**openapi, "security": [{"token": []}]}
+
+
+def _events() -> dict[str, Any]:
+    load = {"name": "load", "in": "query", "required": False, "schema": {"type": "string"}}
+    return operation("Events, as they happen.", {}, media="text/event-stream") | {"parameters": [load]}
+
+
+def _upload() -> dict[str, Any]:
+    created = {"description": "Uploaded.", "content": content(Uploaded)}
+    body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
+    return {"summary": "Upload a weight file.", "responses": {"201": created}, "requestBody": body}
+
+
+def _removal() -> dict[str, Any]:
+    return {"summary": "Remove an upload.", "responses": {"204": {"description": "Removed."}}}
+
+
+class _Config(msgspec.Struct):
+    weights: str | None = None
+
+
+def staging_of(request: LoadRequest) -> StageRequest | None:
+    """Return the staging of the weights that a `load` names, if any. Raises BadRequest."""
+    weights = request.parameters.weights
+    if request.parameters.config is not None:
+        try:
+            weights = weights or decoded(request.parameters.config.encode(), _Config).weights
+        except BadRequest as error:
+            raise BadRequest(f"config: {error}; expected a JSON document, with a string as its weights") from error
+    return StageRequest(source=weights) if weights else None
+
+
+def load_by_triton(operations: ModelOperations, staging: StageRequest | None, by: str) -> SwapReceipt | None:
+    """Let a model answer again, with new weights if there is a staging. Raises what `ModelOperations.swap` raises."""
+    receipt = operations.swap(staging, by) if staging is not None else None
+    operations.served.switch.unloaded = False
+    return receipt
+
+
+def unload_by_triton(operations: ModelOperations) -> None:
+    """Let a model answer no requests until the next `load`. It stays in memory, and its weights can change."""
+    operations.served.switch.unloaded = True
+
+
+_INTERVAL, _KEEP_ALIVE = 0.25, 15.0  # seconds between two checks, and of silence before a comment is sent
+
+
+class EventStream:
+    """The stream of one listener, until `ended()`."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelOperations],
+        load: LoadSeries,
+        server_status: Callable[[], ServerStatus],
+        ended: Callable[[], bool],
+    ) -> None:
+        self._models, self._load, self._server_status, self._ended = models, load, server_status, ended
+
+    async def lines(self, with_load: bool) -> AsyncIterator[bytes]:
+        """Yield `status` first and after each event, `event` for each event, `staging` while weights are staged.
+
+        with_load: also yield `load`, first with the points of the last minutes, then with each new one and a `status`.
+        """
+        seen = {name: operations.journal.last_event for name, operations in self._models.items()}
+        sent_until = dict.fromkeys(self._models, 0.0) if with_load else {}
+        sent_at = time.monotonic()
+        yield event_line("status", await in_thread(self._server_status))
+        while not self._ended():
+            lines = [*self._events(seen), *self._loads(sent_until)]
+            if lines:
+                lines.append(event_line("status", await in_thread(self._server_status)))
+            lines += self._stagings()
+            if not lines and time.monotonic() > sent_at + _KEEP_ALIVE:
+                lines = [b": \n\n"]
+            if lines:
+                sent_at = time.monotonic()
+                yield b"".join(lines)
+            await asyncio.sleep(_INTERVAL)
+
+    def _events(self, seen: dict[str, int]) -> list[bytes]:
+        lines = []
+        for name, operations in self._models.items():
+            for number, event in operations.journal.events(seen[name]):
+                seen[name] = number
+                lines.append(event_line("event", {"model": name, **event}))
+        return lines
+
+    def _stagings(self) -> list[bytes]:
+        return [
+            event_line("staging", {"model": name, **progress._asdict()})
+            for name, operations in self._models.items()
+            if (progress := operations.model.progress) is not None
+        ]
+
+    def _loads(self, sent_until: dict[str, float]) -> list[bytes]:
+        lines = []
+        for name, moment in sent_until.items():
+            if points := self._load.after(name, moment):
+                sent_until[name] = points[-1].time
+                lines.append(event_line("load", {"model": name, "points": points}))
+        return lines
+
+
+def event_line(kind: str, data: Any) -> bytes:
+    """Return one event in the text/event-stream format."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))
+
+
+_FOLDER = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+}
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
+    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in files.items()}
+
+
+OPEN_PATHS = frozenset(_files(_FOLDER))
+
+
+def page_routes(*others: Path) -> list[Route]:
+    """Return a route for each file. Files of `others`, a page built on this one, replace those of the same name."""
+    files = {path: file for folder in (_FOLDER, *others) for path, file in _files(folder).items()}
+
+    async def send(request: Request) -> Response:
+        file = files[request.url.path]
+        return Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
+
+    return [Route(path, send, methods=["GET"]) for path in files]
+
 
 T = TypeVar("T")
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
@@ -204,15 +402,15 @@ class AdminEndpoints:
 
     async def _triton_load(self, request: Request) -> Response:
         operations = self._operations(request)
-        staging = triton.staging_of(await self._document(request, LoadRequest))
-        load = partial(triton.load, operations, staging, user_of(request))
+        staging = staging_of(await self._document(request, LoadRequest))
+        load = partial(load_by_triton, operations, staging, user_of(request))
         await audited(self._audit, request, "load", operations, staging, load)
         return Response()
 
     async def _triton_unload(self, request: Request) -> Response:
         operations = self._operations(request)
         await self._bodies.body_of(request)
-        await audited(self._audit, request, "unload", operations, None, partial(triton.unload, operations))
+        await audited(self._audit, request, "unload", operations, None, partial(unload_by_triton, operations))
         return Response()
 
     def _operations(self, request: Request) -> ModelOperations:

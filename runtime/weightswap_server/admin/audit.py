@@ -19,10 +19,9 @@ from starlette.types import Scope
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.location import redact
-from weightswap_runtime.threads.awaiting import in_thread
-from weightswap_server.errors import NotReady, log
+from weightswap_runtime.threads import in_thread
+from weightswap_server.errors import NotReady, admin_failure_of, log
 
-from .errors import admin_failure_of
 from .operations import ModelOperations
 
 _DENIAL_INTERVAL = 1.0  # seconds between two lines about denied calls

@@ -1,24 +1,133 @@
-"""The journal of one model: events, refusals, and the reasons of commits."""
+"""What has happened to a model: events, reasons, load; and its followed source."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Struct
+from prometheus_client.core import Metric
 
 from weightswap_runtime.errors import NothingToRollBack
-from weightswap_runtime.live.events import Event
-from weightswap_runtime.live.model import Model
-from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime.following.intake import is_transient
+from weightswap_runtime.following.place import DesiredPlace
+from weightswap_runtime.following.watching import Follower, Watcher
+from weightswap_runtime.live.receipt import Event, SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.model.model import Model
+from weightswap_server.errors import Conflict, NotServed
 
-from .documents import Refusal
-from .errors import Conflict
-from .followed import Followed
-from .model_documents import refusal_of
+from .documents import Change, Refusal, refusal_of
+
+T = TypeVar("T")
+_RECEIPT_TIMEOUT = 1.0  # seconds to wait for a receipt, once its weights are served
+_TIMEOUT = 60.0  # seconds to wait for the weights of a followed place
+
+
+class Followed:
+    """The follower and watcher of one model; operators may start and stop them."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        self._model, self._name = model, name
+
+    @property
+    def follower(self) -> Follower | None:
+        return self._find(Follower)
+
+    @property
+    def watcher(self) -> Watcher | None:
+        return self._find(Watcher)
+
+    @property
+    def desired(self) -> DesiredState | None:
+        """The desired state as last read: the place may be unreachable."""
+        follower = self.follower
+        return follower.desired if follower else None
+
+    @property
+    def place(self) -> DesiredPlace | None:
+        """The place that changes are written to, if the model has one."""
+        return next((source.place for source in self._model.watching if source.place is not None), None)
+
+    def require_place(self, what: str) -> DesiredPlace:
+        """Return the place. Raises Conflict if there is none."""
+        if (place := self.place) is None:
+            raise Conflict(f"{self._name}: {what} is written to a desired state, but the model follows none")
+        return place
+
+    @staticmethod
+    def seen(place: DesiredPlace, request: Change) -> int:
+        """Return the revision that an operator has seen, by default the place's."""
+        return place.read().revision if request.revision is None else request.revision
+
+    def stage(self, place: DesiredPlace, weights: DesiredWeights, by: str) -> Staged:
+        """Begin to stage weights of the place as its follower would. Raises Conflict if that has ended."""
+        source = next((source for source in self._model.watching if source.place is place), None)
+        if source is None:
+            raise Conflict(f"{self._name}: no longer follows {place.where}; look again")
+        request = source.request_for(place.locate(weights), place.located(weights), by)
+        return self._model._stage(request, background=True)
+
+    def interrupt(self) -> None:
+        """Cancel what the follower or watcher stages, until its next look."""
+        for source in self._model.watching:
+            source.interrupt()
+
+    def check_free(self) -> None:
+        """Raise Conflict if the model follows or watches something."""
+        if self._model.watching:
+            raise Conflict(f"{self._name}: already follows or watches something; unfollow it first")
+
+    def _find(self, kind: type[T]) -> T | None:
+        return next((source for source in self._model.watching if isinstance(source, kind)), None)
+
+    def await_served(self, state: DesiredState) -> SwapReceipt | None:
+        """Wait, with a timeout, until this process serves the desired weights. Raises NotServed if it refuses them."""
+        desired = state.weights.weights_id if state.weights else None
+
+        def refused(follower: Follower) -> Exception | None:
+            read = (follower.status.revision or 0) >= state.revision
+            error = follower.last_error if read else None
+            return error if isinstance(error, Exception) and not is_transient(error) else None
+
+        self._look_until(lambda follower: self._model.weights_id == desired or refused(follower) is not None)
+        follower = self.follower
+        if desired and self._model.weights_id != desired and follower and (error := refused(follower)) is not None:
+            where = follower.place.where
+            raise NotServed(f"{self._name}: {where} now desires {desired[:12]}, which was refused here: {error}")
+        return self._await_receipt() if self._model.weights_id == desired else None
+
+    def _await_receipt(self) -> SwapReceipt | None:
+        """Return the receipt of the served weights, which follows the commit; None if a keeper was killed between."""
+        deadline = time.monotonic() + _RECEIPT_TIMEOUT
+        while time.monotonic() < deadline:
+            history = self._model.history
+            if history and history[-1].generation == self._model.generation:
+                return history[-1]
+            time.sleep(0.005)
+        return None
+
+    def await_read(self, state: DesiredState) -> None:
+        """Wait, with a timeout, until this process has read a written state, which the response contains."""
+        self._look_until(lambda follower: (follower.status.revision or 0) >= state.revision)
+
+    def _look_until(self, reached: Callable[[Follower], bool]) -> None:
+        self.look()
+        deadline = time.monotonic() + _TIMEOUT
+        while (follower := self.follower) and not reached(follower) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def look(self) -> None:
+        """Wake the follower and the watcher."""
+        for source in self._model.watching:
+            source.look_soon()
+
 
 _REFUSALS = 100
 _EVENTS = 200
@@ -133,3 +242,107 @@ class Journal:
         if event.receipt is not None:
             self._note(event.receipt)
         self._events.append((next(self._numbers), event.as_dict()))
+
+
+KEPT = 600  # points of each model
+EVERY = 1.0  # seconds between two
+_Series = tuple[str, str]  # the requested name, and the weights id
+
+
+class LoadPoint(Struct, kw_only=True):
+    """The requests of about one second, which ended at `time`, in seconds since the epoch.
+
+    refused, failed: responses with 4xx and 5xx. p50, p99: seconds, estimated from the buckets of
+    `weightswap_server_request_seconds`; None without answers. weights: answers by weights id.
+    """
+
+    time: float
+    seconds: float
+    answered: int
+    refused: int
+    failed: int
+    p50: float | None
+    p99: float | None
+    weights: dict[str, int]
+
+
+class _Totals(NamedTuple):
+    """Totals since the server's start: calls by the limit of their bucket, and refusals by status."""
+
+    buckets: dict[_Series, dict[float, float]]
+    refusals: dict[str, Counter[str]]
+
+
+class LoadSeries:
+    """The latest points of each model. `sample` is called by one thread, `after` by any."""
+
+    def __init__(self, metrics: Callable[[], Iterable[Metric]], models: Mapping[str, Iterable[str]]) -> None:
+        """metrics: returns the metrics so far. models: by model, the names that requests use."""
+        self._metrics = metrics
+        self._models = {name: frozenset(names) for name, names in models.items()}
+        self._points: dict[str, deque[LoadPoint]] = {name: deque(maxlen=KEPT) for name in models}
+        self._at, self._totals = time.monotonic(), _totals(metrics())
+
+    def sample(self) -> None:
+        """Add a point to each model."""
+        before, began = self._totals, self._at
+        self._totals, self._at = _totals(self._metrics()), time.monotonic()
+        for model, names in self._models.items():
+            self._points[model].append(_point(before, self._totals, names, self._at - began))
+
+    def after(self, model: str, moment: float) -> list[LoadPoint]:
+        """Return the points after a time, oldest first."""
+        return [point for point in list(self._points[model]) if point.time > moment]
+
+
+def _totals(metrics: Iterable[Metric]) -> _Totals:
+    totals = _Totals({}, {})
+    for sample in (sample for metric in metrics for sample in metric.samples):
+        if sample.name == "weightswap_server_request_seconds_bucket":
+            series = sample.labels["model"], sample.labels["weights_id"]
+            totals.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
+        elif sample.name == "weightswap_server_requests_total" and sample.labels["status"] != "200":
+            refusals = totals.refusals.setdefault(sample.labels["model"], Counter())
+            refusals[sample.labels["status"]] += int(sample.value)
+    return totals
+
+
+def _point(before: _Totals, after: _Totals, names: frozenset[str], seconds: float) -> LoadPoint:
+    weights: Counter[str] = Counter()
+    buckets: Counter[float] = Counter()
+    for series, now in after.buckets.items():
+        if series[0] in names:
+            then = before.buckets.get(series, {})
+            grown = {limit: int(value - then.get(limit, 0.0)) for limit, value in now.items()}
+            weights[series[1]] += max(grown.values())
+            buckets.update(grown)
+    refusals: Counter[str] = Counter()
+    for name in names & after.refusals.keys():
+        refusals += after.refusals[name] - before.refusals.get(name, Counter())
+    ordered = sorted(buckets.items())
+    return LoadPoint(
+        time=time.time(),
+        seconds=seconds,
+        answered=weights.total(),
+        refused=sum(count for status, count in refusals.items() if status < "500"),
+        failed=sum(count for status, count in refusals.items() if status >= "500"),
+        p50=quantile(ordered, 0.5),
+        p99=quantile(ordered, 0.99),
+        weights={weights_id: count for weights_id, count in weights.items() if count},
+    )
+
+
+def quantile(buckets: Sequence[tuple[float, int]], share: float) -> float | None:
+    """Estimate a quantile of a histogram, with values spread evenly over their bucket, as Prometheus does.
+
+    buckets: ascending upper limits with cumulative counts. None if they are empty.
+    """
+    total = buckets[-1][1] if buckets else 0
+    if total == 0:
+        return None
+    rank, low, below = share * total, 0.0, 0
+    for limit, seen in buckets:
+        if seen >= rank and seen > below:
+            return low if limit == float("inf") else low + (limit - low) * (rank - below) / (seen - below)
+        low, below = limit, seen
+    return low

@@ -15,23 +15,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weightswap_runtime.desired.document import DesiredState, DesiredWeights
-from weightswap_runtime.desired.place import DesiredPlace, Known, check_file
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime.following.place import DesiredPlace, Known, check_file
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.variants.resident import VariantReceipt
-from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import CanaryPlan, check_plan
-from weightswap_server.service.served import Served
+from weightswap_runtime.live.variants import VariantReceipt
+from weightswap_server.canary import Canary, CanaryPlan, check_plan
+from weightswap_server.errors import Conflict
+from weightswap_server.service.service import Served
 
-from .allowing import Allowed
+from .access import Allowed
 from .documents import (
     AddVariantRequest,
     CanaryRequest,
     CanaryStatus,
     Change,
     CommitRequest,
+    Entry,
     FollowRequest,
     History,
     ModelStatus,
@@ -40,11 +41,13 @@ from .documents import (
     StageRequest,
     Staging,
     WatchRequest,
+    aborted,
+    following,
+    served_weights,
+    staged_weights,
+    watched,
 )
-from .errors import Conflict
-from .followed import Followed
-from .journal import Journal
-from .model_documents import Entry, aborted, following, served_weights, staged_weights, watched
+from .journal import Followed, Journal
 
 _TURN = 1.0  # seconds to wait for the swap of another thread
 _ROLLBACK_TURN = 10.0  # the same for a rollback, which cancels what followers and watchers stage

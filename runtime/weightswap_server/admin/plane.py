@@ -16,14 +16,11 @@ from weightswap_server.errors import log
 from weightswap_server.http.listening import HttpServer, listening
 from weightswap_server.service.service import Service
 
-from .allowing import Allowed
-from .app import AdminEndpoints
+from .access import AdminSettings, Allowed, TokenGuard, read_tokens
+from .app import OPEN_PATHS, AdminEndpoints
 from .audit import AuditLog, obey
-from .load_series import EVERY, LoadSeries
+from .journal import EVERY, LoadSeries
 from .operations import ModelOperations
-from .operator_page import OPEN_PATHS
-from .settings import AdminSettings
-from .tokens import TokenGuard, read_tokens
 from .uploads import UploadDirectory
 
 _CHECK_INTERVAL = 0.5  # seconds between two checks of staged weights

@@ -14,14 +14,22 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.sources.atomic import new_file, remove_abandoned
-from weightswap_runtime.tensors.digests import DIGEST
-from weightswap_runtime.threads.awaiting import in_thread
-from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, log
+from weightswap_runtime.sources.writing import new_file, remove_abandoned
+from weightswap_runtime.tensors import DIGEST
+from weightswap_runtime.threads import in_thread
+from weightswap_server.errors import (
+    BadRequest,
+    BodyTooLarge,
+    BodyTooSlow,
+    Conflict,
+    NoRoom,
+    NotThere,
+    UploadMismatch,
+    log,
+)
 
-from .allowing import UPLOAD
+from .access import UPLOAD
 from .documents import Uploaded, Uploads
-from .errors import Conflict, NoRoom, NotThere, UploadMismatch
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
 _PIECE = 4 << 20

@@ -1,37 +1,70 @@
-"""The protocol over gRPC: its methods run in gRPC's threads, calls of a model in the model's own."""
+"""The methods of the protocol."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from threading import Event, Timer
+from threading import Event, Thread, Timer
 from typing import Any
 
 import grpc
 import msgspec
 from google.protobuf.message import DecodeError
 
-from weightswap_runtime.messages import brief
-from weightswap_runtime.tensors.content import TensorBytes, as_array
-from weightswap_server.canary.canary import HEADER
+from weightswap_runtime.errors import brief
+from weightswap_runtime.tensors import TensorBytes, as_array
+from weightswap_server.canary import HEADER
 from weightswap_server.errors import BadRequest, BodyTooLarge, RequestError
-from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
-from weightswap_server.protocol.tensors_on_the_wire import (
+from weightswap_server.protocol import (
+    DATATYPE_OF,
+    PARAMETER,
     Answer,
+    GenerateParameters,
+    GenerateRequest,
     dtype_of,
     from_bytes,
     from_values,
     pieces_of,
+    read_variants,
     select,
     version_of,
 )
-from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
 
-from .client_timeouts import ClientTimeouts
-from .protobuf import SERVICE, message_class, parsed
+from .messages import SERVICE, message_class, parsed
+
+_INTERVAL = 0.25  # seconds between two checks
+
+
+class ClientTimeouts:
+    """Timeouts that cancel calls whose clients do not send, or read, in time. One thread checks all of them: a timer
+    for each call would cost more than the call."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[grpc.ServicerContext, float] = {}
+        self._closed = Event()
+        Thread(target=self._check, name="weightswap-grpc-timeouts", daemon=True).start()
+
+    def start(self, context: grpc.ServicerContext, seconds: float) -> None:
+        """Cancel the call after so many seconds, unless `stop` or `start` is called before."""
+        self._deadlines[context] = time.monotonic() + seconds
+
+    def stop(self, context: grpc.ServicerContext) -> None:
+        self._deadlines.pop(context, None)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _check(self) -> None:
+        while not self._closed.wait(_INTERVAL):
+            now = time.monotonic()
+            for context, deadline in self._deadlines.copy().items():
+                if now > deadline:
+                    self.stop(context)
+                    context.cancel()
+
 
 _MOST_DETAIL = 800  # characters of a status' text: clients take 8 KB, and one may be nine bytes on the wire
 _CONTENTS = {

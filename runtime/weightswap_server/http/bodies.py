@@ -1,18 +1,20 @@
-"""Bodies and headers of requests: receiving, decompression, and the limits of time and bytes."""
+"""Bodies with limits, and refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded
-from weightswap_server.protocol.documents import MOST_DOCUMENT, MOST_JSON
+from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure, Overloaded
+from weightswap_server.protocol import MOST_DOCUMENT, MOST_JSON, ErrorDocument
 from weightswap_server.settings import Settings
 
 T = TypeVar("T")
@@ -130,3 +132,19 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
 def _too_large(most: int) -> BodyTooLarge:
     advice = "; tensors may have more if they are sent as bytes" if most == MOST_JSON else ""
     return BodyTooLarge(f"the body has more than {most} bytes, the most that this server accepts{advice}")
+
+
+JSON = "application/json"
+_RETRY_AFTER = "1"
+
+
+def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the error response of a failure."""
+    retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
+    content = msgspec.json.encode(ErrorDocument(failure.text))
+    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
+
+
+def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
+    """Return the failure of a request with an unknown path or method."""
+    return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; see /openapi.json for what there is")

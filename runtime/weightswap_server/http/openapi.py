@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from weightswap_runtime import __version__
-from weightswap_server.protocol.documents import (
+from weightswap_server.protocol import (
     ErrorDocument,
     GenerateRequest,
     GenerateResponse,
@@ -55,10 +55,10 @@ def description(models: Sequence[str]) -> dict[str, Any]:
     for last, media in (("generate", "application/json"), ("generate_stream", "text/event-stream")):
         continued = operation("Continue a prompt.", GenerateResponse, body=GenerateRequest, media=media)
         paths[f"/v2/models/{{name}}/{last}"] = {"post": continued, "parameters": [name]}
-    return document("weightswap", paths, _DOCUMENTS)
+    return openapi_document("weightswap", paths, _DOCUMENTS)
 
 
-def document(title: str, paths: dict[str, Any], kinds: Sequence[Any], **components: Any) -> dict[str, Any]:
+def openapi_document(title: str, paths: dict[str, Any], kinds: Sequence[Any], **components: Any) -> dict[str, Any]:
     """Return an OpenAPI document. kinds: all document types; the first is that of errors, for every operation."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
     for path in paths.values():

@@ -14,15 +14,14 @@ from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any
 
-from weightswap_runtime.live.calling import Caller
-from weightswap_runtime.live.model import Model, choice_of
-from weightswap_runtime.live.variants.resident import Choice
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_server.canary.canary import Canary
+from weightswap_runtime.live.calls import Caller
+from weightswap_runtime.live.variants import Choice
+from weightswap_runtime.model.model import Model, choice_of
+from weightswap_runtime.tensors import TensorBytes
+from weightswap_server.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
 from weightswap_server.methods import Flat, Outputs, ServedMethod
-from weightswap_server.protocol.tensors_on_the_wire import Answer
-from weightswap_server.protocol.variant_text import write_variants
+from weightswap_server.protocol import Answer, write_variants
 
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that received the request
 _TOLERATED, _MAX_OWED = 4, 1000  # in units of QUICK: the excess time that is forgiven, and the most that is remembered

@@ -14,10 +14,16 @@ from starlette.types import Receive, Scope, Send
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.live.model import choice_of
+from weightswap_runtime.model.model import choice_of
 from weightswap_server.errors import BadRequest, NotReady, TookTooLong
-from weightswap_server.protocol.documents import Answered, ErrorDocument, GenerateRequest, GenerateResponse
-from weightswap_server.protocol.variant_text import read_variants, write_variants
+from weightswap_server.protocol import (
+    Answered,
+    ErrorDocument,
+    GenerateRequest,
+    GenerateResponse,
+    read_variants,
+    write_variants,
+)
 
 from .service import Service
 

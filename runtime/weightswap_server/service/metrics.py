@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from weightswap_runtime.live.model import Model
 from weightswap_runtime.metrics import ModelCollector
-from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_runtime.model.model import Model
+from weightswap_server.protocol import Answer
 
 if TYPE_CHECKING:
     from .batching import Call, ModelThread
+
 
 MOST_WEIGHTS = 8  # weights ids per model whose series are kept; those of older ones are removed
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

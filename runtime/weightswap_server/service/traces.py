@@ -8,12 +8,7 @@ weightswap.swap    from the start of staging to the commit or the refusal; weigh
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
-from weightswap_runtime import __version__
-from weightswap_runtime.errors import MissingExtra, text_of
-from weightswap_runtime.live.events import Event
+from weightswap_runtime.errors import MissingExtra
 
 try:
     from opentelemetry import trace
@@ -22,8 +17,13 @@ try:
 except ImportError as error:
     raise MissingExtra("traces", "traces") from error
 
-from weightswap_server.protocol.documents import Answered
-from weightswap_server.protocol.tensors_on_the_wire import Answer
+import time
+from typing import Any
+
+from weightswap_runtime import __version__
+from weightswap_runtime.errors import text_of
+from weightswap_runtime.live.receipt import Event
+from weightswap_server.protocol import Answer, Answered
 
 from .batching import Call
 

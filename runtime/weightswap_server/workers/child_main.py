@@ -1,8 +1,4 @@
-"""The main program of a keeper or a worker: `python -m weightswap_server.workers.child_main DESCRIPTOR`.
-
-The descriptor is one end of a socket pair; the manager has the other. The manager sends the task and its answers over
-it. When it closes, the manager has ended, and the child ends, too.
-"""
+"""The work of a child."""
 
 from __future__ import annotations
 
@@ -14,35 +10,94 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import keep
-from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.keeper import Segment, keep
 from weightswap_runtime.shared.worker import join
+from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
 from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
-from weightswap_server.admin.settings import AdminSettings
-from weightswap_server.admin.tokens import ENVIRONMENT
 from weightswap_server.errors import log
-from weightswap_server.service.processes import Process
+from weightswap_server.protocol import Process
 from weightswap_server.service.service import Service
 from weightswap_server.serving import ModelSource, Server
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .totals import Role
 from .trials import KeeperTrials, WorkerTrials
+
+Role = Literal["keeper", "worker"]
+MOST_SAMPLES = 10_000  # of processes that have ended; the oldest are dropped
+_BY_WORKERS = ("weightswap_server_", "weightswap_calls", "weightswap_call_seconds", "weightswap_leases")
+_MOMENTARY = ("gauge", "unknown")
+
+
+class _Key(NamedTuple):
+    """The key of a sample: its family, its name, its labels."""
+
+    family: str
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+
+class Totals:
+    """The latest metrics of each process, and their totals."""
+
+    def __init__(self) -> None:
+        self._living: dict[object, tuple[Role, str]] = {}  # parsed on request alone: reports come each second
+        self._ended: dict[_Key, float] = {}
+        self._families: dict[str, Metric] = {}  # without samples
+
+    def update(self, process: object, role: Role, text: str) -> None:
+        """Replace a process's metrics. text: Prometheus' text format."""
+        self._living[process] = role, text
+
+    def end(self, process: object) -> None:
+        """Keep the counters of a process that has ended."""
+        if process not in self._living:
+            return
+        for key, value in self._read(*self._living.pop(process)):
+            if self._families[key.family].type not in _MOMENTARY:
+                self._ended[key] = self._ended.pop(key, 0.0) + value
+        for key in list(self._ended)[: max(0, len(self._ended) - MOST_SAMPLES)]:
+            del self._ended[key]
+
+    def text(self) -> str:
+        """Return the totals in Prometheus' text format."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the totals, as a registry's collector."""
+        sums = dict(self._ended)
+        for role, text in self._living.values():
+            for key, value in self._read(role, text):
+                sums[key] = sums.get(key, 0.0) + value
+        totals = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
+        for key, value in sums.items():
+            totals[key.family].add_sample(key.name, dict(key.labels), value)
+        return iter(totals.values())
+
+    def _read(self, role: Role, text: str) -> Iterator[tuple[_Key, float]]:
+        """Yield the samples that count for a process of this role, without creation times."""
+        for family in text_string_to_metric_families(text):
+            if family.name.startswith(_BY_WORKERS) == (role == "worker") and not family.name.endswith("_created"):
+                self._families[family.name] = Metric(family.name, family.documentation, family.type)
+                for sample in family.samples:
+                    yield _Key(family.name, sample.name, tuple(sample.labels.items())), sample.value
+
 
 _REPORT_INTERVAL = 1.0  # seconds between two reports of a child
 _WARM_UP = 60.0  # seconds for which a new worker waits until it is warm
@@ -231,7 +286,7 @@ def main(descriptor: str) -> None:
 
             export_spans()
         if manager.task.op_libraries:
-            from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
+            from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
             import_libraries(manager.task.op_libraries)
         (_keep if manager.task.role == "keeper" else _serve)(manager)

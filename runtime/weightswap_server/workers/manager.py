@@ -1,31 +1,235 @@
-"""The manager of several processes that serve one copy of the weights: a keeper and workers, replaced if they die.
-
-The manager owns the shared memory and the socket on which workers accept, which outlive both. It has no model.
-"""
+"""Starting and replacing children."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import Unsupported, WeightswapError, is_number
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.memory.device_choice import HOST
-from weightswap_runtime.options import is_number
-from weightswap_runtime.shared.segment import Segment
-from weightswap_server.admin.settings import AdminSettings
+from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.keeper import Segment
+from weightswap_runtime.sources.location import is_url
+from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
+from weightswap_server.admin.journal import JournalState
+from weightswap_server.errors import log
 from weightswap_server.http.listening import accept_no_more, bind, listening
-from weightswap_server.service.processes import Process
+from weightswap_server.protocol import Process
 from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
 
-from .child import Child
-from .child_main import ChildTask
-from .totals import Role, Totals
+from .child_main import ChildTask, Message, Role, Totals
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
+_HEALTHY = 30.0  # seconds of life after which earlier failures do not count
+_MOST_LINE = 1 << 26  # bytes; metrics are a line
+_KILL_AFTER = 5.0  # seconds beyond the grace
+_CHECKS = 10  # per timeout
+_SECRET = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|(?:ACCESS|ACCOUNT|API|PRIVATE|STORAGE)_?KEY"
+    r"|CONNECTION_STRING|SAS)(?:_|$)",
+    re.IGNORECASE,
+)
+
+
+class ChildFailed(WeightswapError):
+    """A keeper or a worker that could not start."""
+
+
+class Child:
+    """A child process, and the processes that replace it."""
+
+    def __init__(
+        self,
+        task: ChildTask,
+        totals: Totals,
+        processes: Callable[[], list[Process]],
+        timeout: float,
+        pass_on: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
+        """processes: returns those of all children. timeout: seconds of silence before a process is killed; 0: never.
+        pass_on: takes messages for the keeper.
+        """
+        self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
+        self._processes, self._pass_on = processes, pass_on
+        self._writer: asyncio.StreamWriter | None = None
+        self.status = self._starting(0)  # as last reported; pid 0: not started yet
+        self._reported: bool | None = None  # since the last check; None until it is ready
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._failure = ""
+        self._ending = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    async def begin(self) -> str:
+        """Start the process, and wait until it is ready. Returns the text of its message. Raises ChildFailed."""
+        self._supervisor = asyncio.create_task(self._supervise())
+        either: set[asyncio.Future[Any]] = {self._supervisor, self._ready}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.done():
+            await self._supervisor
+        return self._ready.result()
+
+    async def _supervise(self) -> None:
+        """Start the process, again whenever it has died. Raises ChildFailed if it was never ready."""
+        pause = _FIRST_PAUSE
+        while not self._ending.is_set():
+            began = time.monotonic()
+            code = await self._run()
+            if self._ending.is_set():
+                return
+            if not self._ready.done():
+                raise ChildFailed(self._failure or f"{self._name} exited with {code} before it was ready")
+            why = f": {self._failure}" if self._failure else ""
+            log.warning("%s exited with %d%s; starting another", self._name, code, why)
+            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    def _starting(self, pid: int) -> Process:
+        now = time.time()
+        return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
+
+    async def _run(self) -> int:
+        """Run one process to its end, and return its exit code."""
+        ours, theirs = socket.socketpair()
+        shared = [descriptor for segment in self._task.segments.values() for descriptor in segment.descriptors]
+        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
+        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
+        self._failure, self._reported = "", None
+        with theirs:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=passed,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment(self._task),
+            )
+        self.status = self._starting(process.pid)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
+        writer.write(msgspec.json.encode(self._task) + b"\n")
+        self._writer = writer
+        receiving = asyncio.create_task(self._receive(process.pid, reader, writer))
+        watching = asyncio.create_task(self._kill_if_silent(process))
+        try:
+            return await process.wait()
+        finally:
+            await asyncio.wait([receiving], timeout=1)  # for its last messages
+            receiving.cancel()
+            watching.cancel()
+            self._writer = None
+            writer.close()
+            self._totals.end(process.pid)
+            self._empty_slots()
+
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process once it has been silent for the timeout.
+
+        Checks are counted, not seconds: a load that delays this process delays the child's messages, too.
+        """
+        silent = 0
+        while self._timeout:
+            await asyncio.sleep(self._timeout / _CHECKS)
+            silent = silent + 1 if self._reported is False else 0
+            if self._reported:
+                self._reported = False
+            if silent >= _CHECKS and process.returncode is None and not self._ending.is_set():
+                self._failure = f"it hung: it had sent nothing for {self._timeout:g} s, and was killed"
+                process.kill()
+                return
+
+    def _empty_slots(self) -> None:
+        """Give up the leases that a dead worker held."""
+        if self._task.role == "worker":
+            for segment in self._task.segments.values():
+                Control(segment.control).empty_slot(self._task.slot)
+
+    async def _receive(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while raw := await reader.readline():
+                message = msgspec.json.decode(raw, type=Message)
+                if message.kind == "failed":
+                    self._failure = message.text
+                elif message.kind == "ready":
+                    self._reported = True
+                    self._set_ready(message.text)
+                elif message.kind == "alive":
+                    self._reported = True
+                    self.status = msgspec.structs.replace(
+                        msgspec.json.decode(message.text, type=Process), since=self.status.since, heard=time.time()
+                    )
+                elif message.kind == "tried":
+                    self._pass_on(raw)
+                elif message.kind in ("sources", "journals"):
+                    self._keep_for_next(message)
+                elif message.kind == "processes":
+                    running = msgspec.json.encode([process for process in self._processes() if process.pid]).decode()
+                    writer.write(msgspec.json.encode(Message("processes", running)) + b"\n")
+                else:
+                    self._count(pid, message, writer)
+
+    def _keep_for_next(self, message: Message) -> None:
+        """Keep the sources or journals of this process for the one that replaces it."""
+        if message.kind == "sources":
+            sources = msgspec.json.decode(message.text, type=dict[str, ModelSource])
+            self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
+        else:
+            journals = msgspec.json.decode(message.text, type=dict[str, JournalState])
+            self._task = msgspec.structs.replace(self._task, journals={**self._task.journals, **journals})
+
+    def _count(self, pid: int, message: Message, writer: asyncio.StreamWriter) -> None:
+        self._totals.update(pid, self._task.role, message.text)
+        if message.kind == "total":
+            writer.write(msgspec.json.encode(Message("total", self._totals.text())) + b"\n")
+
+    def send(self, raw: bytes) -> None:
+        """Send an encoded message to the process, unless it does not read."""
+        if self._writer is not None and self._writer.transport.get_write_buffer_size() < _MOST_LINE:
+            self._writer.write(raw)
+
+    def _set_ready(self, text: str) -> None:
+        if not self._ready.done():
+            self._ready.set_result(text)
+
+    async def end(self, grace: float) -> None:
+        """Stop the process with SIGTERM, and kill it if it does not end within the grace."""
+        self._ending.set()
+        if self._supervisor is None:
+            return
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait([self._supervisor], timeout=grace + _KILL_AFTER)
+            if process.returncode is None:
+                log.warning("%s did not end within %g s; killing it", self._name, grace + _KILL_AFTER)
+                process.kill()
+        elif not self._supervisor.done():
+            self._supervisor.cancel()  # it waits to start the next process
+        await asyncio.wait([self._supervisor])
+
+
+def environment(task: ChildTask) -> dict[str, str]:
+    """Return the environment of a process, without secrets that it does not need.
+
+    The keeper reads weights from wherever they are, and has the admin plane. A worker reads the artifact alone.
+    """
+    reads_urls = task.role == "keeper" or any(is_url(source.artifact) for source in task.sources.values())
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (reads_urls or not _SECRET.search(name)) and (name != ENVIRONMENT or task.admin is not None)
+    }
+
 
 _Segments = Mapping[str, Segment]
 _WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; children report each second

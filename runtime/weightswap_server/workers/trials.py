@@ -13,9 +13,8 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel
-from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import CanaryPlan, Measured
-from weightswap_server.service.served import Served
+from weightswap_server.canary import Canary, CanaryPlan, Measured
+from weightswap_server.service.service import Served
 
 
 class TrialMeasures(msgspec.Struct, frozen=True):

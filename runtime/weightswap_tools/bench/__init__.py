@@ -1,6 +1,5 @@
 """Benchmarks of an artifact's engines: latency and throughput of calls, cost of swaps."""
 
-from .report import BenchReport, CallTimes, EngineBench, Memory, SwapTimes
-from .running import bench
+from .running import BenchReport, CallTimes, EngineBench, Memory, SwapTimes, bench
 
 __all__ = ["BenchReport", "CallTimes", "EngineBench", "Memory", "SwapTimes", "bench"]

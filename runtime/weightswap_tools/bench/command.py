@@ -1,26 +1,251 @@
-"""`weightswap bench`: measure the calls and swaps of an artifact's engines."""
+"""`weightswap bench`, on the terminal and the page."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, NamedTuple
 
 import typer
 
-from weightswap_tools.bench import BenchReport, bench
+from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, SwapTimes, bench
+from weightswap_tools.reports.blocks import (
+    Axis,
+    Block,
+    Cell,
+    Column,
+    Facts,
+    Lane,
+    Line,
+    LinePlot,
+    Note,
+    Report,
+    Scale,
+    Section,
+    Span,
+    Table,
+    Timeline,
+    columns,
+)
 from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
     HtmlOption,
     JsonOption,
     OpLibraryOption,
     errors_as_exit,
+    human_bytes,
     print_json,
+    print_table,
     progress_bar,
     say,
 )
 
-from .show_page import bench_report
-from .show_text import print_bench
+from .running import sizes_text
+
+CALLS = (
+    *columns("engine", "residency", "sizes"),
+    *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
+)
+SWAPS = (
+    *columns("engine", "residency"),
+    *columns("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)", kind="number"),
+    Column("read", "bytes"),
+)
+MEMORY = (
+    *columns("engine", "residency"),
+    Column("load (s)", "number"),
+    *columns("before the load", "after it", "at most while swapping", kind="bytes"),
+)
+Row = tuple[Cell, ...]
+
+
+def call_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """Return the rows of the table CALLS."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            sizes_text(calls.sizes) or "as exported",
+            calls.threads,
+            calls.calls,
+            *(milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),
+            round(calls.calls_per_second, 1),
+            None if calls.samples_per_second is None else round(calls.samples_per_second, 1),
+        )
+        for result in results
+        for calls in result.calls
+    ]
+
+
+def swap_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """Return the rows of the table SWAPS: medians, and the longest pause."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            len(result.swaps),
+            milli(median(swap.staged for swap in result.swaps)),
+            milli(median(swap.verified for swap in result.swaps)),
+            micro(median(swap.paused for swap in result.swaps)),
+            micro(max(swap.paused for swap in result.swaps)),
+            result.swaps[0].bytes_read,
+        )
+        for result in results
+        if result.swaps
+    ]
+
+
+def memory_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """Return the rows of the table MEMORY."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            round(result.load_seconds, 3),
+            result.memory.before_load,
+            result.memory.after_load,
+            result.memory.peak_swapping,
+        )
+        for result in results
+        if result.memory
+    ]
+
+
+def milli(seconds: float) -> float:
+    """Return seconds as milliseconds, rounded to a microsecond."""
+    return round(seconds * 1e3, 3)
+
+
+def micro(seconds: float) -> float:
+    """Return seconds as microseconds, rounded to a tenth."""
+    return round(seconds * 1e6, 1)
+
+
+def print_bench(report: BenchReport) -> None:
+    """Print tables of calls, swaps and memory, and what was not measured."""
+    say(f"artifact    {report.artifact}, graph id {report.graph_id[:12]}")
+    say(f"weights     {report.weights}, weights id {report.weights_id[:12] or 'unknown'}")
+    say(f"machine     {report.machine}")
+    _table(f"calls of {report.method}", CALLS, call_rows(report.engines))
+    _table("swaps of the same file (medians)", SWAPS, swap_rows(report.engines))
+    _table("resident memory", MEMORY, memory_rows(report.engines))
+    for engine, reason in report.left_out.items():
+        say(f"left out    {engine}: {reason}")
+    for result in report.engines:
+        if result.failed:
+            say(f"failed      {result.engine}, {result.residency}: {result.failed}")
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    if rows:
+        cells = [[_text(cell, column) for cell, column in zip(row, columns, strict=True)] for row in rows]
+        print_table(title, [column.name for column in columns], cells)
+
+
+def _text(cell: Cell, column: Column) -> str:
+    if cell is None:
+        return ""
+    return human_bytes(int(cell)) if column.kind == "bytes" else str(cell)
+
+
+def bench_report(report: BenchReport) -> Report:
+    """Return a report: calls as plots over the batch size and as a table, swaps on a timeline, and memory."""
+    failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in report.engines if result.failed]
+    facts = [("artifact", report.artifact), ("graph id", report.graph_id), ("weights", report.weights)]
+    facts.append(("weights id", report.weights_id or "unknown"))
+    facts += [("machine", report.machine), *((f"left out: {engine}", why) for engine, why in report.left_out.items())]
+    calls: tuple[Block, ...] = (*call_plots(report), Table(CALLS, tuple(call_rows(report.engines)), "Calls"))
+    memory = Table(MEMORY, tuple(memory_rows(report.engines)))
+    sections = (
+        Section("Overview", (Facts(tuple(facts)), *(Note(text, "bad") for text in failures))),
+        Section(f"Calls of {report.method}", calls, _CALLS_NOTE),
+        Section("Swaps", tuple(_swaps(report.engines)), _SWAPS_NOTE),
+        Section("Memory", (memory,), _MEMORY_NOTE),
+    )
+    verdict = f"{len(failures)} failed" if failures else ""
+    return Report("How fast it serves and swaps", report.artifact, sections, verdict, not failures and None)
+
+
+_CALLS_NOTE = """The latency of one call with prepared inputs; percentiles over all calls of all threads.
+Calls and samples per second are of all threads together."""
+_SWAPS_NOTE = "The same file, swapped in again and again. Calls wait for the pause alone."
+_MEMORY_NOTE = "Resident memory of a process with one engine and one model. The load includes the engine's library."
+
+
+def _swaps(results: Sequence[EngineBench]) -> Iterator[Block]:
+    lanes = tuple(
+        Lane(f"{result.engine}, {result.residency}", tuple(_spans(result.swaps))) for result in results if result.swaps
+    )
+    if lanes:
+        yield Timeline(lanes, "Swaps, one after another")
+    yield Table(SWAPS, tuple(swap_rows(results)))
+
+
+def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
+    now = 0.0
+    for number, swap in enumerate(swaps, start=1):
+        for kind, seconds in (("staged", swap.staged), ("verified", swap.verified), ("paused", swap.paused)):
+            yield Span(now, now + seconds, f"swap {number}: {kind}, {milli(seconds)} ms", kind)
+            now += seconds
+
+
+WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together
+
+
+class _Quantity(NamedTuple):
+    """A quantity to plot: its axis, and for each line style the function that gives its value."""
+
+    caption: str
+    label: str
+    unit: str
+    figures: dict[str, Callable[[CallTimes], float | None]]
+
+
+_QUANTITIES = (
+    _Quantity(
+        "Latency: median and 99th percentile",
+        "time of a call",
+        "ms",
+        {"p50": lambda calls: calls.p50 * 1e3, "p99": lambda calls: calls.p99 * 1e3},
+    ),
+    _Quantity("Throughput in calls", "calls per second", "", {"": lambda calls: calls.calls_per_second}),
+    _Quantity("Throughput in samples", "samples per second", "", {"": lambda calls: calls.samples_per_second}),
+)
+
+
+def call_plots(report: BenchReport) -> Iterator[LinePlot]:
+    """Yield plots over the batch size of latency, and of calls and samples per second, if there are several sizes."""
+    name = report.batch_dimension
+    batches = {calls.sizes[name] for result in report.engines for calls in result.calls} if name else set()
+    if name and len(batches) > 1:
+        across = Axis(f"size of {name}", "", fitting_scale([*batches]))
+        yield from (_plot(quantity, report.engines, name, across) for quantity in _QUANTITIES)
+
+
+def fitting_scale(values: Sequence[float]) -> Scale:
+    """Return "log" for positive values that span more than a factor of WIDE, else "linear"."""
+    return "log" if values and min(values) > 0 and max(values) >= WIDE * min(values) else "linear"
+
+
+def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, across: Axis) -> LinePlot:
+    """Return a plot with a line for each engine, residency and figure of the quantity."""
+    lines = tuple(
+        Line(f"{result.engine}, {result.residency}", _points(result.calls, dimension, figure), style)
+        for result in results
+        if result.calls
+        for style, figure in quantity.figures.items()
+    )
+    heights = [height for line in lines for _, height in line.points]
+    return LinePlot(lines, across, Axis(quantity.label, quantity.unit, fitting_scale(heights)), quantity.caption)
+
+
+def _points(
+    calls: Sequence[CallTimes], dimension: str, figure: Callable[[CallTimes], float | None]
+) -> tuple[tuple[float, float], ...]:
+    points = ((one.sizes[dimension], figure(one)) for one in calls)
+    return tuple(sorted((size, value) for size, value in points if value is not None))
+
 
 MOST_SECONDS = 86400.0
 bench_command = typer.Typer(add_completion=False)

@@ -15,13 +15,11 @@ import msgspec
 import numpy as np
 
 from weightswap_runtime.format.signature import call_arguments
-from weightswap_runtime.live.loading import load
-from weightswap_runtime.live.model import Model, engine_of
-from weightswap_tools.call_inputs import engine_inputs, named_inputs
-from weightswap_tools.random_inputs import random_values
-from weightswap_tools.tensor_files import read_tensors
+from weightswap_runtime.model.loading import load
+from weightswap_runtime.model.model import Model, engine_of
+from weightswap_tools.inputs import engine_inputs, named_inputs, random_values, read_tensors
 
-from .report import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes
+from .running import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes
 
 WARM_UP = 5  # calls that are not counted
 Call = Callable[[], object]

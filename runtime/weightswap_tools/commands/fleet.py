@@ -1,36 +1,267 @@
-"""`weightswap fleet`: deploy on a Ray cluster, and change the weights of all nodes together."""
+"""`fleet` and its commands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightswap_runtime.desired.document import SHOWN, DesiredState
-from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported
+from weightswap_runtime.following.desired_state import SHOWN, DesiredState
+from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.location import printable
-from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
+from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say, status_line
 
-from .desired import print_earlier, since_text
-from .fleet_canary import abort, canary, print_trial, promote
-from .fleet_cluster import (
-    NAME,
-    PREPARE,
-    AddressOption,
-    ByOption,
-    NameOption,
-    PrepareOption,
-    WhyOption,
-    cluster,
-    connected,
-    deadlines,
-    run_application,
-    say_fleet_receipt,
-)
+from .push import AbortIfOption, PromoteIfOption, ShadowOption, ShareOption, WaitOption, print_measurements
+from .weights import print_earlier, since_text
 
 if TYPE_CHECKING:
-    from weightswap_fleet import Fleet, NodeStatus
+    from ray.serve import Application
+
+    from weightswap_fleet import Deadlines, Fleet, FleetReceipt, NodeStatus, TrialReport
+
+
+NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
+ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
+WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
+AddressOption = Annotated[
+    str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; `auto` is the one of this machine.")
+]
+PrepareOption = Annotated[
+    float, typer.Option(min=0, help="Seconds after which a node that is not ready aborts the change.")
+]
+NAME = "weightswap"
+PREPARE = 600.0
+_CONNECT_TIMEOUT, _POLL_SECONDS = 5.0, 0.1
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)
+
+
+@contextmanager
+def connected(name: str, address: str) -> Iterator[Fleet]:
+    """Connect to a fleet while the block runs. Raises as `cluster` does, and UnknownFleet."""
+    with cluster(address):
+        from weightswap_fleet import connect
+
+        yield connect(name)
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[None]:
+    """Connect to a Ray cluster while the block runs. Raises MissingExtra, and Unsupported if there is no cluster."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("a fleet", "ray") from error
+    _check_address(address)
+    try:
+        ray.init(address, log_to_driver=False, logging_level="error", namespace="weightswap")
+    except ConnectionError as error:
+        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or give --address") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise Unsupported if nothing listens at the address; Ray itself would retry for minutes."""
+    if address in ("", "local"):
+        raise Unsupported(
+            f"--address {address!r}: would start a cluster that ends with this command; give HOST:PORT or auto"
+        )
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
+    except (OSError, OverflowError) as error:
+        raise Unsupported(
+            f"no Ray cluster at {address} ({error}): start one there (ray start --head), or give another --address"
+        ) from error
+
+
+def run_application(application: Application, name: str, route: str) -> None:
+    """Deploy an application and wait until it runs, printing why Ray Serve is not ready. Raises FleetError."""
+    from ray import serve
+
+    from weightswap_fleet import FleetError
+
+    serve.run_many([serve.RunTarget(application, name=name, route_prefix=route)], wait_for_applications_running=False)
+    reasons: list[str] = []
+    while (status := serve.status().applications[name]).status != "RUNNING":
+        if status.status == "DEPLOY_FAILED":
+            raise FleetError(f"{name}: Ray Serve could not deploy it", *(reasons or _reasons(status.message)))
+        for deployment in status.deployments.values():
+            if deployment.message and (lines := _reasons(deployment.message)) != reasons:
+                reasons = lines
+                for line in (f"{name}: Ray Serve is not ready:", *reasons):
+                    say(line, err=True)
+        time.sleep(_POLL_SECONDS)
+
+
+def _reasons(message: str) -> list[str]:
+    """Return the lines of the last error in a message of Serve, without its traceback."""
+    *_, begin = [0, *(match.start() for match in _ERROR.finditer(message))]
+    return [f"  {line.strip()}" for line in message[begin:].splitlines() if line.strip()]
+
+
+def deadlines(prepare: float) -> Deadlines:
+    """Return the deadlines of a change whose first phase may take this many seconds."""
+    from weightswap_fleet import Deadlines
+
+    return Deadlines(prepare=prepare)
+
+
+def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
+    """Print the receipt of a change of a whole fleet."""
+    if as_json:
+        return print_json(receipt.as_dict())
+    before = receipt.previous_weights_id
+    unchanged = " (already desired)" if receipt.kind == "none" else ""
+    say(f"{receipt.kind:<12}{receipt.source}{unchanged}")
+    say(f"weights id  {receipt.weights_id}")
+    say(f"before      {before or 'nothing'}")
+    say(f"revision    {receipt.revision}")
+    say(
+        f"took        {receipt.seconds_staged:.2f} s until all were ready, {receipt.seconds_committed:.2f} s until all "
+        f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
+    )
+    rows = [
+        [node, "in memory" if report.resident else f"{report.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
+        for node, report in sorted(receipt.nodes.items())
+    ]
+    rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
+    print_table("Nodes", ["node", "staged in", "state"], rows)
+    return None
+
+
+_CANARY_POLL_SECONDS = 0.5
+
+
+def canary(
+    weights: Annotated[
+        str | None, typer.Argument(help="A packed weight file, as for swap; without it, show the current trial.")
+    ] = None,
+    name: NameOption = NAME,
+    share: ShareOption = None,
+    of: Annotated[str, typer.Option(help="Share of each node's `requests`, or of the `nodes`.")] = "",
+    steps: Annotated[str | None, typer.Option(help="Shares in turn, such as `0.01,0.1,0.5,1`.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="The duration of each step.")] = None,
+    shadow: ShadowOption = False,
+    tolerance: Annotated[float | None, typer.Option(help="Relative difference above which outputs differ.")] = None,
+    promote_if: PromoteIfOption = "",
+    abort_if: AbortIfOption = None,
+    wait: WaitOption = False,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Try weights on some requests of all nodes (--share, --steps, --shadow), or show the current trial."""
+    plan = {
+        "share": share,
+        "of": of or None,
+        "steps": _shares(steps),
+        "step_seconds": step_seconds,
+        "shadow": shadow or None,
+        "tolerance": tolerance,
+        "promote_if": promote_if or None,
+        "abort_if": abort_if,
+    }
+    options: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
+    if options and weights is None:
+        raise typer.BadParameter("give the weights to try")
+    if step_seconds is not None and steps is None:
+        raise typer.BadParameter("--step-seconds: give --steps, too")
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        if weights is not None:
+            fleet.canary(weights, by=by, why=why, deadlines=deadlines(prepare_seconds), **options)
+        trial = _wait_for_end(fleet) if wait else fleet.trial
+        if as_json:
+            print_json({"trial": trial.as_dict() if trial is not None else None})
+        else:
+            print_trial(trial)
+        if wait and (trial is None or trial.outcome != "promoted"):
+            raise typer.Exit(1)
+
+
+def promote(
+    name: NameOption = NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Commit the weights on trial on all nodes together. If one node cannot, none does, and the trial continues."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_fleet_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
+
+
+def abort(
+    name: NameOption = NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """End the trial, and discard its weights."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        trial = fleet.abort(by=by, why=why)
+        if as_json:
+            print_json({"trial": trial.as_dict()})
+        else:
+            print_trial(trial)
+
+
+def _shares(steps: str | None) -> tuple[float, ...] | None:
+    if steps is None:
+        return None
+    try:
+        return tuple(float(step) for step in steps.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--steps {steps}: expected shares, such as 0.1,0.5,1") from None
+
+
+def _wait_for_end(fleet: Fleet) -> TrialReport | None:
+    """Wait until the trial has ended, and return its report."""
+    trial = fleet.trial
+    if trial is None:
+        raise StageClosed(f"{fleet.name}: nothing is on trial")
+    with status_line(f"{fleet.name}: canary") as update:
+        while trial is not None and not trial.outcome:
+            update(f"{fleet.name}: canary, {trial.values['requests'] or 0:.0f} requests")
+            time.sleep(_CANARY_POLL_SECONDS)
+            trial = fleet.trial
+    return trial
+
+
+def print_trial(trial: TrialReport | None) -> None:
+    """Print the current trial, or the outcome of the last one."""
+    if trial is None:
+        return
+    plan = trial.plan
+    say(f"canary      {trial.source}{f' by {trial.by}' if trial.by else ''}")
+    say(f"weights id  {trial.weights_id}")
+    if trial.outcome:
+        say(f"outcome     {trial.outcome}{f': {trial.reason}' if trial.reason else ''}")
+    else:
+        shares = [f"{100 * part:g} % of {node}" for node, part in sorted(trial.shares.items())]
+        say(f"answers     {', '.join(shares)}{', and shadow' if plan.shadow else ''}")
+        if not plan.shadow and not any(trial.shares.values()):
+            say("            only requests with X-Weightswap-Canary: 1 reach it; --share or --steps send it others")
+    for title, rule in (("promote if", plan.promote_if), ("abort if", plan.abort_if)):
+        if rule:
+            held = f" (held for {trial.promote_held:.0f} s)" if title == "promote if" and not trial.outcome else ""
+            say(f"{title:<12}{rule}{held}")
+    print_measurements(trial.values)
+
 
 fleet_command = typer.Typer(add_completion=False, help="Deploy on Ray, and change the weights of all nodes together.")
 for _command in (canary, promote, abort):

@@ -1,10 +1,11 @@
-"""`weightswap push`: send weights to a running server."""
+"""`push`, `canary` and `status` of a running server."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ import typer
 from blake3 import blake3
 
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.format.delta_file import delta_stamp
+from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, open_weights
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import is_url, printable
@@ -25,12 +26,14 @@ from weightswap_tools.terminal import (
     errors_as_exit,
     human_bytes,
     print_json,
+    print_table,
     progress_bar,
     say,
     status_line,
 )
 
 from .swap import print_receipt
+from .weights import labels_text, time_text
 
 push_command = typer.Typer(add_completion=False)
 TokenOption = Annotated[
@@ -168,3 +171,177 @@ def _staging_progress(client: AdminClient, model: str) -> Iterator[None]:
         finally:
             ended.set()
             poller.join()
+
+
+canary_command = typer.Typer(add_completion=False)
+ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
+ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
+PromoteIfOption = Annotated[str, typer.Option(help="A rule, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
+AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
+_MEASUREMENTS = (
+    ("requests", "requests", "served_requests"),
+    ("errors", "errors", "served_errors"),
+    ("not finite", "nonfinite", "served_nonfinite"),
+    ("p50 in s", "p50", "served_p50"),
+    ("p99 in s", "p99", "served_p99"),
+    ("compared", "compared", ""),
+    ("differing", "differing", ""),
+    ("largest difference", "max_abs", ""),
+    ("relative", "max_rel", ""),
+)
+
+
+@canary_command.command()
+def canary(
+    url: UrlArgument,
+    weights: Annotated[
+        str | None, typer.Argument(help="Weights to upload and stage first, as for push; by default the staged ones.")
+    ] = None,
+    model: ModelOption = None,
+    token_file: TokenOption = None,
+    share: ShareOption = None,
+    shadow: ShadowOption = False,
+    tolerance: Annotated[float, typer.Option(help="Relative difference above which outputs differ.")] = 0.01,
+    promote_if: PromoteIfOption = "",
+    abort_if: AbortIfOption = None,
+    promote: Annotated[bool, typer.Option("--promote", help="Commit it now.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Discard it now.")] = False,
+    wait: WaitOption = False,
+    point: Annotated[bool, typer.Option("--point", help="Send only the path or URL of WEIGHTS.")] = False,
+    why: WhyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show a server's canary, start one (--share, --shadow), promote it or abort it.
+
+    Without any of these options, the command shows the measurements. The canary always answers requests with the header
+    `X-Weightswap-Canary: 1`, even if its share is 0.
+    """
+    if promote and abort:
+        raise typer.BadParameter("--promote and --abort: give only one")
+    starts = share is not None or shadow or weights is not None
+    if (promote_if or abort_if is not None) and not starts:
+        raise typer.BadParameter("--promote-if and --abort-if apply to a new canary: give --share or --shadow, too")
+    with errors_as_exit(as_json):
+        client = AdminClient(url, read_token(token_file))
+        name = model or only_model(client)
+        path, status = f"/admin/models/{name}", None
+        if promote or abort:
+            client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})
+        elif starts:
+            request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
+            request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
+            if weights is not None:
+                request |= {"source": source_of(weights)} if point else upload(client, weights)
+            status = client.post(f"{path}/canary", request)["status"]
+        promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
+        _show(client.get(path), as_json)
+        if not promoted:
+            say(f"not promoted: {_why_not(client.get(f'{path}/history')['refusals'])}", err=True)
+            raise typer.Exit(1)
+
+
+def _why_not(refusals: list[dict[str, Any]]) -> str:
+    reasons = [refusal["error"] for refusal in refusals if refusal["event"] == "canary aborted"]
+    return reasons[-1] if reasons else "it was discarded"
+
+
+def _wait_for_end(client: AdminClient, path: str, status: dict[str, Any]) -> bool:
+    """Wait until the canary ends. Returns whether its weights are served then."""
+    if status["canary"] is None:
+        raise Unsupported(f"{status['name']}: no canary to wait for")
+    weights_id = status["canary"]["weights_id"]
+    with status_line(f"{status['name']}: canary") as update:
+        while (now := client.get(path))["canary"] is not None:
+            update(f"{status['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
+            time.sleep(_POLL_SECONDS)
+    return bool(now["served"]["weights_id"] == weights_id)
+
+
+def _show(status: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(status)
+        return
+    say(f"serves      {status['served']['weights_id']}")
+    if (trial := status["canary"]) is None:
+        return
+    say(f"canary      {trial['weights_id']}, {100 * trial['share']:g} %{' and shadow' if trial['shadow'] else ''}")
+    if trial["promote_if"]:
+        say(f"promote if  {trial['promote_if']} (held for {trial['promote_held']:.0f} s)")
+    say(f"abort if    {trial['abort_if']}")
+    print_measurements(trial["values"])
+
+
+def print_measurements(values: Mapping[str, float | None]) -> None:
+    """Print the measurements of the canary and of the served weights, which rules refer to."""
+    rows = [[title, _number(values.get(one)), _number(values.get(other))] for title, one, other in _MEASUREMENTS]
+    print_table("", ["", "canary", "served"], rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+_SILENT = 3.0  # seconds without a heartbeat, which processes send each second
+
+status_command = typer.Typer(add_completion=False)
+
+
+@status_command.command()
+def status(url: UrlArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
+    """Show what a server serves and since when, what is staged, and what it follows or watches."""
+    with errors_as_exit(as_json):
+        document = AdminClient(url, read_token(token_file)).get("/admin/status")
+        if as_json:
+            print_json(document)
+            return
+        for model in document["models"]:
+            _print(model)
+            if len(document["processes"]) > 1:
+                _print_processes(document, model["name"])
+
+
+def _print(model: dict[str, Any]) -> None:
+    state = "ready" if model["ready"] else "unloaded" if not model["loaded"] else "not ready"
+    say(f"model       {model['name']} ({state}, {model['engine']} on {model['device']})")
+    if served := model["served"]:
+        by = f" by {served['by']}" if served["by"] else ""
+        say(f"serves      {served['weights_id']}{labels_text(served['labels'])}")
+        say(f"since       {time_text(served['since'])}{by}, generation {served['generation']}")
+    else:
+        say("serves      nothing yet")
+    if staging := model["staging"]:
+        done, total = human_bytes(staging["bytes_done"]), human_bytes(staging["bytes_total"])
+        say(f"staging     {staging['phase']} {done} of {total}")
+    if (staged := model["staged"]) and staged["ready"]:
+        say(f"staged      {staged['weights_id']}{labels_text(staged['labels'])} by {staged['by']}")
+    if following := model["following"]:
+        say(f"follows     {following['place']}, revision {following['revision']}{_agreement(following)}")
+    if watching := model["watching"]:
+        error = f": {_one_line(watching['error'])}" if watching["error"] else ""
+        say(f"watches     {watching['directory']}{error}")
+
+
+def _print_processes(server: dict[str, Any], model: str) -> None:
+    for process in server["processes"]:
+        serving = process["models"].get(model)
+        serves = serving is not None and serving["weights_id"] is not None
+        what = f"generation {serving['generation']}, {serving['weights_id'][:12]}" if serves else "nothing yet"
+        answered = f", {process['answered']} answered" if process["role"] == "worker" else ""
+        since = f"process {process['pid']} since {time_text(process['since'])}"
+        silent = server["time"] - process["heard"] if process["heard"] > process["since"] else 0  # else it is starting
+        state = f", SILENT for {silent:.0f} s" if silent > _SILENT else "" if process["ready"] else ", not ready"
+        say(f"{process['name']:<12}{what}, {since}{answered}{state}")
+
+
+def _agreement(following: dict[str, Any]) -> str:
+    by = f" by {following['held_by']}" if following["held_by"] else ""
+    why = f": {following['held_why']}" if following["held_why"] else ""
+    hold, error = f", on hold{by}{why}" if following["on_hold"] else "", _one_line(following["error"])
+    if not following["reachable"]:
+        return f"{hold}, and CANNOT BE READ now: {error}"
+    return hold + ("" if following["agrees"] else f", NOT served: {error or 'not yet'}")
+
+
+def _one_line(error: str) -> str:
+    return " ".join(error.split())

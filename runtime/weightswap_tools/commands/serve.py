@@ -1,4 +1,4 @@
-"""`weightswap serve`: serve models with the Open Inference Protocol over HTTP and gRPC."""
+"""`serve` and `sign`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,49 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.engine import AUTO
-from weightswap_runtime.live.residency.residency import ResidencyName
-from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
+from weightswap_runtime.live.residency import ResidencyName
+from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.sources.writing import new_file
 from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
 
 if TYPE_CHECKING:
     from weightswap_server.serving import ModelSource, Server
     from weightswap_server.workers.manager import Workers
+
+
+sign_command = typer.Typer(add_completion=False)
+PASSWORD = "WEIGHTSWAP_SIGNING_PASSWORD"
+
+
+@sign_command.command()
+def sign(
+    weights: Annotated[Path, typer.Argument(help="A weight file or a delta that weightswap packed.")],
+    key: Annotated[str, typer.Option(help=f"An elliptic-curve private key (PEM); its password is ${PASSWORD}.")],
+) -> None:
+    """Sign the weights id of a file for `weightswap serve --require-signature`; writes FILE.sig beside it.
+
+    The data of the file is not read: servers compare it with the weights id.
+    """
+    with errors_as_exit(as_json=False):
+        from weightswap_server.signed_weights import sign
+
+        weights_id = known_weights(weights).weights_id
+        signature = sign(weights_id, key, os.environ.get(PASSWORD))
+        out = weights.with_name(weights.name + SIGNATURE_SUFFIX)
+        with new_file(out) as file:
+            file.write(signature)
+        say(f"signature   {out}")
+        say(f"weights id  {weights_id}")
+
 
 serve_command = typer.Typer(add_completion=False)
 _NAME_AND_VALUE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
@@ -115,7 +145,7 @@ def serve(
     with errors_as_exit(as_json=False):
         _limit_threads(threads, workers)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        from weightswap_server.admin.settings import AdminSettings
+        from weightswap_server.admin.access import AdminSettings
         from weightswap_server.serving import ModelSource, Server, default_name, variants_of
         from weightswap_server.settings import Settings
         from weightswap_server.signed_weights import requires

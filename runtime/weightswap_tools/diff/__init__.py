@@ -1,11 +1,10 @@
 """Comparison of two sets of weights, or of two artifacts."""
 
-from weightswap_runtime.tensors.dtypes import TensorType
+from weightswap_runtime.tensors import TensorType
 
 from .artifacts import ArtifactsDiff, compare_artifacts
-from .fail_if import Policy
-from .report import Change, Histogram, Largest, Overall, SetInfo, TensorDiff, Values, WeightsDiff
-from .weights import compare_weights
+from .documents import Change, Histogram, Largest, Overall, SetInfo, TensorDiff, Values, WeightsDiff
+from .weights import Policy, compare_weights
 
 __all__ = [
     "ArtifactsDiff",

@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from weightswap_runtime.engines.graphs.archives import calls, check_records
-from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.engines.graph_archive import calls, check_records
+from weightswap_runtime.errors import ArtifactError, plural
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, Method, NamedTensor, WeightSource
-from weightswap_runtime.format.name_matching import by_fqn
+from weightswap_runtime.format.names import by_fqn
 from weightswap_runtime.format.signature import Signature
-from weightswap_runtime.messages import plural
-from weightswap_runtime.tensors.dtypes import TensorType
-from weightswap_tools.module_tree import natural
+from weightswap_runtime.tensors import TensorType
+from weightswap_tools.tensor_set import natural
 
-from .report import DiffDocument, Level, SetInfo, TensorDiff
-from .sides import Side
+from .documents import DiffDocument, Level, SetInfo, TensorDiff
+from .streaming import Side
 from .weights import compare_sides
 
 Kind = Literal["weights", "state", "constants"]

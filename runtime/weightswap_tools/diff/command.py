@@ -10,15 +10,11 @@ from msgspec import structs
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import is_artifact
-from weightswap_tools.commands.swap import KeysOption
 from weightswap_tools.diff import ArtifactsDiff, Policy, WeightsDiff, compare_artifacts, compare_weights
 from weightswap_tools.reports.page import write_report
-from weightswap_tools.terminal import HtmlOption, JsonOption, errors_as_exit, print_json, progress_bar, say
+from weightswap_tools.terminal import HtmlOption, JsonOption, KeysOption, errors_as_exit, print_json, progress_bar, say
 
-from .show.artifacts_page import artifacts_report
-from .show.artifacts_text import print_artifacts
-from .show.weights_page import weights_report
-from .show.weights_text import print_failures, print_weights
+from .show import artifacts_report, print_artifacts, print_failures, print_weights, weights_report
 
 diff_command = typer.Typer(add_completion=False)
 

@@ -1,19 +1,41 @@
-"""Reading of two sets of tensors side by side, in pieces, with memory independent of the tensors' sizes."""
+"""Reading two sets side by side, and pairing their tensors."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
-from weightswap_runtime.tensors.dtypes import DTYPES, Typed
-from weightswap_runtime.threads.worker_threads import WorkerThreads
-from weightswap_tools.tensor_set import SetTensor
+from weightswap_runtime.errors import OutOfMemory, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.delta import delta_stamp
+from weightswap_runtime.format.goldens import record_of
+from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
+from weightswap_runtime.memory.arena import allocate
+from weightswap_runtime.tensors import (
+    DTYPES,
+    Blocks,
+    TensorBytes,
+    TensorType,
+    Typed,
+    block_digests,
+    digest_of,
+    tensor_digest,
+)
+from weightswap_runtime.threads import WorkerThreads
+from weightswap_tools.tensor_set import SetTensor, TensorSet, natural
 
+from .documents import SetInfo
 from .statistics import Summary, Tally, same_bytes, summary, tally
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightswap_runtime.staging.transforms import Transforms
 
 
 class Readable(Typed, Protocol):
@@ -179,3 +201,206 @@ def _pieces(tensor: Readable, buffers: ReadBuffers) -> Iterator[memoryview]:
         memory = buffers.take(0, min(PIECE, tensor.nbytes - begin))
         tensor.read_into(memory, begin)
         yield memory
+
+
+READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+
+
+class Side(NamedTuple):
+    """One set of tensors under the names to compare.
+
+    digests: the recorded ones, by name. sources: the names in the file that the tensors are made of. ties: the other
+    names of each tensor, by name.
+    """
+
+    info: SetInfo
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, str]
+    sources: tuple[str, ...] = ()
+    ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
+    """Return the tensors of an open set under their own names, or, with an artifact, as its weights under their FQNs.
+
+    Raises Unsupported for a delta file and for goldens. Raises WeightsMismatch if the set does not fit the artifact, or
+    has different values for tied tensors.
+    """
+    if weights.weights and delta_stamp(weights.weights):
+        raise Unsupported(f"{weights.where}: is a delta file; compare the weight files that it was made from")
+    if weights.weights and record_of(weights.weights):
+        raise Unsupported(f"{weights.where}: holds goldens, not weights; compare the weight files beside them")
+    stamp = weights.weights.stamp if weights.weights else None
+    digests = stamp.digests if stamp else {}
+    if artifact is None:
+        tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
+        return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
+    readings = NAMES if stamp else READINGS[keys]
+    match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
+    _check_ties(weights, match)
+    tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
+    tensors |= _computed(weights, match, artifact)
+    own = {name: digests[names[0]] for name, names in match.found.items() if names[0] in digests}
+    return Side(_info(weights, tensors, match.ignored), tensors, own, tuple(_sources(match)))
+
+
+def _sources(match: Match) -> Iterator[str]:
+    for names in match.found.values():
+        yield from names
+    for keys in match.computed.values():
+        yield from keys.values()
+
+
+def _check_ties(weights: TensorSet, match: Match) -> None:
+    """Raise WeightsMismatch if tied names have different values."""
+    several = [names for names in match.found.values() if len({weights.tensors[name].tie_key for name in names}) > 1]
+    digests = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
+    problems = [
+        f"{' and '.join(names)} are one tensor in the graph, but the checkpoint has different values for them"
+        for names in several
+        if len({digests[name] for name in names}) > 1
+    ]
+    if problems:
+        advice = "Save the checkpoint from a model whose tied tensors are tied."
+        raise WeightsMismatch(weights.full_where, problems, advice)
+
+
+def _stored(tensor: SetTensor) -> Tensor:
+    if not tensor.whole:
+        return tensor
+    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, partial(_read_whole, tensor))
+
+
+def _read_whole(tensor: SetTensor) -> TensorBytes:
+    try:
+        memory = memoryview(allocate(tensor.nbytes))
+        tensor.read_into(memory, 0)
+    except MemoryError as error:
+        raise OutOfMemory(f"{tensor.file}: a tensor that can only be read whole takes {tensor.nbytes} bytes") from error
+    return TensorBytes(tensor.dtype, tensor.shape, memory)
+
+
+def _info(weights: TensorSet, tensors: Mapping[str, Tensor], ignored: tuple[str, ...] = ()) -> SetInfo:
+    stamp = weights.weights.stamp if weights.weights else None
+    return SetInfo(
+        where=weights.where,
+        level=weights.level,
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        weights_id=stamp.weights_id if stamp else None,
+        graph_id=stamp.graph_id if stamp else None,
+        labels=stamp.labels if stamp else {},
+        ignored=ignored,
+    )
+
+
+def _computed(weights: TensorSet, match: Match, artifact: Artifact) -> dict[str, Tensor]:
+    if not match.computed:
+        return {}
+    from weightswap_runtime.staging.transforms import Transforms  # needs torch
+
+    compute = partial(_compute, weights, Transforms(artifact))
+    return {
+        row.name: Computed(row.dtype, row.shape, row.nbytes, partial(compute, row.name, match.computed[row.name]))
+        for row in artifact.manifest.weights
+        if row.name in match.computed
+    }
+
+
+def _compute(weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]) -> TensorBytes:
+    from weightswap_runtime.torch_tensors import as_tensor, tensor_content
+
+    def read(key: str) -> torch.Tensor:
+        content = _read_whole(weights.tensors[keys[key]])
+        return as_tensor(content.data, content.dtype, content.shape)
+
+    try:
+        ((_, value),) = transforms.compute([name], read)
+    except Exception as error:
+        raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
+    return tensor_content(value)
+
+
+FEWEST_COMMON = 0.1  # of the smaller set's names; with fewer, a notice says so and advises --artifact
+
+
+class TensorPair(NamedTuple):
+    """A tensor of one or both sets, with its earlier name if it was renamed."""
+
+    name: str
+    before: Tensor | None
+    after: Tensor | None
+    renamed_from: str | None = None
+
+    @property
+    def present(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in (self.before, self.after) if tensor is not None)
+
+    @property
+    def comparable(self) -> bool:
+        """True if the two tensors can be compared element by element."""
+        if self.before is None or self.after is None or self.before.shape != self.after.shape:
+            return False
+        whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
+        return whole or self.before.dtype == self.after.dtype
+
+
+class Pairs(NamedTuple):
+    """Every tensor of either set, once: the common ones, the removed and the added, each ordered by name.
+
+    aliases: for each set, the additional names of its tied tensors that the other set lacks, mapped to a common name.
+    """
+
+    pairs: tuple[TensorPair, ...]
+    aliases: tuple[Mapping[str, str], Mapping[str, str]]
+
+
+def pair(before: Side, after: Side) -> Pairs:
+    """Match tensors by name, then by content: a removed and an added tensor with equal bytes are a renamed one.
+
+    A tied tensor is compared under the names that both sets have. Several tensors with the same bytes, such as zero
+    biases, are matched in the natural order of their names. Raises WeightFileError.
+    """
+    common = sorted(before.tensors.keys() & after.tensors.keys(), key=natural)
+    pairs = [TensorPair(name, before.tensors[name], after.tensors[name]) for name in common]
+    aliases = tuple(_aliases(side, set(common)) for side in (before, after))
+    old, new = (side.tensors.keys() - {*common, *names} for side, names in zip((before, after), aliases, strict=True))
+    renames = dict(_renames(before, after, old, new))
+    pairs += [TensorPair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
+    removed, added = (sorted(names, key=natural) for names in (old - renames.keys(), new - set(renames.values())))
+    pairs += [TensorPair(name, before.tensors[name], None) for name in removed]
+    pairs += [TensorPair(name, None, after.tensors[name]) for name in added]
+    return Pairs(tuple(pairs), (aliases[0], aliases[1]))
+
+
+def _aliases(side: Side, common: Set[str]) -> dict[str, str]:
+    names = sorted(side.ties.keys() - common, key=natural)
+    known = ((name, next((other for other in side.ties[name] if other in common), None)) for name in names)
+    return {name: other for name, other in known if other is not None}
+
+
+def strangers(before: Side, after: Side) -> bool:
+    """Return whether two sets have almost no names in common."""
+    fewest = min(len(before.tensors), len(after.tensors))
+    return len(before.tensors.keys() & after.tensors.keys()) < FEWEST_COMMON * fewest
+
+
+def _renames(before: Side, after: Side, old: Collection[str], new: Collection[str]) -> Iterator[tuple[str, str]]:
+    types = {TensorType.of(before.tensors[name]) for name in old} & {TensorType.of(after.tensors[name]) for name in new}
+    removed, added = (
+        {name: side.tensors[name] for name in names if TensorType.of(side.tensors[name]) in types}
+        for side, names in ((before, old), (after, new))
+    )
+    old_names, new_names = _by_content(removed, before.digests), _by_content(added, after.digests)
+    for content, names in old_names.items():
+        yield from zip(names, new_names.get(content, ()), strict=False)
+
+
+def _by_content(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> dict[object, list[str]]:
+    """Return names, in natural order, by type and digest. Digests that the file does not record are computed."""
+    unknown = {name: tensor for name, tensor in tensors.items() if name not in digests}
+    known = {name: digests[name] for name in tensors if name in digests} | digests_of(unknown)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name in sorted(known, key=natural):
+        groups[(TensorType.of(tensors[name]), known[name])].append(name)
+    return groups

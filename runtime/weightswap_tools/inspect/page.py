@@ -1,21 +1,218 @@
-"""The HTML report of a subject."""
+"""The HTML report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from weightswap_runtime.format.delta_file import DATA, RUNS
-from weightswap_runtime.tensors.dtypes import describe
-from weightswap_runtime.tensors.dtypes import nbytes as size_of
-from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table, columns
-from weightswap_tools.tensor_set import SetTensor
+from msgspec import structs
 
-from .artifact_page import artifact_report
-from .facts import shape_text, size_fact, weights_facts
-from .goldens_page import goldens_report, goldens_section
-from .maps import modules_table, weights_map
-from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
+from weightswap_runtime.errors import plural
+from weightswap_runtime.format.delta import DATA, RUNS
+from weightswap_runtime.format.goldens import GoldensRecord
+from weightswap_runtime.format.manifest import Adapter, Manifest, Method, NamedTensor
+from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.tensors import describe
+from weightswap_runtime.tensors import nbytes as size_of
+from weightswap_tools.reports.blocks import (
+    Block,
+    Column,
+    Facts,
+    ModuleGraph,
+    Note,
+    Report,
+    Section,
+    Table,
+    Treemap,
+    TreemapNode,
+    columns,
+)
+from weightswap_tools.tensor_set import Branch, SetTensor, grow, sizes_below, split_name, totals
+from weightswap_tools.terminal import node_text, node_words, signature_sentence, signature_text
+
+from .graph import module_nodes, read_outline
+from .subject import (
+    ArtifactSubject,
+    GoldensSubject,
+    Subject,
+    WeightsSubject,
+    artifact_facts,
+    exactness,
+    goldens_facts,
+    machine,
+    origin_kind,
+    shape_text,
+    size_fact,
+    weights_facts,
+)
+
+
+def weights_map(sizes: Mapping[str, int], details: Mapping[str, str], title: str) -> Treemap:
+    """Return a treemap of named tensors. sizes: in bytes. details: a text for each tensor. title: the root's name."""
+    root = grow(sizes)
+    sums = sizes_below(root, sizes)
+
+    def area(branch: Branch) -> TreemapNode:
+        tensors = [TreemapNode(split_name(name)[1], sizes[name], details[name]) for name in branch.names]
+        children = (*(area(child) for child in branch.branches.values()), *tensors)
+        if len(children) == 1 and branch.parts:  # merge an area that another would fill
+            return structs.replace(children[0], name=f"{branch.name}.{children[0].name}")
+        return TreemapNode(branch.name or title, sums[branch], f"{len(children)} inside", children)
+
+    return Treemap(area(root), "bytes", "Bytes by module")
+
+
+def modules_table(sizes: Mapping[str, int]) -> Table:
+    """Return a table of modules, with the number and the bytes of the tensors in them and below."""
+    rows = tuple((path or "(model)", count, nbytes) for path, count, nbytes in totals(sizes))
+    return Table((Column("module"), Column("tensors", "number"), Column("size", "bytes")), rows, "By module")
+
+
+def goldens_report(subject: GoldensSubject) -> Report:
+    """Return a report with the facts of a goldens file and the types of the recorded values."""
+    cases = tuple(subject.calls)
+    heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
+    overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
+    calls = Section("Recorded calls", (Table(heads, cases, "Inputs, and the outputs of the eager model"),))
+    return Report(Path(subject.where).name, f"Goldens: {plural(len(cases), 'recorded call')}", (overview, calls))
+
+
+def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
+    """Yield a section about the goldens in an artifact or beside a weight file, if there are any."""
+    if record is None:
+        return
+    facts = (
+        ("weights id", record.weights_id or "none: inputs alone"),
+        ("calls", plural(len(record.cases), "recorded call")),
+        ("recorded on", machine(record)),
+        ("compared", exactness(record)),
+    )
+    if record.has_outputs:
+        yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")
+    else:
+        yield Section("Inputs", (Facts(facts),), "Inputs for which every set of weights must give finite outputs.")
+
+
+def artifact_report(subject: ArtifactSubject) -> Report:
+    """Return the report of an artifact. Raises ArtifactError for a damaged graph."""
+    manifest = subject.manifest
+    sections = [
+        Section("Overview", (Facts(tuple(_overview(subject))),)),
+        Section("Methods", tuple(_method_blocks(manifest))),
+        _weights_section(manifest),
+        *_other_tensors(manifest),
+        *(_graph_section(subject, name) for name in manifest.methods),
+        _checkpoints_section(manifest),
+        *goldens_section(subject.record),
+        _files_section(subject),
+    ]
+    subtitle = f"Artifact: {size_fact(len(manifest.weights), manifest.total_bytes)} of weights, which are not in it"
+    path = subject.artifact.path
+    name = path.resolve().name if isinstance(path, Path) else path.name
+    return Report(name, subtitle, tuple(sections), "all digests match", True)
+
+
+def _overview(subject: ArtifactSubject) -> Iterator[tuple[str, str]]:
+    manifest = subject.manifest
+    yield from (fact for fact in artifact_facts(subject) if fact[0] not in ("method", ""))
+    yield "methods", ", ".join(manifest.methods)
+    yield "weights", size_fact(len(manifest.weights), manifest.total_bytes)
+    for role, tensors in (("state", manifest.state), ("constants", manifest.constants)):
+        if tensors:
+            yield role, size_fact(len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def _method_blocks(manifest: Manifest) -> Iterator[Block]:
+    for name, method in manifest.methods.items():
+        yield Note(signature_sentence(name, method.signature))
+        yield Facts((("short form", signature_text(name, method.signature)),))
+        heads = columns("name", "way", "type", "in words")
+        yield Table(heads, tuple(_flows(method)), f"What {name} takes and returns")
+
+
+def _flows(method: Method) -> Iterator[tuple[str, str, str, str]]:
+    signature = method.signature
+    for way, parameters in (("in", signature.args), ("in, by keyword", signature.kwargs)):
+        for name, node in parameters:
+            yield name, way, node_text(node), node_words(node)
+    for leaf in leaves(signature.output):
+        yield leaf.name, "out", node_text(leaf), node_words(leaf)
+
+
+def _weights_section(manifest: Manifest) -> Section:
+    sizes = {weight.name: weight.nbytes for weight in manifest.weights}
+    details = {weight.name: describe(weight) for weight in manifest.weights}
+    blocks = (
+        weights_map(sizes, details, "all weights"),
+        modules_table(sizes),
+        _tensor_table(manifest.weights, "Weights"),
+    )
+    return Section("Weights", blocks, "The contents of a weight file: parameters, and buffers that no call changes.")
+
+
+def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str) -> Table:
+    heads = (*columns("name", "dtype", "shape"), Column("size", "bytes"))
+    rows: list[tuple[str | int, ...]] = [(t.name, t.dtype, shape_text(t.shape), t.nbytes) for t in tensors]
+    if any(tensor.aliases for tensor in tensors):
+        heads = (*heads, Column("tied to"))
+        rows = [(*row, ", ".join(tensor.aliases)) for row, tensor in zip(rows, tensors, strict=True)]
+    return Table(heads, tuple(rows), caption)
+
+
+def _other_tensors(manifest: Manifest) -> Iterator[Section]:
+    if manifest.state:
+        yield Section("State", (_tensor_table(manifest.state, "State"),), _STATE)
+    if manifest.constants:
+        yield Section("Constants", (_tensor_table(manifest.constants, "Constants"),), _CONSTANTS)
+
+
+_STATE = "Buffers that calls change. Every swap resets them to their values at export."
+_CONSTANTS = "Tensors that belong to the graph and are stored in the artifact, not in weight files."
+
+
+def _graph_section(subject: ArtifactSubject, method: str) -> Section:
+    outline = read_outline(subject, method)
+    if isinstance(outline, str):
+        return Section(f"Graph of {method}", (Note(outline),))
+    operators = outline.operators
+    rows = tuple(operators.most_common())
+    table = Table((Column("operator"), Column("calls", "number")), rows, "Operators")
+    graph = ModuleGraph(module_nodes(outline, subject.manifest), "Modules, in the order of their first call")
+    calls = f"{plural(operators.total(), 'call')} of {plural(len(rows), 'operator')}, by module."
+    return Section(f"Graph of {method}", (graph, table), calls)
+
+
+def _checkpoints_section(manifest: Manifest) -> Section:
+    adapter = manifest.adapter
+    weights = {weight.name: weight for weight in manifest.weights}
+    rows = tuple(
+        (
+            source.weight,
+            origin_kind(weights[source.weight], source),
+            (" or " if source.transform is None else ", ").join(source.keys),
+        )
+        for source in adapter.sources
+    )
+    table = Table(columns("weight", "how", "checkpoint keys"), rows, "How checkpoints become weights")
+    return Section("Checkpoints", (*_checkpoint_notes(adapter), table, *_key_tables(adapter)))
+
+
+def _checkpoint_notes(adapter: Adapter) -> Iterator[Note]:
+    if adapter.untraceable:
+        yield Note(f"Checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}", "bad")
+
+
+def _key_tables(adapter: Adapter) -> Iterator[Table]:
+    roles = dict.fromkeys(adapter.ignored, "optional, and ignored")
+    roles |= dict.fromkeys(adapter.needed, "required, though no weight is made of it")
+    if roles:
+        yield Table(columns("key", "role"), tuple(roles.items()), "Other checkpoint keys")
+
+
+def _files_section(subject: ArtifactSubject) -> Section:
+    rows = tuple((name, len(subject.artifact.read(name)), digest) for name, digest in subject.manifest.files.items())
+    table = Table((Column("file"), Column("size", "bytes"), Column("BLAKE3 digest")), rows)
+    return Section("Files", (table,))
 
 
 def report_of(subject: Subject) -> Report:
@@ -34,7 +231,7 @@ def _weights_report(subject: WeightsSubject) -> Report:
     sections = [Section("Overview", (Facts(tuple(weights_facts(subject))),), note)]
     sections.append(_delta_section(subject) if subject.delta else _tensors_section(subject))
     if len(subject.weights.files) > 1:
-        sections.append(_files_section(subject))
+        sections.append(_weight_files_section(subject))
     sections += goldens_section(subject.record)
     kind = "Delta file" if subject.delta else "Weight file" if subject.stamp else "Checkpoint"
     name = Path(subject.weights.where).name or subject.weights.where
@@ -81,7 +278,7 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
         yield Column("file"), lambda _, tensor: files.get(tensor.file, "")
 
 
-def _files_section(subject: WeightsSubject) -> Section:
+def _weight_files_section(subject: WeightsSubject) -> Section:
     tensors, files = subject.weights.tensors.values(), subject.weights.files
     sizes = {name: [tensor.nbytes for tensor in tensors if tensor.file == file] for file, name in files.items()}
     rows = tuple((name, len(nbytes), sum(nbytes)) for name, nbytes in sizes.items())

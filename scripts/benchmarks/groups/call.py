@@ -18,7 +18,7 @@ from torch import nn
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
-from weightswap_runtime.engines.torch.cpu import BoundTorch
+from weightswap_runtime.engines.torch_cpu import BoundTorch
 
 BLOCKS = 6
 OVERHEAD = Goal("median", "at most", 20)

@@ -26,9 +26,9 @@ from timing import calling, in_turn, per_call, percentile, seconds
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
-from weightswap_runtime.memory.available import available
-from weightswap_runtime.memory.device.arena import DeviceArena
-from weightswap_runtime.memory.device.torch_device import Accelerator
+from weightswap_runtime.memory.device import DeviceArena
+from weightswap_runtime.memory.host import available
+from weightswap_runtime.memory.torch_device import Accelerator
 
 COMMITS = 100  # for each round
 CALLS = 200  # for each percentile

@@ -154,7 +154,7 @@ class _Fleet:
 
     def ask_one_more(self) -> float:
         """Return the milliseconds that each further keeper adds to a request that is sent to all at the same time."""
-        from weightswap_fleet.coordinator.actors import RayNodes, find_spec
+        from weightswap_fleet.coordinator.controller import RayNodes, find_spec
 
         nodes = RayNodes(find_spec(self._fleet.name))
         all_of_them = nodes.names()

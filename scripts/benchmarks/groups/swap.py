@@ -21,9 +21,9 @@ from subjects import Stack, Stored, equal, stored
 from timing import Measure, calling, in_turn, per_call, seconds
 
 from weightswap_runtime import Model, load
-from weightswap_runtime.format.nonfinite import count_nonfinite
+from weightswap_runtime.format.identity import count_nonfinite
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors.digests import BLOCK
+from weightswap_runtime.tensors import BLOCK
 
 SMALL = 1_000_000
 COMMITS = 100  # for each round

@@ -17,7 +17,7 @@ from tests.support import loading, warm
 from tests.support.models import Counter, Renamed
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.adapter import adapter_recording as recording
+from weightswap_exporter.capture import adapter as recording
 from weightswap_exporter.capture.capture import capture
 from weightswap_exporter.capture.classify import classify
 from weightswap_runtime import CaptureError, CheckpointError, WeightsMismatch, load

@@ -17,10 +17,10 @@ from torch import nn
 from tests.support.forged import replace_file, with_document
 from tests.support.graphs import Document
 from weightswap_exporter import export
-from weightswap_exporter.capture.reopening import open_program
-from weightswap_exporter.capture.size_check import is_size
+from weightswap_exporter.capture.archive import open_program
+from weightswap_exporter.capture.document_check import is_size
 from weightswap_runtime import Artifact, ArtifactError
-from weightswap_runtime.engines.graphs.archives import check_records
+from weightswap_runtime.engines.graph_archive import check_records
 
 CODE = "__import__('os').mkdir('executed')"
 FORWARD = "graphs/forward.pt2"

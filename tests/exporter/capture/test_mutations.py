@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from weightswap_exporter import export, pack
-from weightswap_exporter.capture import mutations
+from weightswap_exporter.capture import programs as mutations
 from weightswap_exporter.capture.capture import MethodSpec, capture
-from weightswap_exporter.capture.mutations import functionalised_mutations, is_plain, mutated_buffers
+from weightswap_exporter.capture.programs import functionalised_mutations, is_plain, mutated_buffers
 from weightswap_runtime import CaptureError, load
 
 X = torch.ones(2, 4)

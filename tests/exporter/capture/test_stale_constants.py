@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.setups import equal
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime import CaptureError, load
 
 # of torch, which looks for a gradient in each attribute

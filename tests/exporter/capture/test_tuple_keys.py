@@ -18,7 +18,7 @@ from weightswap_exporter.parity import compare
 from weightswap_runtime import CaptureError, InputMismatch, load
 from weightswap_runtime.format.signature import input_leaves, leaves
 from weightswap_tools.program import app
-from weightswap_tools.wording import node_text
+from weightswap_tools.terminal import node_text
 
 Edges = dict[tuple[str, str, str], torch.Tensor]
 RATES, LIKES = ("user", "rates", "film"), ("user", "likes", "user")

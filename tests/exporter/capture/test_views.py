@@ -13,9 +13,9 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 
-from weightswap_exporter.capture import mutations
-from weightswap_exporter.capture.mutations import mutated_buffers
-from weightswap_exporter.models.tensors import named_tensors
+from weightswap_exporter.capture import programs as mutations
+from weightswap_exporter.capture.programs import mutated_buffers
+from weightswap_exporter.modules.tensors import named_tensors
 from weightswap_runtime import CaptureError
 
 View = Callable[[torch.Tensor], torch.Tensor]

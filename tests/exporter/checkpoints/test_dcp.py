@@ -32,9 +32,9 @@ from tests.support import warm
 from tests.support.checkpoints import saved_distributed
 from tests.support.models import Renamed
 from weightswap_exporter import export, pack
-from weightswap_exporter.checkpoints.dcp_metadata import _gaps, read_metadata
+from weightswap_exporter.checkpoints.dcp import _gaps, read_metadata
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.torch_tensors import tensor_bytes
 from weightswap_tools.diff import compare_weights
 from weightswap_tools.tensor_set import open_set
 

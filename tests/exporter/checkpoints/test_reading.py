@@ -29,10 +29,9 @@ from tests.support.reading import FORMS, HOSTILE, State, command, some_state, wr
 from tests.support.setups import different
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export, pack
-from weightswap_exporter.checkpoints.dcp import _runs
-from weightswap_exporter.checkpoints.dcp_metadata import Chunk, ChunkedTensor
+from weightswap_exporter.checkpoints.dcp import Chunk, ChunkedTensor, _runs
 from weightswap_runtime import MissingExtra, WeightsMismatch
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.torch_tensors import tensor_bytes
 from weightswap_tools import tensor_set as tensorsets
 from weightswap_tools.diff import compare_weights
 from weightswap_tools.diff.command import diff_command
@@ -384,7 +383,7 @@ def test_a_reader_of_another_distribution(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 3  # a file that the runtime knows is offered to nobody
 
 
-LOADED = "import weightswap_exporter.checkpoints.checkpoint_set\n"
+LOADED = "import weightswap_exporter.checkpoints.reading\n"
 ALLOWED = 64 << 20
 
 

@@ -15,10 +15,7 @@ from typer.testing import CliRunner
 from tests.support.checkpoints import saved
 from tests.support.goldens import verified
 from weightswap_exporter.commands.build import export_command, pack_command
-from weightswap_runtime import (
-    Artifact,
-    load,
-)
+from weightswap_runtime import Artifact, load
 from weightswap_runtime.format.goldens import artifact_goldens, goldens_beside
 from weightswap_tools.inspect.command import inspect_command
 

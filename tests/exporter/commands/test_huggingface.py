@@ -20,8 +20,8 @@ from tests.zoo.entries import BY_NAME, GROUPED, HUGGING_FACE, SMALL, Entry, hf, 
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.commands.hf_directory import directory_recipe, export_directory
 from weightswap_exporter.commands.hf_inputs import sample_inputs
-from weightswap_exporter.models.huggingface import checkpoint, load
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.modules.libraries import checkpoint, load
+from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
 from weightswap_runtime import load as serve
 

@@ -13,13 +13,7 @@ from torch import nn
 
 from tests.support.compiled import WIDTH, needs_compiler
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
-from weightswap_runtime import (
-    Artifact,
-    CaptureError,
-    ExportError,
-    Unsupported,
-    load,
-)
+from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
 
 pytestmark = needs_compiler
 
@@ -38,7 +32,7 @@ def test_without_a_compiler_nothing_is_written(linear: Artifact, monkeypatch: py
 
 
 def test_a_machine_without_a_target_is_refused(linear: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightswap_exporter.engines import aoti_packages
+    from weightswap_exporter.engines import aoti as aoti_packages
 
     monkeypatch.setattr(aoti_packages, "machine_targets", lambda: ())
     with pytest.raises(Unsupported, match="compiles for x86_64 with AVX2 on Linux; this machine is"):
@@ -48,7 +42,7 @@ def test_a_machine_without_a_target_is_refused(linear: Artifact, monkeypatch: py
 def test_a_torch_whose_interface_lacks_what_is_called_is_refused(
     linear: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightswap_exporter.engines import aoti_compiler
+    from weightswap_exporter.engines import aoti as aoti_compiler
 
     monkeypatch.setattr(aoti_compiler, "config", SimpleNamespace(cpp=object()))  # as torch 2.11 has it
     with pytest.raises(Unsupported, match=r"lacks AOTInductorGetLastError and .*Install torch>=2.13 .* and on GPUs"):

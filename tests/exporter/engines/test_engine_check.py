@@ -127,7 +127,7 @@ def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
 def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
-    from weightswap_exporter.engines import onnx_graphs
+    from weightswap_exporter.engines import onnx as onnx_graphs
 
     original = onnx_graphs.onnx_graph
 

@@ -17,10 +17,10 @@ from weightswap_exporter.engines import compiling, engine_check
 from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_runtime import Artifact, UnknownMethod, Unsupported
-from weightswap_runtime.engines.torch.graph_call import GraphCall
+from weightswap_runtime.engines.torch_calls import GraphCall
 from weightswap_tools.bench import running
-from weightswap_tools.bench.report import BenchRequest, EngineBench
-from weightswap_tools.commands.swap_page import swaps_report
+from weightswap_tools.bench.running import BenchRequest, EngineBench
+from weightswap_tools.commands.swap import swaps_report
 from weightswap_tools.inspect.command import inspect_command
 from weightswap_tools.reports.blocks import Facts
 

@@ -15,13 +15,7 @@ from tests.support.goldens import IMAGE, verified
 from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import export, pack
-from weightswap_runtime import (
-    CheckpointError,
-    RecordingError,
-    WeightFile,
-    WeightsMismatch,
-    load,
-)
+from weightswap_runtime import CheckpointError, RecordingError, WeightFile, WeightsMismatch, load
 from weightswap_runtime.format.goldens import goldens_beside
 
 

@@ -17,10 +17,10 @@ from tests.support.goldens import IMAGE
 from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.parity.recorded import check_outputs
+from weightswap_exporter.parity.checks import check_outputs
 from weightswap_runtime import Artifact, GoldenMismatch, GoldensError, ParityError, load
 from weightswap_runtime.format.goldens import INPUTS_NAME, artifact_goldens, open_goldens
-from weightswap_runtime.format.weight_file import METADATA_KEY
+from weightswap_runtime.format.safetensors import METADATA_KEY
 from weightswap_tools.inspect.command import inspect_command
 
 IDS = torch.tensor([[1, 2], [3, 0]])

@@ -15,12 +15,9 @@ from tests.support.goldens import LINEAR, ROWS, SETTINGS, Setting, every, everyt
 from tests.support.sessions import bound_of
 from tests.support.setups import different
 from weightswap_exporter import export, pack
-from weightswap_runtime import (
-    GoldenMismatch,
-    load,
-)
+from weightswap_runtime import GoldenMismatch, load
 from weightswap_runtime.format.goldens import artifact_goldens, goldens_beside
-from weightswap_runtime.live.model import engine_of
+from weightswap_runtime.model.model import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 

@@ -13,10 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.goldens import LINEAR, ROWS, SETTINGS, everything_in, recorded, same
 from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import (
-    ExportError,
-    RecordingError,
-)
+from weightswap_runtime import ExportError, RecordingError
 
 
 class Random(nn.Module):

@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.support.composed import Rows, Sum, summed
 from weightswap_exporter import export, pack
-from weightswap_exporter.models.parts import kind_of, parts_of, put_together
-from weightswap_exporter.models.tensors import named_tensors
+from weightswap_exporter.modules.tensors import kind_of, named_tensors, parts_of, put_together
 from weightswap_runtime import CaptureError, Unsupported, load
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(7))

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from tests.support.composed import Rows, Sum, summed
 from tests.support.models import Everything
 from weightswap_exporter import export, pack, skeleton
-from weightswap_exporter.models.tensors import is_fake
+from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime import CaptureError, CheckpointError, load
 
 

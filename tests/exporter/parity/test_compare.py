@@ -18,8 +18,7 @@ from tests.support.accelerators import on_every_device
 from tests.support.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.parity import Run, compare, first_divergence
-from weightswap_exporter.parity.compared_calls import CallCase
-from weightswap_exporter.parity.executions import EngineSide
+from weightswap_exporter.parity.executions import CallCase, EngineSide
 from weightswap_runtime import Artifact, ParityError, Unsupported
 from weightswap_runtime.errors import GoldensError
 

@@ -14,7 +14,7 @@ from tests.exporter.parity.models import IDS, SHAPES, tied
 from weightswap_exporter import compile_engines, export, pack
 from weightswap_exporter.parity import ParityReport, Run, compare, first_divergence
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.graphs import operators
+from weightswap_runtime.engines import operators
 
 State = dict[str, torch.Tensor]
 
@@ -237,7 +237,7 @@ def test_an_engine_with_fast_math(artifact: Artifact) -> None:
 
 def compile_fast(patch: pytest.MonkeyPatch, made: Artifact) -> None:
     """Compile with a fault in every graph."""
-    from weightswap_exporter.engines import onnx_graphs
+    from weightswap_exporter.engines import onnx as onnx_graphs
 
     adapt = onnx_graphs.adapt
 

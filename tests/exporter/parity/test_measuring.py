@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightswap_exporter.parity.measuring import Measure, Worst, measure
-from weightswap_runtime.tensors.comparing import difference
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_runtime.tensors.torch_tensors import tensor_content, torch_dtype
+from weightswap_exporter.parity.report import Measure, Worst, measure
+from weightswap_runtime.tensors import DTYPES, TensorBytes, difference
+from weightswap_runtime.torch_tensors import tensor_content, torch_dtype
 
 FLOATS = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"]
 F32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

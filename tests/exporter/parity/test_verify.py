@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 from tests.exporter.parity.models import IDS, SHAPES, tied
 from weightswap_exporter import export, pack
 from weightswap_exporter.commands.verify import verify_command
-from weightswap_exporter.goldens.calls import GoldenCall, GoldensRequest
-from weightswap_exporter.goldens.recording import record
+from weightswap_exporter.goldens import GoldenCall, GoldensRequest, record
 from weightswap_exporter.parity import verification
 from weightswap_exporter.parity.verification import verify
 from weightswap_runtime import Artifact, CheckpointError, GoldensError, Model, SwapReceipt, WeightFileError

@@ -23,13 +23,13 @@ from tests.support.faults import Fault, after, each_call, failing, raises
 from tests.support.varied import Origin, RichFiles, X, addresses, live_bytes, small_blocks
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Model, ModelFailed, OutOfMemory, SwapError, WeightFileError, WeightswapError, load
-from weightswap_runtime.engines.torch.cpu import TorchEngine
-from weightswap_runtime.format import weight_file as weightfile
-from weightswap_runtime.staging import delta_overlay as overlay
+from weightswap_runtime import tensors as digests
+from weightswap_runtime import threads as worker_threads
+from weightswap_runtime.engines.torch_cpu import TorchEngine
+from weightswap_runtime.format import safetensors as weightfile
+from weightswap_runtime.staging import delta as overlay
 from weightswap_runtime.staging import reading
 from weightswap_runtime.staging.transforms import Transforms
-from weightswap_runtime.tensors import digests
-from weightswap_runtime.threads import worker_threads
 
 A, B, C = 0, 1, 2
 

@@ -10,9 +10,9 @@ import pytest
 from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import BaseMismatch, Event, Model, ModelFailed, StageClosed, load
+from weightswap_runtime.jobs import Claim
 from weightswap_runtime.live.gate import Hold
 from weightswap_runtime.memory.arena import HostArena
-from weightswap_runtime.threads.claims import Claim
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch import nn
 from tests.support.forged import replace_file, with_document
 from tests.support.graphs import Whole, archived, compiled, parts
 from weightswap_exporter import export, pack
-from weightswap_exporter.capture.reopening import method_program
+from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact, WeightswapError, load
 from weightswap_runtime.format.manifest import ADAPTER_NAME, MANIFEST_NAME

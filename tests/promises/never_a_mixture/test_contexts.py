@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.support.remembering import POLICIES, Files, Policy, Remembering, X
-from weightswap_runtime import (
-    Context,
-    ContextMismatch,
-    LeaseTimeout,
-    Model,
-    NothingToRollBack,
-    StaleContext,
-    load,
-)
+from weightswap_runtime import Context, ContextMismatch, LeaseTimeout, Model, NothingToRollBack, StaleContext, load
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.support.sharing import segment
 from tests.support.watched import eventually
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.keeper import Segment
 
 WORKERS = 3
 

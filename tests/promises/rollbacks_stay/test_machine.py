@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.documents import Spec
-from weightswap_fleet.node.node_keeper import NodeKeeper
+from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime import (
     DesiredError,
     DesiredPlace,
@@ -27,9 +27,9 @@ from weightswap_runtime import (
     Superseded,
     WeightFileError,
 )
-from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_runtime.following.reconciler import Reconciler
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.watching.reconciler import Reconciler
 
 SETS, FOLLOWERS = 6, 3
 sets = st.integers(0, SETS - 1)

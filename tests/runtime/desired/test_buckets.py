@@ -15,7 +15,7 @@ from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
 from weightswap_runtime import DesiredError, DesiredPlace, Held, RevisionConflict, Superseded, Unsupported, load
-from weightswap_runtime.sources.remote import retries
+from weightswap_runtime.sources import remote as retries
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_two_writers_to_a_bucket_lose_nothing(bucket: S3Bucket) -> None:
 def test_a_bucket_that_is_away_for_a_while(
     bucket: S3Bucket, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightswap_runtime.sources.remote import s3
+    from weightswap_runtime.sources import s3
 
     place = DesiredPlace("s3://weights/service")
     place.set(url(1), revision=0)

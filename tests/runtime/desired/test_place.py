@@ -35,9 +35,11 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
-from weightswap_runtime.desired import document, place, storage
-from weightswap_runtime.desired.document import MOST_BASES, MOST_KEPT, encode
-from weightswap_runtime.desired.place import Known
+from weightswap_runtime.following import desired_state as document
+from weightswap_runtime.following import place
+from weightswap_runtime.following import place as storage
+from weightswap_runtime.following.desired_state import MOST_BASES, MOST_KEPT, encode
+from weightswap_runtime.following.place import Known
 
 
 def test_nothing_is_desired_at_first(service: Service) -> None:

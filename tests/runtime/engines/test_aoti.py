@@ -22,11 +22,8 @@ from tests.support.compiled import SIZES, WORDS, Mixtures, needs_compiler, sampl
 from tests.support.setups import equal
 from tests.support.varied import RichFiles, X, addresses
 from weightswap_exporter import export, pack
-from weightswap_runtime import (
-    InputMismatch,
-    load,
-)
-from weightswap_runtime.engines.aoti import library as aoti_library
+from weightswap_runtime import InputMismatch, load
+from weightswap_runtime.engines import aoti as aoti_library
 
 pytestmark = needs_compiler
 

@@ -19,15 +19,10 @@ from torch import nn
 from tests.support.compiled import Mixtures, needs_compiler, sample
 from weightswap_exporter import export
 from weightswap_exporter.engines.compiling import with_files
-from weightswap_runtime import (
-    Artifact,
-    ArtifactError,
-    Unsupported,
-    load,
-)
-from weightswap_runtime.engines.aoti import library as aoti_library
-from weightswap_runtime.engines.aoti import package as aoti_package
-from weightswap_runtime.engines.aoti.targets import machine_targets, package_file
+from weightswap_runtime import Artifact, ArtifactError, Unsupported, load
+from weightswap_runtime.engines import aoti as aoti_library
+from weightswap_runtime.engines import aoti_package
+from weightswap_runtime.engines.aoti_package import machine_targets, package_file
 from weightswap_runtime.format.manifest import MANIFEST_NAME, encode_manifest
 
 pytestmark = needs_compiler

@@ -19,10 +19,10 @@ from tests.support.forged import replace_file, with_document
 from tests.support.graphs import CPU, Document, Whole, archived, compiled, documented, numbers, parts
 from weightswap_exporter import export
 from weightswap_runtime import ArtifactError, load
-from weightswap_runtime.engines.graphs import graph_opening
-from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator, find_operator
-from weightswap_runtime.engines.graphs.schema import UnknownPart
-from weightswap_runtime.engines.graphs.straight_line import DamagedGraph
+from weightswap_runtime.engines import graph as graph_opening
+from weightswap_runtime.engines.graph import DamagedGraph
+from weightswap_runtime.engines.graph_archive import UnknownPart
+from weightswap_runtime.engines.operators import ForeignFunction, MissingOperator, find_operator
 
 
 class Opened(NamedTuple):

@@ -23,7 +23,7 @@ from tests.support.decoding import ENGINES, ROW, ROWS, Caller, Files, near
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_runtime import InputMismatch, Unsupported, load
-from weightswap_runtime.engines.aoti.targets import machine_targets, package_file
+from weightswap_runtime.engines.aoti_package import machine_targets, package_file
 from weightswap_runtime.engines.choosing import available_engines, choose_engine
 from weightswap_runtime.format.manifest import MANIFEST_NAME, encode_manifest
 

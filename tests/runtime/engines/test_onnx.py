@@ -28,7 +28,7 @@ from weightswap_exporter.engines.compiling import with_files
 from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact, ArtifactError, Context, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine
-from weightswap_runtime.engines.onnx.engine import OnnxEngine
+from weightswap_runtime.engines.onnx import OnnxEngine
 from weightswap_runtime.format.manifest import encode_manifest
 
 Array = np.ndarray[Any, Any]

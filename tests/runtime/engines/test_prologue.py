@@ -27,8 +27,8 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.engines.torch.cpu import BoundTorch
-from weightswap_runtime.engines.torch.graph_call import GraphCall
+from weightswap_runtime.engines.torch_calls import GraphCall
+from weightswap_runtime.engines.torch_cpu import BoundTorch
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightswap_runtime.format.conditions import all_hold, condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.expressions import all_hold, condition_dims, evaluate, parse_condition
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,13 @@ from weightswap_runtime import (
     WeightswapError,
     load,
 )
-from weightswap_runtime.engines.torch.cpu import TorchEngine, environment_here
-from weightswap_runtime.format.goldens import (
-    artifact_goldens,
-    encode_goldens,
-    goldens_beside,
-    goldens_path,
-    open_goldens,
-)
+from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
+from weightswap_runtime.format.goldens import artifact_goldens, encode_goldens, goldens_beside, open_goldens
 from weightswap_runtime.format.manifest import encode_manifest
-from weightswap_runtime.live.model import engine_of
+from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.model.model import engine_of
 from weightswap_runtime.staging.golden_check import verify
-from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors import TensorBytes
 
 
 def test_goldens_have_the_name_of_their_weight_file() -> None:
@@ -231,7 +226,7 @@ import contextlib, sys
 sys.modules["torch"] = None
 import numpy as np
 from weightswap_runtime import Artifact, GoldenMismatch
-from weightswap_runtime.tensors.content import array_content, as_array
+from weightswap_runtime.tensors import array_content, as_array
 from weightswap_runtime.format.goldens import open_goldens
 from weightswap_runtime.staging.golden_check import verify
 

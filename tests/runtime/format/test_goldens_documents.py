@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.handmade import Document, Stage, written
 from tests.support.tiny import X
-from weightswap_runtime import (
-    GoldensError,
-    WeightFileError,
-    WeightswapError,
-)
+from weightswap_runtime import GoldensError, WeightFileError, WeightswapError
 from weightswap_runtime.format.goldens import goldens_beside, open_goldens
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightsMismatch
-from weightswap_runtime.format.header import FileTensor
 from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, WeightSource
-from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, resolve
+from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, resolve
+from weightswap_runtime.format.safetensors import FileTensor
 
 Found = dict[str, FileTensor]
 

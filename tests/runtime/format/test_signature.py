@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightswap_runtime import InputMismatch
-from weightswap_runtime.format.call_check import CallCheck
+from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.signature import (
     Dict,
     Dimension,
@@ -28,7 +28,7 @@ from weightswap_runtime.format.signature import (
     parse_size,
     unflatten,
 )
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors import TORCH_NAMES
 
 DTYPES = {getattr(torch, name): dtype for name, dtype in TORCH_NAMES.items()}
 SIGNATURE = Signature(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightFile, WeightFileError
-from weightswap_runtime.format.weight_file import (
+from weightswap_runtime.format.safetensors import (
     METADATA_KEY,
     MOST_LABEL_BYTES,
     TensorRow,
@@ -27,7 +27,7 @@ from weightswap_runtime.format.weight_file import (
     weights_id,
     write_weight_file,
 )
-from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.sources.byte_source import LocalFile
 
 
 def test_bytes_are_pinned_by_the_specification(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from weightswap_runtime import WeightFileError, read_weights
 from weightswap_runtime.format import weight_set as weightset
-from weightswap_runtime.format.weight_file import WeightFile
+from weightswap_runtime.format.safetensors import WeightFile
 from weightswap_runtime.format.weight_set import open_weights
 
 VALUES = {name: np.full((2, size), size, np.float32) for size, name in enumerate("abcd", start=1)}

@@ -36,8 +36,8 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.threads.job import Job
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.model.served import Pinned
 
 
 @pytest.fixture

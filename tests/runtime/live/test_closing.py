@@ -14,7 +14,7 @@ import torch
 
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import Event, Model, ModelClosed, StageCancelled, StageClosed, Watcher, load
-from weightswap_runtime.engines.torch.cpu import BoundTorch
+from weightswap_runtime.engines.torch_cpu import BoundTorch
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from weightswap_runtime import (
     Unsupported,
     load,
 )
-from weightswap_runtime.engines.torch import state
-from weightswap_runtime.engines.torch.graph_call import GraphCall
+from weightswap_runtime.engines import torch_calls as state
+from weightswap_runtime.engines.torch_calls import GraphCall
 
 
 @pytest.fixture(scope="module")

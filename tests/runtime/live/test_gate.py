@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weightswap_runtime import LeaseTimeout, ModelFailed, NoWeights
 from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.jobs import Claim, ClaimReference
 from weightswap_runtime.live.gate import Gate, Version, _held_leases
-from weightswap_runtime.threads.claims import Claim, ClaimReference
 
 
 class Place:

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import (
-    Event,
-    LeaseTimeout,
-    StageCancelled,
-    Staged,
-    StagingBusy,
-    WeightFileError,
-    load,
-)
+from weightswap_runtime import Event, LeaseTimeout, StageCancelled, Staged, StagingBusy, WeightFileError, load
 
 
 def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:

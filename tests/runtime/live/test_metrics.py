@@ -34,8 +34,15 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.live.tallies import CALL_BUCKETS, PAUSE_BUCKETS, Distribution, Tallies
-from weightswap_runtime.metrics import LONGEST_LABEL, MOST_LABELS, ModelCollector
+from weightswap_runtime.metrics import (
+    CALL_BUCKETS,
+    LONGEST_LABEL,
+    MOST_LABELS,
+    PAUSE_BUCKETS,
+    Distribution,
+    ModelCollector,
+    Tallies,
+)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

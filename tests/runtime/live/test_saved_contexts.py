@@ -13,15 +13,8 @@ from torch import nn
 
 from tests.support.remembering import ENGINES, Files, Served, X
 from weightswap_exporter import export, pack
-from weightswap_runtime import (
-    ContextFileError,
-    ContextMismatch,
-    Model,
-    StaleContext,
-    Unsupported,
-    load,
-)
-from weightswap_runtime.format.header import parse_file
+from weightswap_runtime import ContextFileError, ContextMismatch, Model, StaleContext, Unsupported, load
+from weightswap_runtime.format.safetensors import parse_file
 
 
 @pytest.fixture(scope="module")

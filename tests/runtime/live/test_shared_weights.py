@@ -25,7 +25,7 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.live import store
-from weightswap_runtime.live.verifying import Verified, verify_candidate
+from weightswap_runtime.live.store import Verified, verify_candidate
 
 
 class Encoder(nn.Module):

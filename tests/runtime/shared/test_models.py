@@ -23,10 +23,9 @@ from weightswap_runtime.errors import (
     WeightsMismatch,
 )
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.memory import available as memory
+from weightswap_runtime.memory import host as memory
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import begin_trial, keep
-from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.keeper import Segment, begin_trial, keep
 from weightswap_runtime.shared.worker import WorkerModel, join
 
 
@@ -221,7 +220,7 @@ def test_memory_that_is_not_there_is_refused(
 ) -> None:
     keeper, (worker, _), _ = shared
     keeper.swap(weight_file(1))
-    monkeypatch.setattr("weightswap_runtime.shared.segment.available", lambda: 100)
+    monkeypatch.setattr("weightswap_runtime.shared.keeper.available", lambda: 100)
     with pytest.raises(OutOfMemory, match="bytes of shared memory, but 100 are free"):
         keeper.swap(weight_file(2))
     assert serves(worker, 1)

@@ -8,13 +8,11 @@ import pytest
 
 from tests.support.sharing import BareKeeper, BareWorker, is_whole, segment
 from weightswap_runtime.errors import LeaseTimeout, NoWeights, StageClosed
+from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.shared import worker as worker_module
-from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.descriptions import Summary
+from weightswap_runtime.shared.control import Control, Summary
 from weightswap_runtime.shared.keeper import KeeperGate
 from weightswap_runtime.shared.worker import WorkerGate
-from weightswap_runtime.threads.claims import Claim
-from weightswap_runtime.threads.job import Job
 
 
 class _NoSecondRead(WorkerGate):

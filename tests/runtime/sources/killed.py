@@ -18,7 +18,7 @@ import torch
 from tests.support.varied import RichFiles
 from weightswap_exporter import pack, publish
 from weightswap_runtime import load, write_delta
-from weightswap_runtime.sources.atomic import remove_abandoned
+from weightswap_runtime.sources.writing import remove_abandoned
 
 LONGEST = 0.03  # seconds before a kill
 

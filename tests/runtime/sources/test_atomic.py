@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 import pytest
 
-from weightswap_runtime.sources import atomic as files
-from weightswap_runtime.sources.atomic import PendingFile, new_file, remove_abandoned
+from weightswap_runtime.sources import writing as files
+from weightswap_runtime.sources.writing import PendingFile, new_file, remove_abandoned
 
 
 def abandoned(folder: Path, name: str = "step-1.safetensors") -> Path:

@@ -20,7 +20,7 @@ from tests.support.intake_rig import in_place
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_runtime import WeightFileError, load, read_weights, write_delta
-from weightswap_runtime.sources.local import CLOCK_TICK_NS, LocalFile, has_writer
+from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS, LocalFile, has_writer
 
 Meanwhile = Callable[[Path], None]
 

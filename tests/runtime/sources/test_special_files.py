@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 from tests.support.varied import RichFiles
 from weightswap_exporter import export, pack, publish
 from weightswap_exporter.engines.onnx_external import export_onnx
-from weightswap_exporter.parity.recorded import record_outputs
+from weightswap_exporter.parity.checks import record_outputs
 from weightswap_runtime import Unsupported, load, write_delta
 from weightswap_runtime.format.weight_set import goldens_path
-from weightswap_runtime.sources import atomic as files
-from weightswap_runtime.sources.atomic import new_file, new_folder
-from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.sources import writing as files
+from weightswap_runtime.sources.writing import new_file, new_folder
+from weightswap_runtime.tensors import TensorBytes
+from weightswap_tools.inputs import write_tensors
 from weightswap_tools.inspect.command import inspect_command
 from weightswap_tools.reports.blocks import Report
 from weightswap_tools.reports.page import write_report
-from weightswap_tools.tensor_files import write_tensors
 
 REPORT = Report("title", "", ())
 Write = Callable[[RichFiles, Path], object]

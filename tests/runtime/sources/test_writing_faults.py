@@ -19,8 +19,8 @@ from tests.support.faults import Fault, each_call, failing, raises
 from tests.support.varied import RichFiles
 from weightswap_exporter import pack, publish
 from weightswap_runtime import WeightswapError, write_delta
-from weightswap_runtime.sources import atomic as writing
-from weightswap_runtime.sources.atomic import new_folder
+from weightswap_runtime.sources import writing
+from weightswap_runtime.sources.writing import new_folder
 
 FULL = raises(OSError(errno.ENOSPC, "No space left on device"))
 BROKEN = raises(OSError(errno.EIO, "Input/output error"))

@@ -29,24 +29,28 @@ from weightswap_runtime import (
     read_weights,
     write_delta,
 )
-from weightswap_runtime.format import delta_writing as deltas
-from weightswap_runtime.format import weight_file as weight_file_format
-from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp
-from weightswap_runtime.format.header import LEAST_HEADER, pack_ranges, render_header
-from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format import delta as deltas
+from weightswap_runtime.format import safetensors as weight_file_format
+from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp
+from weightswap_runtime.format.identity import Counts, identify
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.nonfinite import Counts
-from weightswap_runtime.format.weight_file import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.format.safetensors import (
+    LEAST_HEADER,
+    TensorRow,
+    canonical_order,
+    pack_ranges,
+    render_header,
+    write_weight_file,
+)
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.live.residency import double
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live import residency as double
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.reading import write_rows
 from weightswap_runtime.staging.request import Base, Staging, SwapRequest
-from weightswap_runtime.tensors.digests import block_digests
-from weightswap_runtime.tensors.dtypes import TensorType
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.tensors import TensorType, block_digests
+from weightswap_runtime.threads import WorkerThreads
 
 pytestmark = pytest.mark.usefixtures("_blocks")
 

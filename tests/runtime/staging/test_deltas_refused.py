@@ -24,10 +24,9 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.format.delta_file import DELTA_KEY
-from weightswap_runtime.format.header import pack_ranges, render_header
-from weightswap_runtime.format.weight_file import TensorRow, canonical_order
-from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.format.delta import DELTA_KEY
+from weightswap_runtime.format.safetensors import TensorRow, canonical_order, pack_ranges, render_header
+from weightswap_runtime.tensors import block_digests
 
 pytestmark = pytest.mark.usefixtures("_blocks")
 
@@ -49,7 +48,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]]
 
 
 def block_digest(value: np.ndarray) -> str:
-    from weightswap_runtime.tensors.digests import tensor_digest
+    from weightswap_runtime.tensors import tensor_digest
 
     return tensor_digest(block_digests(memoryview(value.tobytes())))
 

@@ -16,17 +16,15 @@ from tests.support import varied
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.varied import Origin, Rich, RichFiles, small_blocks
 from weightswap_runtime import Event, Model, NonFiniteWeights, Unsupported, load, write_delta
-from weightswap_runtime.format import nonfinite
-from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format import identity as nonfinite
+from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, identify, newly_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.nonfinite import Counts, Nonfinite, count_nonfinite, newly_nonfinite
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.staging.delta_overlay import ByteRanges, overlay
+from weightswap_runtime.staging.delta import ByteRanges, overlay
 from weightswap_runtime.staging.request import Base
-from weightswap_runtime.tensors.digests import block_digests
-from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.tensors import DTYPES, block_digests, has_fractions
+from weightswap_runtime.threads import WorkerThreads
 
 NAN, INF = math.nan, math.inf
 FRACTIONS = [name for name, row in DTYPES.items() if has_fractions(name) and row.torch]

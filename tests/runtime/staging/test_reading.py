@@ -11,14 +11,14 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightswap_runtime import tensors as digests
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.sources import local
+from weightswap_runtime.sources import byte_source as local
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors import digests
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.threads import WorkerThreads
 
 WORKERS = WorkerThreads(3)
 

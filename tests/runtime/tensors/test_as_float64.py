@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.tensors.content import TensorBytes, as_array, as_float64
-from weightswap_runtime.tensors.dtypes import DTYPES, TORCH_NAMES, has_fractions
-from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_content
+from weightswap_runtime.tensors import DTYPES, TORCH_NAMES, TensorBytes, as_array, as_float64, has_fractions
+from weightswap_runtime.torch_tensors import as_tensor, tensor_content
 
 SMALL = [name for name, row in DTYPES.items() if row.torch and row.bits <= 16 and has_fractions(name)]
 

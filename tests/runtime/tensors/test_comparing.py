@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.testing._comparison import default_tolerances
 
-from weightswap_runtime.tensors.comparing import DEFAULT_TOLERANCES, EXACT, Tolerance, difference, not_finite
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
-from weightswap_runtime.tensors.torch_tensors import tensor_content
+from weightswap_runtime.tensors import DEFAULT_TOLERANCES, EXACT, TORCH_NAMES, Tolerance, difference, not_finite
+from weightswap_runtime.torch_tensors import tensor_content
 
 
 def differ(expected: torch.Tensor, found: torch.Tensor, tolerance: Tolerance | None) -> str | None:

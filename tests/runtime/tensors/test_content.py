@@ -13,15 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from weightswap_runtime import InputMismatch, Unsupported, WeightFileError
-from weightswap_runtime.engines.onnx.engine import OnnxEngine
-from weightswap_runtime.engines.onnx.values import DTYPE_NAMES, ELEMENTS, content_of
-from weightswap_runtime.engines.torch.cpu import TorchEngine
+from weightswap_runtime.engines.onnx import DTYPE_NAMES, OnnxEngine, content_of
+from weightswap_runtime.engines.onnx_names import ELEMENTS
+from weightswap_runtime.engines.torch_cpu import TorchEngine
 from weightswap_runtime.format.signature import Integer, Signature
-from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, is_numpys, numpy_dtype
-from weightswap_runtime.tensors.dtypes import DTYPES, TORCH_NAMES
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
-from weightswap_tools.call_inputs import named_inputs
-from weightswap_tools.tensor_files import read_tensors, write_tensors
+from weightswap_runtime.tensors import DTYPES, TORCH_NAMES, TensorBytes, array_content, as_array, is_numpys, numpy_dtype
+from weightswap_runtime.torch_tensors import tensor_bytes
+from weightswap_tools.inputs import named_inputs, read_tensors, write_tensors
 
 every_dtype = pytest.mark.parametrize("name", TORCH_NAMES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightswap_runtime.tensors.dtypes import TensorType, describe, is_valid, row_major
+from weightswap_runtime.tensors import TensorType, describe, is_valid, row_major
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0, 3), (0, 4), (1, 5, 1)])

@@ -14,16 +14,15 @@ import torch
 
 from tests.support import warm
 from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import jobs
 from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
-from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.jobs import LONGEST_BURST, LONGEST_NAP, Job
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena, HostPatch, Span, copy_ranges
+from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging.reading import read_tensors
-from weightswap_runtime.threads import job as jobs
-from weightswap_runtime.threads.job import LONGEST_BURST, LONGEST_NAP, Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.threads import WorkerThreads
 
 RATE = 1e6  # bytes per second
 SIZES = (5 << 20, 3 << 20, 70_000, 1, 0)
@@ -157,7 +156,7 @@ def test_without_a_limit_nothing_waits(moves: Moves) -> None:
 SLOW_SOURCE = """
 import sys, time
 from weightswap_runtime import load
-from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging import reading
 
 model = load(sys.argv[1], sys.argv[2])

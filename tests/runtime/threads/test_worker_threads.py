@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from weightswap_runtime.threads.worker_threads import WorkerThreads, forget_frames
+from weightswap_runtime.threads import WorkerThreads, forget_frames
 
 
 class Item:

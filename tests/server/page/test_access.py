@@ -13,7 +13,7 @@ from tests.support.browser import FAINT, NAMELESS
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DesiredPlace
 from weightswap_server import Server
-from weightswap_server.admin.operator_page import OPEN_PATHS
+from weightswap_server.admin.app import OPEN_PATHS
 
 FOLDER = ROOT / "runtime" / "weightswap_server" / "admin" / "page"
 STOPS = "a, button, input, textarea, summary, progress, [tabindex='0'], [role=img], dialog"

@@ -14,7 +14,7 @@ from tests.support.administered import change
 from tests.support.served import as_json, ask
 from tests.support.tiny import WriteWeights
 from weightswap_server import Server
-from weightswap_server.admin.load_series import LoadSeries, quantile
+from weightswap_server.admin.journal import LoadSeries, quantile
 
 LIMITS = (0.001, 0.01, 0.1, 1.0)
 

@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, Unsupported, WeightFileError
 from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, measured_process, running
-from weightswap_tools.bench.command import bench_command
-from weightswap_tools.bench.report import BenchRequest
-from weightswap_tools.bench.rows import CALLS, call_rows
-from weightswap_tools.bench.show_page import bench_report, call_plots, fitting_scale
+from weightswap_tools.bench.command import CALLS, bench_command, bench_report, call_plots, call_rows, fitting_scale
+from weightswap_tools.bench.running import BenchRequest
 from weightswap_tools.reports.blocks import Table
 
 Weights = Callable[[int], Path]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.services import Service
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.tools.commands.test_swap_watch import lines_until, watch_command
-from weightswap_tools.commands.desired import desired_command
+from weightswap_tools.commands.weights import desired_command
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
-from weightswap_tools.commands.swap import swap_command
-from weightswap_tools.commands.swap_page import swaps_report
+from weightswap_tools.commands.swap import swap_command, swaps_report
 from weightswap_tools.reports.blocks import Note, Table, Timeline
 
 WriteWeights = Callable[[int], Path]

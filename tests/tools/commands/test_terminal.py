@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support import warm
 from weightswap_exporter import export, pack
-from weightswap_runtime.messages import visible
+from weightswap_runtime.errors import visible
 from weightswap_tools.program import app
 from weightswap_tools.terminal import human_bytes, printable_json
 

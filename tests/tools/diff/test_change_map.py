@@ -11,10 +11,9 @@ import safetensors.torch
 import torch
 
 from weightswap_tools.diff import WeightsDiff, compare_weights
-from weightswap_tools.diff.report import Status, TensorDiff
-from weightswap_tools.diff.show import change_map as mapping
-from weightswap_tools.diff.show.change_map import MARKS, change_map
-from weightswap_tools.diff.show.weights_page import weights_report
+from weightswap_tools.diff import show as mapping
+from weightswap_tools.diff.documents import Status, TensorDiff
+from weightswap_tools.diff.show import MARKS, change_map, weights_report
 from weightswap_tools.reports.blocks import HeatMap, Note, Table
 
 Tensors = dict[str, torch.Tensor]

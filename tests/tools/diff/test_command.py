@@ -20,7 +20,7 @@ from weightswap_exporter.commands.verify import verify_command
 from weightswap_tools.bench.command import bench_command
 from weightswap_tools.commands.swap import swap_command
 from weightswap_tools.diff.command import diff_command
-from weightswap_tools.diff.show.change_map import grid
+from weightswap_tools.diff.show import grid
 from weightswap_tools.inspect.command import inspect_command
 
 INF = float("inf")

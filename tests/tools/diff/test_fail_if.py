@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightswap_runtime import Unsupported
 from weightswap_tools.diff import Policy, TensorDiff, Values, WeightsDiff, compare_weights
-from weightswap_tools.diff.fail_if import QUANTITIES
+from weightswap_tools.diff.weights import QUANTITIES
 
 NAN, INF = float("nan"), float("inf")
 

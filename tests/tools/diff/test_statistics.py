@@ -13,15 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightswap_runtime.tensors.content import TensorBytes, as_float64
-from weightswap_runtime.tensors.digests import block_digests, tensor_digest
-from weightswap_runtime.tensors.dtypes import DTYPES as TABLE
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
-from weightswap_runtime.tensors.torch_tensors import tensor_content
-from weightswap_tools.diff import dead_rows, moments, statistics, streaming
-from weightswap_tools.diff.differences import EXACT_INTEGERS
-from weightswap_tools.diff.report import Change, Values
-from weightswap_tools.diff.statistics import Summary, merged
+from weightswap_runtime.tensors import DTYPES as TABLE
+from weightswap_runtime.tensors import TORCH_NAMES, TensorBytes, as_float64, block_digests, tensor_digest
+from weightswap_runtime.torch_tensors import tensor_content
+from weightswap_tools.diff import statistics, streaming
+from weightswap_tools.diff import statistics as dead_rows
+from weightswap_tools.diff import statistics as moments
+from weightswap_tools.diff.documents import Change, Values
+from weightswap_tools.diff.statistics import EXACT_INTEGERS, Summary, merged
 from weightswap_tools.diff.streaming import Reader, Scan
 
 DTYPES = [getattr(torch, name) for name in TORCH_NAMES]

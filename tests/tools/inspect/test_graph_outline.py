@@ -18,9 +18,9 @@ from tests.support.models import Everything
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import ArtifactError
-from weightswap_runtime.engines.graphs.schema import UnknownPart
+from weightswap_runtime.engines.graph_archive import UnknownPart
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_tools.inspect.graph_outline import Outline, outline
+from weightswap_tools.inspect.graph import Outline, outline
 
 BATCH = {0: Dim("batch", max=9)}
 

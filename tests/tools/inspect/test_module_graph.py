@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, Producer
-from weightswap_tools.inspect.graph_outline import ModuleOutline, Outline
-from weightswap_tools.inspect.module_graph import module_nodes
+from weightswap_tools.inspect.graph import ModuleOutline, Outline, module_nodes
 from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.tools.reports.samples import EVERYTHING, EVIL, report_of, table
 from weightswap_tools.reports.blocks import Column, Facts, Histogram, Note, Report, Section, Table
-from weightswap_tools.reports.embedding import embedded_json
+from weightswap_tools.reports.markup import embedded_json
 from weightswap_tools.reports.page import render, write_report
 
 VOID = {"meta", "link", "input", "br"}

@@ -16,9 +16,9 @@ from weightswap_exporter import export, pack
 from weightswap_exporter.commands.verify_report import verification_report
 from weightswap_exporter.parity.verification import verify
 from weightswap_runtime import load
-from weightswap_tools.commands.swap_page import swaps_report
+from weightswap_tools.commands.swap import swaps_report
 from weightswap_tools.diff import compare_weights
-from weightswap_tools.diff.show.weights_page import weights_report
+from weightswap_tools.diff.show import weights_report
 
 
 @pytest.fixture(scope="module")

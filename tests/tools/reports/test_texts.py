@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightswap_tools.reports.texts import cut_text, distinct_texts, number_text, seconds_text, short_text, time_unit
+from weightswap_tools.reports.markup import cut_text, distinct_texts, number_text, seconds_text, short_text, time_unit
 
 
 @pytest.mark.parametrize(

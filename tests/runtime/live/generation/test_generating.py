@@ -35,12 +35,12 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.engines.choosing import EngineName
-from weightswap_runtime.engines.torch.cpu import TorchEngine
+from weightswap_runtime.engines.torch_cpu import TorchEngine
+from weightswap_runtime.errors import visible_lines
 from weightswap_runtime.format.manifest import decode_manifest
-from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
-from weightswap_runtime.messages import visible_lines
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_tools.commands.generate import generate_command
+from weightswap_runtime.model.generation import Sampling, choose, probabilities
+from weightswap_runtime.tensors import TensorBytes
+from weightswap_tools.commands.run import generate_command
 
 LENGTH, VOCABULARY = 24, 64
 PROMPT = [3, 51, 58, 35]

@@ -15,9 +15,9 @@ from weightswap_exporter import compile_engines
 from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, first_divergence
 from weightswap_runtime import Artifact, Model, load
-from weightswap_runtime.engines.aoti.engine import AotiEngine
-from weightswap_runtime.engines.onnx.engine import OnnxChosen, OnnxEngine
-from weightswap_runtime.engines.torch.variants import ChosenTensors
+from weightswap_runtime.engines.aoti import AotiEngine
+from weightswap_runtime.engines.onnx import OnnxChosen, OnnxEngine
+from weightswap_runtime.engines.torch_calls import ChosenTensors
 
 
 class Compiled(Files):

@@ -15,10 +15,9 @@ from typer.testing import CliRunner, Result
 
 from weightswap_exporter import export, export_decoder
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
-from weightswap_runtime.live.variants import staging
-from weightswap_runtime.live.variants.peft_directory import read_config
-from weightswap_tools.commands.generate import generate_command
-from weightswap_tools.commands.run import run_command
+from weightswap_runtime.format.peft import read_config
+from weightswap_runtime.live import variants as staging
+from weightswap_tools.commands.run import generate_command, run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 IDS = torch.tensor([[3, 51, 58, 35, 7]])

@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.intake_rig import in_place
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.live.watching.directory import UNKNOWN, Entry, fingerprint, open_directory, order
-from weightswap_runtime.sources.local import CLOCK_TICK_NS
+from weightswap_runtime.following.directory import UNKNOWN, Entry, fingerprint, open_directory, order
+from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS
 from weightswap_runtime.sources.location import printable
 
 IN_ORDER = [
@@ -240,7 +240,7 @@ def test_a_protocol_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_a_local_directory_needs_no_fsspec() -> None:
-    code = "import sys\nfrom weightswap_runtime.live.watching.directory import open_directory\nopen_directory('.')()\n"
+    code = "import sys\nfrom weightswap_runtime.following.directory import open_directory\nopen_directory('.')()\n"
     code += "print('fsspec' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

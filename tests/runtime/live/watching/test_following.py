@@ -36,10 +36,10 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
-from weightswap_runtime.desired.place import Known
-from weightswap_runtime.live.staging_task import StagingTask
-from weightswap_runtime.live.watching import reconciler as reconciling
-from weightswap_runtime.threads.job import Job
+from weightswap_runtime.following import reconciler as reconciling
+from weightswap_runtime.following.place import Known
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.staged import StagingTask
 
 NO_GOLDENS = b"\2" + bytes(7) + b"{}"  # a whole file, which holds none
 

@@ -12,10 +12,10 @@ import pytest
 from tests.support.intake_rig import INTERVAL, IntakeRig
 from tests.support.tiny import serves
 from weightswap_runtime import DigestMismatch, GoldenMismatch
-from weightswap_runtime.live.watching import header_peek
-from weightswap_runtime.live.watching import intake as taking
-from weightswap_runtime.live.watching.directory import UNKNOWN
-from weightswap_runtime.live.watching.intake import Start
+from weightswap_runtime.following import directory as header_peek
+from weightswap_runtime.following import intake as taking
+from weightswap_runtime.following.directory import UNKNOWN
+from weightswap_runtime.following.intake import Start
 
 
 def test_new_files_are_taken_in_order_each_once(rig: IntakeRig) -> None:

@@ -11,8 +11,8 @@ import safetensors.torch
 
 from tests.support.intake_rig import IntakeRig, in_place
 from tests.support.tiny import serves
-from weightswap_runtime.live.watching.intake import Start
-from weightswap_runtime.sources.local import CLOCK_TICK_NS
+from weightswap_runtime.following.intake import Start
+from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS
 
 
 def mode(path: Path) -> None:

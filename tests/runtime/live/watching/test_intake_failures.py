@@ -23,8 +23,8 @@ from weightswap_runtime import (
     WeightFileError,
     WeightsMismatch,
 )
-from weightswap_runtime.live.watching import header_peek
-from weightswap_runtime.live.watching.intake import LONGEST_DELAY, Intake
+from weightswap_runtime.following import directory as header_peek
+from weightswap_runtime.following.intake import LONGEST_DELAY, Intake
 
 FORGED = "v2\nrolled back for operator: x\x1b[2J"
 

@@ -9,11 +9,9 @@ import pytest
 
 from tests.support.intake_rig import INTERVAL, IntakeRig
 from tests.support.tiny import serves
-from weightswap_runtime import (
-    TruncatedFile,
-)
-from weightswap_runtime.live.watching.intake import PATIENCE
-from weightswap_runtime.sources.local import has_writer
+from weightswap_runtime import TruncatedFile
+from weightswap_runtime.following.intake import PATIENCE
+from weightswap_runtime.sources.byte_source import has_writer
 
 
 def plain(rig: IntakeRig, name: str, seed: int) -> Path:

@@ -17,8 +17,8 @@ import torch
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
-from weightswap_runtime.live.watching import loop as watching
-from weightswap_runtime.live.watching.intake import Intake
+from weightswap_runtime.following import controller as watching
+from weightswap_runtime.following.intake import Intake
 from weightswap_tools.commands.swap import print_event
 
 

@@ -18,15 +18,9 @@ import pytest
 from tests.support import warm
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, environment, eventually
-from weightswap_runtime import (
-    Event,
-    Model,
-    StageCancelled,
-    Watcher,
-    load,
-)
+from weightswap_runtime import Event, Model, StageCancelled, Watcher, load
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.store import Store
-from weightswap_runtime.threads.job import Job
 
 
 @pytest.fixture

@@ -12,14 +12,8 @@ import safetensors.torch
 
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark
-from weightswap_runtime import (
-    Event,
-    Model,
-    Superseded,
-    Watcher,
-    load,
-)
-from weightswap_runtime.sources.local import CLOCK_TICK_NS
+from weightswap_runtime import Event, Model, Superseded, Watcher, load
+from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS
 
 
 def test_a_part_of_weights_that_were_rolled_back_gives_others(

@@ -22,7 +22,10 @@ from tests.support.servers import (
 )
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, load
-from weightswap_runtime.sources.remote import generic, objects, retries, s3, web
+from weightswap_runtime.sources import remote as generic
+from weightswap_runtime.sources import remote as objects
+from weightswap_runtime.sources import remote as retries
+from weightswap_runtime.sources import s3, web
 
 
 @pytest.fixture

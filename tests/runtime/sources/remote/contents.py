@@ -14,10 +14,10 @@ from tests.runtime.sources.remote.answers import INDEX
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.staging.reading import read_tensors
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.worker_threads import WorkerThreads
+from weightswap_runtime.threads import WorkerThreads
 
 WORKERS = WorkerThreads(3)
 

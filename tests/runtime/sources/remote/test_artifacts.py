@@ -12,7 +12,7 @@ from tests.support.servers import Bucket, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_exporter import compile_engines, pack
 from weightswap_runtime import Artifact, ArtifactError, Unsupported, load
-from weightswap_runtime.sources.remote import objects
+from weightswap_runtime.sources import remote as objects
 from weightswap_tools.commands.swap import swap_command
 from weightswap_tools.diff.command import diff_command
 from weightswap_tools.inspect.command import inspect_command

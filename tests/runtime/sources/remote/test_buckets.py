@@ -14,8 +14,8 @@ from tests.runtime.sources.remote.contents import random_values, read_all, shard
 from tests.support.servers import Bucket, S3Bucket, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, WeightFileError, load
+from weightswap_runtime.sources import remote as objects
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.sources.remote import objects
 
 
 @pytest.mark.parametrize("name", ["hub/", "hub/model.safetensors.index.json", "hub/model.safetensors.index.json?sig=1"])

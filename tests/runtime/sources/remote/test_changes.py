@@ -12,7 +12,7 @@ from tests.runtime.sources.remote.contents import unstamped
 from tests.support.servers import Content, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DigestMismatch, Model, WeightFileError
-from weightswap_runtime.sources.remote import web
+from weightswap_runtime.sources import web
 
 VALIDATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ETag": ({}, {}),

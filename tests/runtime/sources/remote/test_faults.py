@@ -29,8 +29,7 @@ from tests.support.servers import Answer, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
 from weightswap_runtime.sources.opening import open_source, read_small
-from weightswap_runtime.sources.remote.retries import persist
-from weightswap_runtime.sources.remote.transport import Transient
+from weightswap_runtime.sources.remote import Transient, persist
 
 PASSING = {
     "drops": dropped,

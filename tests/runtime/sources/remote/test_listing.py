@@ -15,7 +15,7 @@ from tests.support.servers import Bucket, HubBucket
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import Model, WeightFileError
 from weightswap_runtime.sources.location import Url
-from weightswap_runtime.sources.remote.listing import list_files
+from weightswap_runtime.sources.urls import list_files
 
 
 def test_files_are_listed_with_what_shows_a_change(bucket: Bucket) -> None:

@@ -232,7 +232,7 @@ if not pid:
 print(os.waitpid(pid, 0)[1])
 parent.check_unchanged()
 """
-    head = f"import weightswap_runtime.sources.remote.web as web\nweb.HEAD_BYTES = {DATA_START}\n"
+    head = f"import weightswap_runtime.sources.web as web\nweb.HEAD_BYTES = {DATA_START}\n"
     done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == [
         f"{url}: was opened before this process was forked; open it again",

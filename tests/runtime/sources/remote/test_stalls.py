@@ -17,8 +17,9 @@ from tests.support import warm
 from tests.support.servers import WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, StageCancelled, WeightFileError
+from weightswap_runtime.sources import remote as objects
+from weightswap_runtime.sources import web
 from weightswap_runtime.sources.opening import open_source
-from weightswap_runtime.sources.remote import objects, web
 
 
 def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
@@ -121,7 +122,7 @@ def test_the_interpreter_ends_while_a_server_stalls(
     code = f"""
 import time
 from weightswap_runtime import load
-from weightswap_runtime.sources.remote import web
+from weightswap_runtime.sources import web
 web.HEAD_BYTES = {DATA_START}
 staged = load({str(tiny.path)!r}, {str(weight_file(1))!r}).stage({url!r}, background=True)
 while not staged.progress.phase == "reading":

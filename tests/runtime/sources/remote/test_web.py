@@ -14,9 +14,9 @@ from tests.runtime.sources.remote.contents import random_values, read_all, until
 from tests.support.servers import Handler, Request, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, WeightFile, load, write_delta
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.sources import remote as objects
 from weightswap_runtime.sources.opening import open_source
-from weightswap_runtime.sources.remote import objects
-from weightswap_runtime.threads.job import Job
 
 
 def test_weights_are_loaded_and_swapped_from_a_web_server(

@@ -1,0 +1,438 @@
+"""The adapter: from checkpoints to weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from msgspec import structs
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from weightswap_exporter.modules.stand_ins import Unrecordable, first_line, install, restored, tied, without_values
+from weightswap_exporter.modules.tensors import TieKey, dtype_name, is_fake, named_tensors, tie_key
+from weightswap_runtime.errors import CaptureError, listed
+from weightswap_runtime.format.manifest import (
+    ADAPTER_CONSTANTS_NAME,
+    ADAPTER_NAME,
+    Adapter,
+    AdapterInput,
+    NamedTensor,
+    WeightSource,
+)
+from weightswap_runtime.format.safetensors import encode_tensors
+from weightswap_runtime.torch_tensors import tensor_content, torch_dtype
+
+from .archive import program_archive
+from .classify import Tables
+from .programs import all_inputs, is_random
+from .tracing import (
+    CheckpointTensors,
+    Load,
+    Traced,
+    Untraceable,
+    flattened,
+    like_checkpoint,
+    load_state_dict,
+    load_what_fits,
+    trace_loading,
+)
+
+aten = torch.ops.aten
+_MOVES = {
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    operator.getitem,
+}
+
+
+def overwritten(node: Node, before: Sequence[Node]) -> bool:
+    """Return whether `node` is independent of the values of the nodes in `before`.
+
+    Only operators that move elements may be between them; then two runs with different values show it.
+    """
+    body = sorted(all_inputs([node]))
+    dependent = set(before)
+    for item in body:
+        if dependent.intersection(item.all_input_nodes):
+            dependent.add(item)
+            if item.target not in _MOVES:
+                return False
+    zeros, ones = (_run(body, node, set(before), fill) for fill in (0, 1))
+    return torch.equal(zeros, ones)
+
+
+def _run(body: Sequence[Node], output: Node, before: set[Node], fill: int) -> torch.Tensor:
+    values: dict[Node, torch.Tensor] = {}
+    for node in body:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            continue
+        value = node.meta["val"]
+        values[node] = torch.full(value.shape, fill if node in before else 0, dtype=value.dtype)
+    return values[output]
+
+
+_SAME_VALUES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.expand.default,
+}
+
+
+class Loaded(NamedTuple):
+    """Source of a weight: any one of `keys`, or the adapter graph's output `transform`, computed from all of them."""
+
+    keys: tuple[str, ...]
+    transform: int | None = None
+
+
+class Transforming:
+    """Search for weights in a trace; those that are computed become outputs of the adapter's graph."""
+
+    def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: the model's tensors by FQN, whose present values must not become a part of the adapter."""
+        self._traced = traced
+        self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
+        for node in list(traced.module.graph.nodes):
+            _replace_copy(node)
+        self._keys, self._initial = traced.keys, traced.initial
+        self._results = traced.results()
+        self._outputs: list[Node] = []
+        self._renamed_keys: set[str] = set()
+        self.changed = traced.changed
+
+    def weight(self, weight: NamedTensor) -> Loaded:
+        """Return the source of a weight; without keys if loading does not change it.
+
+        Raises Untraceable for a weight that depends on more than a checkpoint.
+        """
+        roots = dict.fromkeys(_root(self._results[name]) for name in weight.names)
+        loaded = [root for root in roots if root not in self._initial]
+        keys = [self._keys[root] for root in loaded if root in self._keys]
+        cast = [root for root in loaded if _root(root, casts=True) in self._keys]
+        if len(keys) == len(loaded) and all(_type(root) == (weight.dtype, weight.shape) for root in loaded):
+            if not self._renamed_keys.intersection(keys):
+                self._renamed_keys.update(keys)
+                return Loaded(tuple(keys))
+            key = loaded[-1]  # another weight has the same key
+            with key.graph.inserting_after(key):
+                node = _called(aten.clone.default, key, value=key.meta["val"].clone())
+        elif len(cast) < len(loaded) > 1:
+            raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
+        else:
+            node = self._with_type_of(loaded[-1], weight)  # names are loaded in turn, so that the last one wins
+        return self._computed(weight, node)
+
+    def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
+        used = sorted(all_inputs([node]))
+        initial = [root for root in used if root in self._initial]
+        if initial and not overwritten(node, initial):
+            raise _untraceable(f"leaves old values in a part of {weight.name}")
+        if any(map(is_random, used)):
+            raise _untraceable(f"draws random numbers for {weight.name}")
+        self._outputs.append(node)
+        return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
+
+    def _with_type_of(self, node: Node, weight: NamedTensor) -> Node:
+        """Return the node, cast to the weight's dtype as `Tensor.copy_` would."""
+        dtype, shape = _type(node)
+        if shape != weight.shape:
+            raise CaptureError(
+                f"loading a checkpoint gives {weight.name} the shape {list(shape)}; the model has {list(weight.shape)}"
+            )
+        if dtype == weight.dtype:
+            return node
+        with node.graph.inserting_after(node):
+            return _cast(node, torch_dtype(weight.dtype))
+
+    def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
+        """Return the inputs of the adapter's graph, and the files of it and its constants; empty without transforms."""
+        if not self._outputs:
+            return (), {}
+        body = sorted(all_inputs(self._outputs))
+        keys = [node for node in body if node in self._keys]
+        constants = {node: f"constant_{index}" for index, node in enumerate(n for n in body if n.op == "get_attr")}
+        inputs = [_input("key", self._keys[node], node) for node in keys]
+        inputs += [_input("constant", name, node) for node, name in constants.items()]
+        values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
+        self._check_constants(values)
+        contents = {name: tensor_content(value) for name, value in values.items()}
+        files = {ADAPTER_CONSTANTS_NAME: b"".join(encode_tensors(contents))} if values else {}
+        return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
+
+    def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
+        for value in values.values():
+            if (name := self._storages.get(value.untyped_storage()._cdata)) is not None or is_fake(value):
+                raise CaptureError(
+                    f"the loading code uses the model's current values of {name or 'a tensor that it keeps'}: a "
+                    "checkpoint must produce the same weights whatever the model held before"
+                )
+
+    def _archive(self, body: list[Node], placeholders: list[Node]) -> bytes:
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for index, node in enumerate(placeholders):
+            copies[node] = graph.placeholder(f"input_{index}")
+        for node in body:
+            if node in self._initial:  # all of its elements are overwritten
+                value = node.meta["val"]
+                copies[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
+            elif node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[output] for output in self._outputs))
+        module = GraphModule(torch.nn.Module(), graph)
+        examples = tuple(node.meta["val"].detach().contiguous() for node in placeholders)
+        try:
+            return program_archive(torch.export.export(module, examples, strict=False))
+        except Exception as error:
+            raise CaptureError(f"the adapter's graph cannot be written: {first_line(error)}") from error
+
+
+def _untraceable(what: str) -> Untraceable:
+    return Untraceable("", Unrecordable(f"loading a checkpoint {what}"))
+
+
+def _replace_copy(node: Node) -> None:
+    """Replace `copy(target, source)` by the source, expanded and cast to the target's type."""
+    if node.target is not aten.copy.default:
+        return
+    source: Any = node.args[1]
+    value = node.meta["val"]
+    with node.graph.inserting_before(node):
+        if source.meta["val"].shape != value.shape:
+            shape = list(value.shape)
+            source = _called(aten.expand.default, source, shape, value=source.meta["val"].expand(shape))
+        if source.meta["val"].dtype != value.dtype:
+            source = _cast(source, value.dtype)
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
+
+
+def _cast(node: Node, dtype: torch.dtype) -> Node:
+    return _called(aten._to_copy.default, node, value=node.meta["val"].to(dtype), dtype=dtype)
+
+
+def _called(target: Any, node: Node, *args: Any, value: torch.Tensor, **kwargs: Any) -> Node:
+    """Insert a call on a node at the graph's present insertion point; `value` is its fake result."""
+    call = node.graph.call_function(target, (node, *args), kwargs)
+    call.meta["val"] = value
+    return call
+
+
+def _root(node: Node, *, casts: bool = False) -> Node:
+    """Return the first node with the same values, order and shape as `node`; with `casts`, also of another dtype."""
+    while node.target in _SAME_VALUES or _pads_nothing(node):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        (dtype, shape), (source_dtype, source_shape) = _type(node), _type(source)
+        if source_shape != shape or (source_dtype != dtype and not casts):
+            break
+        node = source
+    return node
+
+
+def _pads_nothing(node: Node) -> bool:
+    """Return whether a node pads by nothing, as in transformers' code for tied weights."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    widths: Any = node.args[1]
+    return not any(widths)
+
+
+def _type(node: Node) -> tuple[str, tuple[int, ...]]:
+    value = node.meta["val"]
+    return dtype_name(value.dtype, str(node)), tuple(value.shape)
+
+
+def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:
+    dtype, shape = _type(node)
+    return AdapterInput(kind=kind, name=name, dtype=dtype, shape=shape)
+
+
+_PACK = (
+    "A server takes only weight files for this model, not checkpoints: pack them on the build side, with the model "
+    "(weightswap pack --recipe, pack(model=...))"
+)
+# loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
+_PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d, nn.InstanceNorm2d)}
+
+
+class Recorded(NamedTuple):
+    """Adapter, with its files by name and warnings for the user."""
+
+    adapter: Adapter
+    files: dict[str, bytes]
+    warnings: tuple[str, ...]
+
+    def renamed(self, names: Mapping[str, str]) -> Recorded:
+        """Return the adapter for renamed weights (old FQN -> new FQN)."""
+        sources = tuple(structs.replace(source, weight=names[source.weight]) for source in self.adapter.sources)
+        return self._replace(adapter=structs.replace(self.adapter, sources=sources))
+
+
+def record_adapter(
+    model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
+) -> Recorded:
+    """Record how `load(model, checkpoint)` computes weights from checkpoints like `checkpoint`.
+
+    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors by key, with or without values;
+    None for `model.state_dict()`. If `load_state_dict` refuses that, the weights that it does not change are found by
+    the identity of their tensors; this covers hooks that only rename keys on saving.
+
+    Keys from which no weight is computed (state, `_extra_state`) are recorded as ignored. Loading code that needs
+    values cannot be recorded: this is a warning, and checkpoints must be packed. Raises CaptureError.
+    """
+    own = load is None and checkpoint is None
+    identities: dict[str, Loaded] = {}
+    try:
+        if checkpoint is None:
+            checkpoint, identities = _state_dict(model, tables)
+            if own and not _has_loading_code(model) and all(source.keys for source in identities.values()):
+                return _adapter(identities, checkpoint)
+        recording = _AdapterRecording(model, tables, identities)
+        recorded = recording.record(checkpoint, load)
+    except Untraceable as error:
+        if not own and not error.wants_values:
+            raise CaptureError(
+                *f"a checkpoint like the given one does not load into the model: {error}".splitlines(),
+                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
+            ) from error
+        sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
+        reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
+        return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
+    values, known = flattened(checkpoint), tables.loaded
+    ignored = (key for key in recorded.adapter.ignored if key not in known)
+    if optional := [key for key in ignored if isinstance(values[key], torch.Tensor)]:
+        recorded = recording.with_needed(recorded, checkpoint, optional, load)
+    if own or recorded.warnings or not optional:
+        return recorded
+    text = f"no weight uses these checkpoint keys: {listed(optional, 10)}"
+    return recorded._replace(warnings=(text,))
+
+
+class _AdapterRecording:
+    """Recorder of one model's loading code."""
+
+    def __init__(self, model: nn.Module, tables: Tables, identities: Mapping[str, Loaded]) -> None:
+        self._model, self._tables, self._identities = model, tables, identities
+
+    def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
+        """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
+
+        Hooks that rename keys on saving only have this effect; unchanged weights are then found by their identity.
+        """
+        try:
+            recorded = self._record(checkpoint, load or load_state_dict, {})
+        except Untraceable as error:
+            if not self._identities or load is not None or error.wants_values:
+                raise
+            return self._record(checkpoint, load_what_fits, self._identities)
+        self._identities = {}
+        return recorded
+
+    def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
+        traced = trace_loading(self._model, self._tables.loaded, checkpoint, load)
+        transforming = Transforming(traced, named_tensors(self._model))
+        loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
+        loaded = {name: source if source.keys else identities.get(name, source) for name, source in loaded.items()}
+        _check_whole(loaded, checkpoint)
+        return _adapter(loaded, checkpoint, transforming)
+
+    def with_needed(
+        self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str], load: Load | None
+    ) -> Recorded:
+        """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
+        fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
+        try:
+            without = self._record(like_checkpoint(checkpoint, fewer), load or load_what_fits, self._identities)
+        except (Untraceable, CaptureError):
+            same = False
+        else:
+            same = (without.adapter.sources, without.files) == (recorded.adapter.sources, recorded.files)
+        if same:
+            return recorded
+        return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
+
+
+def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) -> None:
+    """Raise Untraceable if a weight is computed from parts: nothing would check that they are of the same kind."""
+    parts = flattened(checkpoint).keys() - checkpoint.keys()
+    for source in loaded.values():
+        if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
+            raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
+
+
+def _adapter(
+    loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors, transforming: Transforming | None = None
+) -> Recorded:
+    used = {key for source in loaded.values() for key in source.keys}
+    inputs, files = transforming.adapter() if transforming else ((), {})
+    adapter = Adapter(
+        sources=tuple(
+            WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in loaded.items()
+        ),
+        ignored=tuple(key for key in flattened(checkpoint) if key not in used),
+        inputs=inputs,
+    )
+    absent = [name for name, source in loaded.items() if not source.keys]
+    warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
+    if changed := transforming.changed if transforming else ():
+        warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
+    return Recorded(adapter, files, tuple(warnings))
+
+
+def _state_dict(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, Loaded]]:
+    """Return `model.state_dict()` without values, and the keys whose tensors are weights themselves."""
+    with restored(model):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        install(model, tied(model, without_values(model, mode, tables.loaded)))
+        tensors = named_tensors(model)
+        try:
+            saved: dict[str, Any] = model.state_dict(keep_vars=True)
+        except Exception as error:
+            raise Untraceable("model.state_dict() fails: ", error) from error
+        keys: dict[TieKey, list[str]] = {}
+        for key, value in flattened(saved).items():
+            if isinstance(value, torch.Tensor):
+                keys.setdefault(tie_key(value), []).append(key)
+        sources = {weight.name: Loaded(tuple(keys.get(tie_key(tensors[weight.name]), ()))) for weight in tables.weights}
+    return saved, sources
+
+
+def _has_loading_code(model: nn.Module) -> bool:
+    """Return whether loading a state dict runs code other than nn.Module's own and `_PLAIN_LOADING`."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module)._load_from_state_dict not in _PLAIN_LOADING
+        or "_load_from_state_dict" in vars(module)
+        for module in model.modules()
+    )

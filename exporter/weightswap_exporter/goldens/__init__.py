@@ -1,1 +1,0 @@
-"""Recording of the eager model's calls as goldens."""

@@ -1,0 +1,301 @@
+"""transformers' and PEFT's models, and variants."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
+from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
+
+from .tensors import is_fake, named_parameters, named_tensors
+
+INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no call reads
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, which is not imported for this."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Switch off the key-value cache of a transformers model in the block: a cache cannot be an output of a graph."""
+    config: Any = model.config if is_pretrained(model) else None
+    configs = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the keys that `model.save_pretrained()` writes, with tensors of their shape and dtype on the meta device.
+
+    The model may be real or a skeleton; its values are not read. Raises Unsupported for a quantised model and for one
+    with adapters, whose files have other content.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    owner: Any = model
+    _check_plain(owner)
+    # transformers finds ties of meta tensors by identity, of others by address, which fake tensors lack
+    state = {key: _hollow(value) for key, value in owner.state_dict().items() if isinstance(value, torch.Tensor)}
+    for key in owner._keys_to_ignore_on_save or ():
+        state.pop(key, None)
+    state = remove_tied_weights_from_state_dict(state, owner)
+    return dict(revert_weight_conversion(owner, state))
+
+
+def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
+    """Put a checkpoint's tensors into a model as `from_pretrained` does: renamed, converted, cast, tied.
+
+    Parameters are replaced, not written to, so that a skeleton can be loaded, and a tracer sees every operation. As in
+    `from_pretrained`, unexpected keys are skipped, and tied weights may be absent. Unlike it, this refuses a checkpoint
+    that does not fit: CheckpointError lists the keys that are missing, have another shape, or fail to convert. The
+    model is then partly loaded.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    owner: Any = model
+    _check_plain(owner)
+    conversions: list[Any] = get_model_conversion_mapping(owner)
+    device = next((str(tensor.device) for tensor in checkpoint.values()), "cpu")
+    config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype, device_map={"": device})
+    # transformers converts tensors in a thread pool, which a tracer does not see
+    in_this_thread = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    with torch.no_grad(), in_this_thread, _silent():
+        report, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
+        owner.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+        owner._adjust_missing_and_unexpected_keys(report)
+    if problems := [*_problems(report), *_unscaled(report.unexpected_keys, checkpoint)]:
+        head = f"{type(model).__qualname__}: cannot load the checkpoint"
+        raise CheckpointError(head, *(f"  - {problem}" for problem in problems))
+
+
+def _check_plain(model: Any) -> None:
+    name = type(model).__qualname__
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise Unsupported(f"{name}: is quantised by transformers; export the original, and give its checkpoints")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise Unsupported(
+            f"{name}: has adapters, and its files hold only those. Export what peft.get_peft_model() returns, or "
+            "merge the adapters first."
+        )
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Disable transformers' progress bars in the block."""
+    from transformers.utils import logging
+
+    previous = logging.set_tqdm_hook(lambda _, args, __: args[0])
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous)
+
+
+def _unscaled(unexpected: Collection[str], checkpoint: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield texts about skipped keys beside 8-bit floats: what `from_pretrained` casts may lack its scale."""
+    coarse = {
+        key.rpartition(".")[0]
+        for key, value in checkpoint.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1
+    }
+    for key in sorted(key for key in unexpected if key.rpartition(".")[0] in coarse):
+        yield f"{key}: may be the scale of the 8-bit floats beside it, which this model would not apply"
+
+
+def _problems(report: Any) -> Iterator[str]:
+    yield from (f"{key}: missing" for key in sorted(report.missing_keys))
+    for key, shape, expected in sorted(report.mismatched_keys):
+        yield f"{key}: has shape {list(shape)}, the model has {list(expected)}"
+    for key, text in sorted(report.conversion_errors.items()):
+        yield f"{key}: cannot be converted: {text.strip().splitlines()[-1]}"
+
+
+_LOADED = "_hf_peft_config_loaded"
+
+
+def peft_base(model: nn.Module) -> nn.Module:
+    """Return the base model of a model by `get_peft_model()`; any other model itself."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)}
+
+
+def check_active(model: nn.Module) -> None:
+    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, unmerged and without DoRA."""
+    for name, layer in _layers(model).items():
+        if layer.merged:
+            raise CaptureError(f"{name}: its variant is merged into the base; call unmerge_adapter() first")
+        if layer.disable_adapters or len(layer.active_adapters) != 1:
+            raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
+        if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
+            raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; only LoRA can be variable")
+
+
+def check_whole(model: nn.Module, variable: Collection[str]) -> None:
+    """Raise CaptureError if a layer of PEFT has tensors of its own that are not variable: the base lacks them."""
+    for name, layer in _layers(model).items():
+        own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
+        if undeclared := [fqn for fqn in own if fqn not in variable]:
+            raise CaptureError(f"variants: {listed(undeclared)} would belong to the base; declare all that PEFT added")
+
+
+@contextmanager
+def unscaled(model: nn.Module) -> Iterator[None]:
+    """Set the scaling factors of LoRA's layers to 1 in the block."""
+    with ExitStack() as stack:
+        for layer in _layers(model).values():
+            if isinstance(scaling := getattr(layer, "scaling", None), dict):
+                stack.enter_context(mock.patch.dict(scaling, dict.fromkeys(scaling, 1.0)))
+        yield
+
+
+@contextmanager
+def unwrapped_layers(model: nn.Module) -> Iterator[Mapping[str, str]]:
+    """Remove PEFT's layers in the block, so that the base model's checkpoints and loading code fit the model.
+
+    Gives a mapping from prefixes of FQNs with PEFT's layers to those without them.
+    """
+    layers = _layers(model)
+    prefixes = {f"{name}.base_layer.": f"{name}." for name in layers if hasattr(layers[name], "base_layer")}
+    with ExitStack() as stack:
+        for prefix in prefixes:
+            path, _, child = prefix.removesuffix(".base_layer.").rpartition(".")
+            modules = model.get_submodule(path)._modules
+            inner = layers[f"{path}.{child}" if path else child].get_base_layer()
+            stack.enter_context(mock.patch.dict(modules, {child: inner}))
+        if prefixes and getattr(model, _LOADED, False):
+            stack.enter_context(mock.patch.object(model, _LOADED, False))
+        yield prefixes
+
+
+Groups = Mapping[str, Sequence[str]]  # FQNs by group
+NO_GROUPS: Groups = MappingProxyType({})
+Declared = Mapping[str, str | Sequence[str]]
+CALL_ARGUMENT = "variants"  # with it, a call chooses variants
+
+
+def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
+    """Return the FQNs that match each group's patterns. Raises ExportError."""
+    if not declared:
+        return NO_GROUPS
+    names = sorted(named_parameters(model), key=list(named_tensors(model)).index)
+    groups: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for group, declaration in declared.items():
+        if not METHOD_NAME.fullmatch(group):
+            raise ExportError(f"variants: the group {group!r} is not an identifier")
+        for pattern in [declaration] if isinstance(declaration, str) else declaration:
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            if not matched:
+                raise ExportError(f"variants: {pattern!r} matches no parameter; the parameters are {listed(names, 3)}")
+            if shared := [name for name in matched if owner.setdefault(name, group) != group]:
+                raise ExportError(f"variants: {shared[0]} is in the groups {owner[shared[0]]!r} and {group!r}")
+            groups[group] = list(dict.fromkeys([*groups.get(group, []), *matched]))
+    check_active(model)
+    check_whole(model, owner)
+    return groups
+
+
+@contextmanager
+def base_alone(model: nn.Module, groups: Groups) -> Iterator[None]:
+    """Let the model compute, in the block, what its graph computes for calls without a variant.
+
+    Variable tensors are zeros. The scaling factors of PEFT's layers, which would become constants of the graph, are 1:
+    a runtime multiplies them into the tensors that it loads.
+    """
+    tensors = named_tensors(model)
+    variable = [tensors[name] for names in groups.values() for name in names if not is_fake(tensors[name])]
+    if not groups:
+        yield
+        return
+    values = [tensor.detach().clone() for tensor in variable]
+    try:
+        with unscaled(model):
+            _write(variable, [torch.zeros_like(value) for value in values])
+            yield
+    finally:
+        _write(variable, values)
+
+
+@torch.no_grad()
+def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
+    """Raise CaptureError unless the names of one tensor all belong to one group, and it is a weight."""
+    if kind != "weight" or not any(set(fqns) <= set(names) for names in groups.values()):
+        raise CaptureError(f"{listed(fqns)}: a variant needs all names of a tensor, and no tensor that calls change")
+
+
+def with_siblings(variable: frozenset[str], names: Collection[str], composed: Collection[str]) -> frozenset[str]:
+    """Add to variable tensors the other parts of the tensors that they are parts of. composed: FQNs of such tensors."""
+    parts = ([name for name in names if name.startswith(f"{fqn}.")] for fqn in composed)
+    return variable.union(*(each for each in parts if variable.intersection(each)))
+
+
+def grouped(
+    rows: Sequence[NamedTensor],
+    groups: Groups,
+    inputs: Mapping[str, Sequence[GraphInput]],
+    composed: Collection[str] = (),
+) -> dict[str, tuple[NamedTensor, ...]]:
+    """Return the rows by group. composed: FQNs of the parameters that are made of other tensors.
+
+    Raises CaptureError for rows that no method reads, for only some of the parts of a tensor that methods read, and for
+    inputs named `variants`.
+    """
+    read = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
+    if unread := [row.name for row in rows if not read.intersection(row.names)]:
+        raise CaptureError(f"variants: no method reads {listed(unread)}; declare only what calls choose, or delete it")
+    if rows and (
+        named := [
+            name for name, items in inputs.items() if ("input", CALL_ARGUMENT) in {(i.kind, i.name) for i in items}
+        ]
+    ):
+        raise CaptureError(f"method {named[0]!r}: rename the input {CALL_ARGUMENT!r}: calls choose variants by it")
+    reads = {item.name for items in inputs.values() for item in items if item.kind in ("weight", "variant")}
+    for fqn in composed if rows else ():
+        owners: dict[str, list[str]] = {}
+        for part in sorted(name for name in reads if name.startswith(f"{fqn}.")):
+            owners.setdefault(next((group for group, names in groups.items() if part in names), ""), []).append(part)
+        if len(owners) > 1:
+            parts = "; ".join(f"{listed(names)} in {group or 'no group'}" for group, names in owners.items())
+            raise CaptureError(f"variants: {fqn} is one tensor ({parts}); declare all its parts in one group")
+    return {group: tuple(row for row in rows if row.name in names) for group, names in groups.items()}

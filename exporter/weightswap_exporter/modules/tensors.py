@@ -1,0 +1,309 @@
+"""A model's tensors: names, ties, composed ones, and its own classes as trees."""
+
+from __future__ import annotations
+
+import enum
+import io
+import sys
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightswap_runtime.errors import CaptureError, Unsupported, listed
+from weightswap_runtime.format.names import EXTRA_STATE
+from weightswap_runtime.format.signature import Dict, Integer, Items, Key, Node, Tuple, key_text
+from weightswap_runtime.torch_tensors import DTYPE_NAMES
+
+Kind = dict[str, Any]
+"""JSON of what is no tensor. `type` is the class; `parts` has the kinds of those parts that are composed, too."""
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is composed of others. A sharded one is not: it has only a part of the values."""
+    composed: bool = is_traceable_wrapper_subclass(tensor)
+    return composed and not is_sharded(tensor)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the parts of a tensor as `NAME.PART`; for a plain tensor, itself under its name."""
+    if not is_composed(tensor):
+        return {name: tensor}
+    return {key: value for part, inner in _inner(tensor) for key, value in parts_of(f"{name}.{part}", inner).items()}
+
+
+def put_together(name: str, like: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the kind of `like`, composed of `parts`, which are named as by `parts_of(name, like)`."""
+    if not is_composed(like):
+        return parts[name]
+    inner = {part: put_together(f"{name}.{part}", value, parts) for part, value in _inner(like)}
+    kind: Any = type(like)
+    composed: torch.Tensor = kind.__tensor_unflatten__(inner, like.__tensor_flatten__()[1], like.size(), like.stride())
+    return composed
+
+
+def _inner(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return the kind of each composed parameter, by FQN."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: kind_of(parameter) for name, parameter in parameters if is_composed(parameter)}
+
+
+def kind_of(tensor: Any) -> Kind:
+    """Return the kind of a composed tensor. A value that JSON cannot express is there as `{"unknown": CLASS}`."""
+    context = _plain(tensor.__tensor_flatten__()[1])
+    entries = context if isinstance(context, dict) else {} if context is None else {"context": context}
+    nested = {name: kind_of(value) for name, value in _inner(tensor) if is_composed(value)}
+    return {"type": type(tensor).__qualname__} | entries | ({"parts": nested} if nested else {})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON; enumerations and torch's own constants as their names."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype | torch.layout | torch.device):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return _with_type(value, value._asdict())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return _with_type(value, {field.name: getattr(value, field.name) for field in fields(value)})
+    return {"unknown": type(value).__qualname__}
+
+
+def _with_type(value: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": type(value).__qualname__} | {name: _plain(item) for name, item in content.items()}
+
+
+def unknown_in(kind: Any) -> list[str]:
+    """Return the classes of values that a kind cannot express."""
+    if isinstance(kind, list):
+        return [name for item in kind for name in unknown_in(item)]
+    if not isinstance(kind, dict):
+        return []
+    return [kind["unknown"]] if "unknown" in kind else [name for item in kind.values() for name in unknown_in(item)]
+
+
+def describe_kind(kind: Any) -> str:
+    """Return a text such as `Int8Tensor(block_size=[1, 64], dtype=bfloat16)`; the kind of a plain tensor is None."""
+    return "a plain tensor" if kind is None else _text(kind)
+
+
+_DEEPEST = 20  # levels of nesting to show
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    if depth > _DEEPEST:
+        return "..."
+    if isinstance(value, list):
+        return f"[{', '.join(_text(item, depth + 1) for item in value)}]"
+    if not isinstance(value, dict):
+        return str(value)
+    content = ", ".join(f"{name}={_text(item, depth + 1)}" for name, item in value.items() if name != "type")
+    return f"{value.get('type', '')}({content})"
+
+
+TieKey = tuple[object, ...]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers, whose names the artifact shall not have. Raises CaptureError for no module."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second; compiling imports it
+    compiled = compiler.OptimizedModule if compiler else ()
+    while isinstance(model, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model._orig_mod if isinstance(model, compiled) else model.module
+    return model
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by FQN, tied ones under each name; for composed ones, their parts."""
+    return {
+        key: value for name, tensor in whole_tensors(model).items() for key, value in parts_of(name, tensor).items()
+    }
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by FQN, composed ones whole."""
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def named_parameters(model: nn.Module) -> set[str]:
+    """Return the FQNs of parameters; for composed ones, of their parts."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {key for name, parameter in parameters for key in parts_of(name, parameter)}
+
+
+def check_separable(model: nn.Module) -> None:
+    """Raise Unsupported for composed tensors that cannot be taken apart."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    texts = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
+    if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
+        raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done.")
+
+
+def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
+    if not is_sharded(tensor) and not is_composed(tensor):
+        return ""
+    name = type(tensor).__qualname__
+    if is_sharded(tensor):
+        return f"{name}, which has only a part of the values"
+    if not is_parameter:
+        return f"{name}, and only parameters may be made of other tensors"
+    unknown = unknown_in(kind_of(tensor))
+    return f"{name} with a {unknown[0]} in it, which an artifact cannot record" if unknown else ""
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """Return the FQNs of the buffers that belong to a checkpoint."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def extra_states(model: nn.Module) -> dict[str, str]:
+    """Return the keys of extra states that say something, each with a text in place of the state."""
+    modules = model.named_modules(remove_duplicate=False)
+    own = {path: module for path, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state}
+    return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: "saved" for path, module in own.items() if _says(module)}
+
+
+def _says(module: nn.Module) -> bool:
+    try:
+        return not is_empty_state(module.get_extra_state())
+    except Exception:  # it may need what only a trainer has; `state_dict()` would say so
+        return True
+
+
+def is_empty_state(value: Any) -> bool:
+    """Return whether an extra state says nothing."""
+    if isinstance(value, io.BytesIO):
+        return not value.getbuffer()
+    if isinstance(value, torch.Tensor):
+        return not value.numel()
+    return value is None or (isinstance(value, Sized) and not len(value))
+
+
+def tie_key(tensor: torch.Tensor) -> TieKey:
+    """Return a key that tied tensors share: those of the same elements of a storage. Empty tensors are never tied."""
+    if not tensor.numel():
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format")
+    return name
+
+
+def attribute_at(model: nn.Module, path: str) -> Any:
+    """Return what a dotted path of attributes leads to; None if it leads nowhere."""
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has shape and dtype but no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def plain_tree(value: Any) -> tuple[Node, list[Any]]:
+    """Return the tree that a server has in place of a value, with leaves named by path, and its flat values."""
+    flat, spec = pytree.tree_flatten(value)
+    return tree_of(spec, "", lambda path: Integer(path or "output", 0)), flat
+
+
+def tree_of(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
+    """Return a value's tree; `leaf(path)` makes its leaves, in order. Raises CaptureError for unsupported keys."""
+    if spec.is_leaf():
+        return leaf(path)  # type: ignore[no-any-return]
+    keys = _keys(spec)
+    names = map(key_text, keys or range(spec.num_children))
+    parts = [
+        tree_of(child, f"{path}.{name}" if path else name, leaf)
+        for child, name in zip(children(spec), names, strict=True)
+    ]
+    if keys is not None:
+        return Dict(tuple(zip(keys, parts, strict=True)))
+    return Items(tuple(parts)) if spec.type in (list, deque) else Tuple(tuple(parts))
+
+
+def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    # torch 2.11 has the attribute only, later versions deprecate it
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
+def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
+    """Return the keys of a node that the server rebuilds as a dict; None for a sequence."""
+    kind: Any = spec.type
+    if kind in (tuple, list, deque, namedtuple):
+        return None
+    keys: list[Any] | None
+    if kind in (dict, OrderedDict):
+        keys = list(spec.context)
+    elif kind is defaultdict:
+        keys = list(spec.context[1])
+    else:
+        keys = _class_keys(spec)
+    if keys is None:
+        return None
+    if not all(_is_key(key) for key in keys):
+        raise CaptureError(
+            f"an input or output is a dict with the keys {keys}; keys must be strings, integers, or tuples of these"
+        )
+    tuples = {key_text(key) for key in keys if isinstance(key, tuple)}
+    if ambiguous := sorted(tuples.intersection(keys)):
+        raise CaptureError(f"a dict has the key {ambiguous[0]!r} and a tuple that is written the same way; rename one")
+    return keys
+
+
+def _is_key(key: Any) -> bool:
+    parts = key if type(key) is tuple else (key,)
+    return all(type(part) in (str, int) for part in parts)
+
+
+def _class_keys(spec: pytree.TreeSpec) -> list[Any] | None:
+    """Return the field names of a registered class: the context of an HF ModelOutput, the key paths of others."""
+    context = spec.context
+    if (
+        isinstance(context, list | tuple)
+        and len(context) == spec.num_children
+        and all(isinstance(k, str) for k in context)
+    ):
+        return list(context)
+    kind: Any = spec.type
+    flatten = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    if flatten is None:
+        return None
+    dummy = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    keys = [key for key, _ in flatten(dummy)[0]]
+    fields = [getattr(key, "name", getattr(key, "key", None)) for key in keys]
+    return None if None in fields else fields

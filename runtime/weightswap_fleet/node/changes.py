@@ -1,0 +1,598 @@
+"""A node's part in changes: by the change controller, with leases and the place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
+from weightswap_runtime.errors import (
+    NothingToRollBack,
+    StageCancelled,
+    StageClosed,
+    StageTimeout,
+    StagingBusy,
+    Unsupported,
+    WeightswapError,
+    text_of,
+)
+from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
+from weightswap_runtime.following.intake import Told, refused_weights
+from weightswap_runtime.following.place import DesiredPlace, Source
+from weightswap_runtime.following.reconciler import Reconciler
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.receipt import Event, SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.store import fingerprint_of
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.keeper import begin_trial, keep
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Url
+from weightswap_server.canary import Judgement, Measured
+from weightswap_server.signed_weights import requires
+from weightswap_server.workers.trials import read_measures
+
+from .memory import NodeMemory
+from .relay import Relay
+
+SILENT = 30.0  # seconds without a read of the place, after which a node reports it
+
+
+class NodePlace(DesiredPlace):
+    """A place that knows the time since its last read, even while a read hangs."""
+
+    def __init__(self, place: Source, clock: Callable[[], float]) -> None:
+        super().__init__(place)
+        self._clock = clock
+        self._read_at = clock()
+
+    def read(self, check: Check | None = None) -> DesiredState:
+        state = super().read(check)
+        self._read_at = self._clock()
+        return state
+
+    @property
+    def unread(self) -> float:
+        """Seconds since the last read."""
+        return self._clock() - self._read_at
+
+    def silence(self, interval: float) -> str:
+        """Return a sentence if the last read is too long ago, else "". interval: seconds between two reads."""
+        most = max(SILENT, 3 * interval)
+        return f"{self.where}: has not been read for more than {most:g} s" if self.unread > most else ""
+
+
+_MOST_REFUSED = 20
+
+
+class NodeWeights:
+    """The model in a node's memory, and the memory's board. One commit at a time."""
+
+    def __init__(self, spec: Spec, node: str, artifact: Artifact, memory: NodeMemory, relay: Relay | None) -> None:
+        self.node = node
+        self.model = keep(artifact, memory.segment)
+        self.board = memory.board
+        self._relay = relay
+        self._staging: Staged | None = None  # the staging that `wait` waits for
+        self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
+        self.model.listen(self._note)
+        self.take(spec)
+
+    def take(self, spec: Spec) -> None:
+        """Verify later weights as a deployment says. The served ones stay."""
+        keys = spec.require_signature
+        self.model._store.admit = requires(*keys) if keys else None
+        self.spec = spec
+
+    def _note(self, event: Event) -> None:
+        """Remember weights that are refused. The dict is replaced, as other threads read it."""
+        refused = {each: why for each, why in self.refused.items() if each != event.weights_id}
+        if weights_id := refused_weights(event):
+            refused[weights_id] = text_of(event.error) if event.error else ""
+            self.refused = dict(list(refused.items())[-_MOST_REFUSED:])
+        elif event.receipt is not None:
+            self.refused = refused
+
+    def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
+        """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
+        spec = self.spec
+        onto = [(self._routed(base.source, reader), base.weights_id) for base in weights.bases or ()]
+        return self.model.stage(
+            self._routed(path, reader),  # type: ignore[arg-type]  # all that `open_source` takes
+            onto=onto,  # type: ignore[arg-type]
+            expect=weights.weights_id,
+            allow_other_graph=weights.graph_id not in ("", spec.graph_id),
+            verify=spec.verify,  # type: ignore[arg-type]
+            allow_nonfinite=spec.allow_nonfinite,
+            by=weights.by,
+            background=True,
+        )
+
+    def _routed(self, path: str | Path, reader: str) -> str | Path | Url:
+        if self._relay is not None and self.spec.relay and isinstance(path, str):
+            return self._relay.route(path, reader)
+        return path
+
+    def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
+        """Wait until weights are staged. is_over: called in each interval; True cancels the staging.
+
+        Raises StageCancelled if it was cancelled, by `is_over` or a rollback.
+        """
+        self._staging = staged
+        try:
+            while not staged.done:
+                with suppress(StageTimeout):
+                    staged.wait(self.spec.interval)
+                if not staged.done and is_over():
+                    staged.cancel_soon()
+            staged.wait()
+        finally:
+            self._staging = None
+
+    def interrupt(self) -> None:
+        """Cancel the staging that `wait` waits for."""
+        if (staging := self._staging) is not None:
+            staging.cancel_soon()
+
+    def commit(self, staged: Staged, revision: int) -> SwapReceipt:
+        """Commit staged weights of a revision. Raises what `Staged.commit` raises."""
+        self._mark_next(revision)
+        return staged.commit()
+
+    def roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
+        """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
+        if self.model.previous_weights_id != weights.weights_id:
+            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are no longer in memory")
+        self._mark_next(revision)
+        return self.model.rollback(by=weights.by)
+
+    def _mark_next(self, revision: int) -> None:
+        """Write the next revision before its commit, so that no replica answers with new weights and an older one."""
+        generation = self.model.generation
+        self.board.set_revision(0 if generation is None else generation + 1, revision)
+
+    def mark(self, revision: int) -> None:
+        """Raise the revision of the served weights."""
+        generation = self.model.generation
+        if generation is not None and self.board.revision(generation) < revision:
+            self.board.set_revision(generation, revision)
+
+    @property
+    def revision(self) -> int:
+        """The served revision; 0 before the first."""
+        return self.board.revision(self.model.generation)
+
+
+class Lease:
+    """A lease that is over so many seconds after its last renewal."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds, self._clock = seconds, clock
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = self._clock() + self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+
+class NodeTrial:
+    """Staged weights that replicas call from `go_on` on, until `end` or their commit. is_ready: they are staged."""
+
+    def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
+        self.order, self.staged = order, staged
+        self._control, self.lease = control, Lease(order.lease, clock)
+        self._judgement = Judgement(order.plan.judged)
+        self._share: float | None = None
+        self._word = 0
+        self.is_ready = False
+
+    def is_of(self, order: Order) -> bool:
+        """True if an order is of the weights on trial, from the same source, which will be the desired one."""
+        return (self.order.weights.weights_id, self.order.source) == (order.weights.weights_id, order.source)
+
+    def go_on(self, share: float) -> Measured:
+        """Continue with a share of the requests, and return the replicas' measures since the last call.
+
+        Raises StageClosed if the weights were committed or discarded.
+        """
+        if share != self._share:
+            terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # the leader alone judges
+            self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
+            self._share = share
+        self.lease.renew()
+        return self.measured()
+
+    def measured(self) -> Measured:
+        """Return the replicas' measures since the last call."""
+        return self._judgement.take()
+
+    def add(self, text: str) -> None:
+        """Add a replica's measures. Those of an earlier trial are ignored."""
+        measures = read_measures(text)
+        if measures.trial == self._word:
+            self._judgement.add(measures.measured)
+
+    def end(self) -> None:
+        """End the calls of the weights, and discard them."""
+        self._control.end_trial()
+        self.staged.discard()
+
+
+_POLL = 0.01  # seconds
+_MOST_DISCARDED = 64  # ids of discarded orders and trials that are remembered
+_log = logging.getLogger("weightswap.fleet")
+
+
+class NodeChanges:
+    """The changes of one node, one at a time: of an order, a trial, or the place. Thread-safe."""
+
+    def __init__(self, weights: NodeWeights, place: DesiredPlace, control: Control, clock: Callable[[], float]) -> None:
+        """place: of the desired state. control: the page on which trials are announced to replicas."""
+        self._weights, self._place, self._control, self._clock = weights, place, control, clock
+        self._node, self._model = weights.node, weights.model
+        self.reconciler = Reconciler(place, weights.spec.interval, clock)
+        self.bell = threading.Event()  # wakes the thread that follows the place
+        self._order: _OpenOrder | None = None
+        self._trial: NodeTrial | None = None
+        self._discarded: deque[str] = deque(maxlen=_MOST_DISCARDED)
+        self.is_deployed = True  # the deployment is known; without it nothing changes
+        self._last_conditions: Hashable = None  # of the last look
+        self._turn = threading.RLock()
+        self._taking = threading.Lock()  # not the turn: a starting replica must not wait for a staging
+        self.stopped = threading.Event()
+
+    def take(self, spec: Spec) -> None:
+        """Take over a deployment if it is the latest."""
+        with self._taking:
+            if spec.since > self._weights.spec.since:
+                self._weights.take(spec)
+                self.look_soon()
+            if not self.is_deployed:
+                self.is_deployed = True
+                self.look_soon()
+
+    @property
+    def preparing(self) -> str:
+        """The weights id of the open order; empty without one."""
+        opened = self._order
+        return opened.order.weights.weights_id if opened else ""
+
+    def prepare(self, order: Order) -> Prepared:
+        """Stage and verify the weights of an order, and keep them ready.
+
+        Weights on trial are not staged again, and stay on trial until the commit. A rollback does not wait: it cancels
+        a staging, ends a trial, and discards an undecided order.
+
+        Raises what `Model.stage` raises, StageCancelled if the order is discarded meanwhile, or was before it came, and
+        StagingBusy if another order is open, or other weights are on trial.
+        """
+        began = time.perf_counter()
+        if not order.proven:
+            self._check_free()
+        with self._turn_at_once() if order.proven else self._turn:
+            self._check_not_discarded(order)
+            if order.proven and self._order is not None and not self._settle(self._order):
+                self._drop()
+            self._check_free()
+            return self._prepare(order, began)
+
+    def _prepare(self, order: Order, began: float) -> Prepared:
+        weights_id = order.weights.weights_id
+        if self._trial is not None and self._trial.is_of(order):
+            open_order = self._open(order)
+            open_order.staged, open_order.is_on_trial = self._trial.staged, True
+            return Prepared(time.perf_counter() - began, True, open_order.staged.verified)
+        if order.proven:
+            self._end_trial()
+        self._check_no_trial()
+        open_order = self._open(order)
+        if order.proven and weights_id in {self._model.weights_id, self._model.previous_weights_id}:
+            return Prepared(time.perf_counter() - began, True, "none")
+        try:
+            open_order.staged = self._weights.stage(order.source, order.weights, order.reader)
+            self._weights.wait(
+                open_order.staged,
+                lambda: self._is_discarded(order) or open_order.lease.is_over or self._is_overtaken(order),
+            )
+        except BaseException:
+            self._drop()
+            raise
+        open_order.lease.renew()  # the staging may have taken long
+        return Prepared(time.perf_counter() - began, False, open_order.staged.verified)
+
+    def _open(self, order: Order) -> _OpenOrder:
+        self._order = open_order = _OpenOrder(order, Lease(order.lease, self._clock))
+        try:
+            self._check_not_discarded(order)  # again, now that `discard` finds the order
+        except StageCancelled:
+            self._drop()
+            raise
+        return open_order
+
+    def _is_discarded(self, order: Order | TrialOrder) -> bool:
+        return order.id in self._discarded
+
+    def _check_not_discarded(self, order: Order | TrialOrder) -> None:
+        """Raise StageCancelled if the order was discarded, before it came or while it waited for its turn."""
+        if self._is_discarded(order):
+            raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was discarded")
+
+    def _is_overtaken(self, order: Order) -> bool:
+        """Return True if the place was changed otherwise, such as by a hold or a rollback."""
+        state = self._read()
+        return state is not None and state.revision != order.revision and state.weights_id != order.weights.weights_id
+
+    def _desires_others(self) -> bool:
+        """Return True if the place desires other weights than at the last look."""
+        before, state = self.reconciler.state, self._read()
+        return before is not None and state is not None and state.weights_id != before.weights_id
+
+    def _read(self) -> DesiredState | None:
+        """Return the place's state, or None if it cannot be read."""
+        try:
+            return self._place.read()
+        except WeightswapError:
+            return None
+
+    @contextmanager
+    def _turn_at_once(self) -> Iterator[None]:
+        """Take the turn, cancelling the stagings of others until it comes; those raise StageCancelled."""
+        while not self._turn.acquire(timeout=_POLL):
+            self._weights.interrupt()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _check_free(self) -> None:
+        if not self.is_deployed:
+            raise StagingBusy(
+                f"{self._node}: its keeper was restarted, and no replica has sent it the deployment yet; try again"
+            )
+        if (open_order := self._order) is not None:
+            weights = open_order.order.weights
+            raise StagingBusy(
+                f"{self._node}: has an open order{_by(weights)} for {weights.weights_id[:SHOWN]}; try again after it"
+            )
+
+    def _check_no_trial(self) -> None:
+        if (trial := self._trial) is not None:
+            weights = trial.order.weights
+            raise StagingBusy(
+                f"{self._node}: {weights.weights_id[:SHOWN]} is on trial{_by(weights)}; promote or abort it first"
+            )
+
+    def renew(self, change_id: str) -> bool:
+        """Renew the lease of an order or a trial. Returns False if it is not open here."""
+        change = next(
+            (change for change in (self._order, self._trial) if change and change.order.id == change_id), None
+        )
+        if change is not None:
+            change.lease.renew()
+        return change is not None
+
+    def commit(self, order_id: str, revision: int) -> Committed:
+        """Commit the weights of an order, which was written to the place as a revision.
+
+        Raises StageClosed if they are not prepared any more, whereupon the node follows the place by itself, and what
+        `Staged.commit` raises.
+        """
+        with self._turn:
+            open_order = self._order
+            if open_order is None or open_order.order.id != order_id:
+                self.look_soon()
+                raise StageClosed(f"{self._node}: the order {order_id} is no longer prepared")
+            return self._commit(open_order, revision)
+
+    def _commit(self, open_order: _OpenOrder, revision: int) -> Committed:
+        weights, seconds = open_order.order.weights, 0.0
+        if open_order.staged is not None:
+            seconds = self._weights.commit(open_order.staged, revision).seconds_paused
+            self._trial = None  # a trial's weights are now served
+        elif self._model.weights_id != weights.weights_id:
+            seconds = self._weights.roll_back(weights, revision).seconds_paused
+        at, generation = time.time(), self._model.generation
+        assert generation is not None
+        self._weights.mark(revision)
+        self._order = None
+        self.look_soon()
+        return Committed(at, generation, seconds)
+
+    def discard(self, order_id: str) -> None:
+        """Discard an order that is open, is being staged, or has not come yet."""
+        self._discarded.append(order_id)
+        open_order = self._order
+        if open_order is not None and open_order.order.id == order_id:
+            if open_order.staged is not None and not open_order.is_on_trial:
+                open_order.staged.cancel_soon()
+            with self._turn:
+                if self._order is open_order:
+                    self._drop()
+
+    def _drop(self) -> None:
+        open_order, self._order = self._order, None
+        if open_order is not None and open_order.staged is not None and not open_order.is_on_trial:
+            open_order.staged.discard()
+
+    def prepare_trial(self, order: TrialOrder) -> Prepared:
+        """Stage and verify the weights of a trial, which `go_on` starts.
+
+        Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
+        """
+        began = time.perf_counter()
+        self._check_free()
+        with self._turn:
+            self._check_not_discarded(order)
+            self._check_free()
+            self._check_no_trial()
+            if self._model.weights_id in (None, order.weights.weights_id):
+                raise Unsupported(
+                    "a trial compares weights with the served ones, but this node serves none, or already serves these"
+                )
+            staged = self._weights.stage(order.source, order.weights, order.reader)
+            self._trial = trial = NodeTrial(order, staged, self._control, self._clock)
+            try:
+                self._check_not_discarded(order)
+                self._weights.wait(
+                    staged, lambda: self._is_discarded(order) or trial.lease.is_over or self._desires_others()
+                )
+                trial.is_ready = True
+            except BaseException:
+                self._end_trial()
+                raise
+            return Prepared(time.perf_counter() - began, False, staged.verified)
+
+    def go_on(self, trial_id: str, share: float) -> Measured:
+        """Let the weights on trial answer a share of the requests, once they are staged. Does not wait for that.
+
+        Returns the measures since the last call. Raises StageClosed if the trial is over.
+        """
+        trial = self._trial_of(trial_id)
+        if not trial.is_ready:
+            trial.lease.renew()
+            return trial.measured()
+        with self._turn:
+            return self._trial_of(trial_id).go_on(share)
+
+    def _trial_of(self, trial_id: str) -> NodeTrial:
+        if (trial := self._trial) is None or trial.order.id != trial_id:
+            raise StageClosed(f"{self._node}: the trial {trial_id} is over")
+        return trial
+
+    def end_trial(self, trial_id: str) -> None:
+        """End a trial that is there, is being staged, or has not come yet."""
+        self._discarded.append(trial_id)
+        trial = self._trial
+        if trial is not None and trial.order.id == trial_id:
+            trial.staged.cancel_soon()
+            with self._turn:
+                if self._trial is trial:
+                    self._end_trial()
+
+    def _end_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.end()
+
+    def trial(self) -> TrialOrder | None:
+        """Return the order of the current trial."""
+        trial = self._trial
+        return trial.order if trial is not None else None
+
+    def tried(self, text: str) -> None:
+        """Add a replica's measures of a trial."""
+        if (trial := self._trial) is not None:
+            trial.add(text)
+
+    def look_soon(self) -> None:
+        """Wake the thread that follows the place."""
+        self.bell.set()
+
+    def look(self) -> None:
+        """Do what the place says, unless an order is open and undecided."""
+        with self._turn:
+            if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
+                return
+            if self._trial is not None and self._trial.lease.is_over:
+                _log.warning("%s: the lease of the trial %s has expired", self._node, self._trial.order.id)
+                self._end_trial()
+            conditions = (self._weights.spec.since, fingerprint_of(self._model._store.admit))
+            if conditions != self._last_conditions:
+                self._last_conditions = conditions
+                self.reconciler.forget_refusal()  # a new deployment, or new keys, may accept the weights
+            self.reconciler.look(_Target(self))
+            state = self.reconciler.state
+            if state is not None and self.reconciler.reachable:
+                self._weights.board.read = state.revision
+                if state.weights_id == self._model.weights_id:
+                    self._weights.mark(state.revision)
+
+    def _settle(self, open_order: _OpenOrder) -> bool:
+        """Do what the place says about an open order. Returns True if it is over."""
+        state = self._read()
+        if state is not None and state.revision != open_order.order.revision:
+            if state.weights_id == open_order.order.weights.weights_id:
+                with suppress(WeightswapError):  # the reconciler then stages the weights itself
+                    self._commit(open_order, state.revision)
+                    return True
+            self._drop()
+        elif open_order.lease.is_over:
+            _log.warning("%s: the lease of the order %s has expired", self._node, open_order.order.id)
+            self._drop()
+        return self._order is None
+
+    def close(self) -> None:
+        """Discard an open order, and end a trial."""
+        with self._turn:
+            self._drop()
+            self._end_trial()
+
+
+def _by(weights: DesiredWeights) -> str:
+    return f" by {weights.by}" if weights.by else ""
+
+
+@dataclass(eq=False)
+class _OpenOrder:
+    """An order whose weights are ready or being staged. `staged` is None if they were still in memory."""
+
+    order: Order
+    lease: Lease
+    staged: Staged | None = None
+    is_on_trial: bool = False  # the staged weights belong to a trial, and are not discarded with the order
+
+
+class _Target:
+    """The node's model, as the reconciler's target."""
+
+    def __init__(self, changes: NodeChanges) -> None:
+        self._changes, self._weights = changes, changes._weights
+        self._model = changes._model
+
+    def check(self) -> None:
+        if self._changes.stopped.is_set():
+            raise StageCancelled("the keeper was stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        return self._model.weights_id == weights_id
+
+    @property
+    def serves_nothing(self) -> bool:
+        return self._model.weights_id is None
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+        changes = self._changes
+        if changes._trial is not None:
+            if changes._trial.order.weights.weights_id == weights.weights_id and is_wanted():
+                self._weights.commit(changes._trial.staged, self._revision_of(weights))
+                changes._trial = None
+                return
+            changes._end_trial()
+        if self._model.previous_weights_id == weights.weights_id:
+            if is_wanted():
+                self._weights.roll_back(weights, self._revision_of(weights))
+            return
+        with self._weights.stage(path, weights) as staged:
+            self._weights.wait(staged, lambda: not is_wanted())
+            self.check()
+            if is_wanted():
+                self._weights.commit(staged, self._revision_of(weights))
+
+    def _revision_of(self, weights: DesiredWeights) -> int:
+        """Return the place's revision, or 0 for earlier weights, served because the desired ones cannot be."""
+        state = self._changes.reconciler.state
+        return state.revision if state is not None and state.weights_id == weights.weights_id else 0
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None:
+        _log.warning("%s: %s: %s: %s", self._changes._node, kind, source, text_of(error))

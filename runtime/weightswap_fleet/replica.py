@@ -1,0 +1,143 @@
+"""Answering on a replica, and the router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from numpy.typing import NDArray
+from ray import serve
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+
+from weightswap_fleet.coordinator.controller import controller_of, keeper_of_this_node, metrics
+from weightswap_fleet.node.memory import NodeMemory
+from weightswap_runtime.errors import NoWeights, WeightswapError
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.worker import join
+from weightswap_runtime.tensors import array_content, as_array
+from weightswap_server.http.app import http_app
+from weightswap_server.service.service import Service
+from weightswap_server.workers.trials import WorkerTrials
+
+from .documents import NodeStatus, Spec
+from .errors import StaleReplica
+from .freshness import FreshApp, Freshness
+
+
+class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+    """A router that chooses, of two random replicas with the newest revision, the one with the shorter queue.
+
+    Power of two choices: Mitzenmacher 2001, as Serve's own router.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        candidates = fresh(candidate_replicas)
+        return [random.sample(candidates, min(2, len(candidates)))] if candidates else []
+
+
+def fresh(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    """Return the replicas that are not behind. One without a report has just started with the desired weights."""
+    revisions = [replica.routing_stats.get("revision") for replica in replicas]
+    newest = max((revision for revision in revisions if revision is not None), default=0)
+    pairs = zip(replicas, revisions, strict=True)
+    return [replica for replica, revision in pairs if revision is None or revision >= newest]
+
+
+_FIRST_WEIGHTS = 600.0  # seconds to wait for the node's first weights
+_WARM_UP = 60.0  # seconds to wait until the model is warm
+_REPORT_INTERVAL = 1.0  # seconds between two reports
+
+
+class FleetAnswer(NamedTuple):
+    """The outputs of a call by name, and the weights that have answered.
+
+    generation: None for weights on trial. revision: of the fleet, and the least one for later calls.
+    """
+
+    outputs: dict[str, NDArray[Any]]
+    weights_id: str
+    generation: int | None
+    revision: int
+
+
+@serve.ingress()
+class Replica:
+    """One replica of a fleet. It starts with the desired weights, or not at all."""
+
+    def __init__(self, spec: Spec) -> None:
+        if spec.op_libraries:
+            from weightswap_runtime.engines.operators import import_libraries  # needs torch
+
+            import_libraries(spec.op_libraries)
+        self._spec = spec
+        controller_of(spec.fleet)  # starts it, so that the first change need not wait
+        seat = ray.get(keeper_of_this_node(spec).ask.remote("take_seat", os.getpid(), spec), timeout=_FIRST_WEIGHTS)
+        self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
+        self._model = join(spec.artifact, self._memory.segment, seat.slot)
+        self._service = Service({spec.model: self._model}, spec.settings)
+        self._service.all_metrics = lambda: metrics(spec).encode()
+        for served in self._service.served:
+            served.switch = Control(self._memory.segment.control)
+        threading.Thread(target=self._report_regularly, name="weightswap-reports", daemon=True).start()
+        self._freshness = Freshness(self._memory.board, self._model)
+        self._await_warm()
+
+    def _await_warm(self) -> None:
+        deadline = time.monotonic() + _WARM_UP
+        while not self._service.ready:
+            if time.monotonic() >= deadline:
+                raise NoWeights(f"{self._spec.model}: is not ready after {_WARM_UP:g} s")
+            time.sleep(0.01)
+
+    def _report_regularly(self) -> None:
+        """Send metrics, measures of trials, and the deployment, which a restarted keeper needs, to the keeper."""
+        trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
+        while True:
+            time.sleep(_REPORT_INTERVAL)
+            text = self._service.metrics.text().decode()
+            sent = [keeper.ask.remote("told", os.getpid(), text, self._spec)]
+            sent += [keeper.ask.remote("tried", measures) for measures in trials.take()]
+            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
+
+    def __serve_build_asgi_app__(self) -> FreshApp:
+        return FreshApp(http_app(self._service), self._freshness)
+
+    async def infer(
+        self, inputs: Mapping[str, NDArray[Any]], model: str = "", min_revision: int = 0, canary: bool | None = None
+    ) -> FleetAnswer:
+        """Call a method with arrays by the inputs' names. Arguments are as of `FleetClient.infer`.
+
+        Raises StaleReplica, and the errors of requests over HTTP.
+        """
+        await self._freshness.wait(min_revision)
+        contents = {name: array_content(array) for name, array in inputs.items()}
+        wish = "" if canary is None else str(int(canary))
+        model = model or self._spec.model
+        served, call = self._service.call(model, "", contents, wish=wish)
+        answer = await self._service.answer(served, call)
+        self._service.metrics.answered(model, answer.weights_id)
+        outputs = {name: as_array(content) for name, content in answer.outputs}
+        return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """Return the served revision, by which the router leaves out replicas that are behind."""
+        return {"revision": self._freshness.revision}
+
+    async def check_health(self) -> None:
+        """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
+        try:
+            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM_UP)
+        except (WeightswapError, TimeoutError, ray.exceptions.RayError):
+            return  # it can serve without a keeper
+        if os.getpid() not in status.replicas and status.weights_id is not None:
+            raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's keeper")
+        if self._model.failed:
+            raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")

@@ -1,1 +1,0 @@
-"""The replicas that answer requests, their router, and the order of revisions that a client sees."""

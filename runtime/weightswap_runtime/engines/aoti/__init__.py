@@ -1,1 +1,0 @@
-"""The engine `aoti`: graphs that AOTInductor compiled for a target."""

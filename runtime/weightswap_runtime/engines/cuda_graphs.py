@@ -1,0 +1,380 @@
+"""CUDA graphs: recording and replay."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from threading import Lock, RLock
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightswap_runtime.errors import Unsupported, lacks_memory
+from weightswap_runtime.memory.device import Device, Stream, check_not_capturing
+from weightswap_runtime.memory.torch_device import Accelerator
+from weightswap_runtime.threads import without_garbage_collection
+from weightswap_runtime.torch_tensors import default_torch_modes
+
+MOST = 64  # shapes that are captured at most, unless they are named
+_log = logging.getLogger("weightswap.captures")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+Function = Callable[[], list[Any]]
+Inputs = list[Any]
+Run = Callable[[str, Inputs], list[Any]]
+
+
+class Passing(Exception):
+    """A call cannot be captured now, but perhaps after the next swap."""
+
+
+class GraphRecorder(Protocol):
+    """Records the work that a function enqueues on a device."""
+
+    def record(self, function: Function) -> tuple[Callable[[], object], list[Any]]:
+        """Run the function several times. Return a function that replays its work, and the tensors with its results.
+
+        A replay runs in the current stream, and must follow the previous one.
+        """
+        ...
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep the memory of tensors, once they are dropped, until the current stream has done its work until then."""
+        ...
+
+
+class Shapes:
+    """Shapes of methods' inputs that are captured; shared by all sessions of an engine."""
+
+    def __init__(self, named: Iterable[tuple[str, Inputs]], auto: bool) -> None:
+        """named: methods with flat inputs. auto: shapes of calls are captured, too, up to MOST shapes in all."""
+        self._auto = auto
+        self.samples: dict[Hashable, tuple[str, Inputs]] = {key_of(*sample): sample for sample in named}
+        self.failures: dict[Hashable, str] = {}
+        self._passing: set[Hashable] = set()
+
+    def should_capture(self, key: Hashable) -> bool:
+        """Return whether to capture calls of these shapes."""
+        if key in self.failures:
+            return False
+        return key in self.samples or (self._auto and len(self.samples) < MOST)
+
+    def note(self, key: Hashable, method: str, inputs: Inputs) -> None:
+        """Remember a shape, so that other sessions capture it, too. Values do not matter."""
+        if key not in self.samples:
+            self.samples[key] = method, [_like(value) for value in inputs]
+
+    def failed(self, key: Hashable, method: str, reason: str, passing: bool) -> None:
+        """Remember that a shape cannot be captured; if passing, only until `try_again`."""
+        self.failures[key] = reason
+        if passing:
+            self._passing.add(key)
+        _log.warning("%s: calls run without a CUDA graph: %s", method, reason)
+
+    def try_again(self) -> None:
+        """Forget failures that were due to a lack of memory or streams."""
+        while self._passing:
+            self.failures.pop(self._passing.pop(), None)
+
+
+def key_of(method: str, inputs: Inputs) -> Hashable:
+    """Return a key that is equal for calls that one capture can replay."""
+    return method, *[(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs]
+
+
+class _CapturedCall(NamedTuple):
+    """A recorded call. `inputs` is the memory that it reads; `written` are the indices of inputs that it writes to.
+
+    streams: the keys of the streams that this memory was lent to.
+    """
+
+    inputs: Inputs
+    outputs: list[Any]
+    replay: Callable[[], object]
+    written: list[int]
+    streams: set[int]
+
+
+class Captures:
+    """The captured calls of one session. They share scratch memory, so each replay waits for the previous one."""
+
+    def __init__(self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Run) -> None:
+        """run: function that runs a method on flat inputs."""
+        self._device = device
+        self._recorder = recorder
+        self._shapes = shapes
+        self._run = run
+        self._lock = RLock()
+        self._captured: dict[Hashable, _CapturedCall] = {}
+        self._last = device.current()  # the stream of the last replay: one of torch's, which are never destroyed
+
+    def try_again(self) -> None:
+        """Let the next calls try the captures again that failed for lack of memory or streams."""
+        self._shapes.try_again()
+
+    def capture_named(self) -> None:
+        """Capture the shapes that are named or that other sessions have captured."""
+        self.try_again()
+        for key, (method, inputs) in list(self._shapes.samples.items()):
+            if key not in self._captured and key not in self._shapes.failures:
+                self._capture(key, method, inputs)
+
+    def replay(self, method: str, inputs: Inputs) -> list[Any] | None:
+        """Replay a call in the current stream and return copies of its outputs; None if such calls are not captured."""
+        key = key_of(method, inputs)
+        captured = self._captured.get(key)
+        if captured is None and self._shapes.should_capture(key):
+            captured = self._capture(key, method, inputs)
+        if captured is None:
+            return None
+        with self._lock, torch.no_grad():
+            self._follow()
+            self._lend(captured)
+            _fill(captured.inputs, inputs)
+            captured.replay()
+            for index in captured.written:
+                inputs[index].copy_(captured.inputs[index])
+            return [_copied(value) for value in captured.outputs]
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last replay, if that was in another stream."""
+        stream, last = self._device.current(), self._last
+        if stream != last:
+            check_not_capturing(self._device, last)
+            self._device.wait(stream, self._device.mark(last))
+            self._last = stream
+
+    def _lend(self, captured: _CapturedCall) -> None:
+        key = self._device.current_key()
+        if key not in captured.streams:
+            self._recorder.lend(value for value in captured.inputs if isinstance(value, torch.Tensor))
+            captured.streams.add(key)
+
+    def _capture(self, key: Hashable, method: str, inputs: Inputs) -> _CapturedCall | None:
+        last = _LastOperator()  # type: ignore[no-untyped-call]
+        try:
+            with default_torch_modes(), self._lock:
+                if key not in self._captured and key not in self._shapes.failures:
+                    self._captured[key] = self._record(method, inputs, last)
+                    self._shapes.note(key, method, inputs)
+        except Exception as error:
+            passing = isinstance(error, Passing) or lacks_memory(error)
+            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}", passing)
+        return self._captured.get(key)
+
+    def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
+        self._follow()
+        static = [_like(value) for value in inputs]
+        _fill(static, inputs)  # raises if elements of an input overlap
+        versions = [_version(value) for value in static]
+        with last:
+            replay, outputs = self._recorder.record(lambda: self._run(method, static))
+        written = [index for index, value in enumerate(static) if _version(value) != versions[index]]
+        return _CapturedCall(static, outputs, replay, written, set())
+
+
+def _like(value: Any) -> Any:
+    """Return zeros in the tensor's strides, on which kernels depend. Other values are returned as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+
+def _fill(static: Inputs, inputs: Inputs) -> None:
+    for target, value in zip(static, inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            target.copy_(value)
+
+
+def _version(value: Any) -> int:
+    """Return a counter of writes to a tensor."""
+    return int(value._version) if isinstance(value, torch.Tensor) else 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the operator that was called last."""
+
+    name = "before the first operator"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+_PRIORITY = -2  # torch's own code and most applications use no streams of this priority
+MOST_STREAMS = 32  # of one priority in torch
+WARM_UPS = 2  # in their first calls libraries allocate and choose kernels, which a capture does not allow
+_capturing = RLock()  # torch's generator of a device knows of one capture at a time; a signal handler may call a model
+_failed: list[torch.cuda.CUDAGraph] = []  # kept alive, as torch's host allocator never stops querying them
+
+
+class NoStream(Passing):
+    """Every stream of the device is used by a session that captures."""
+
+    def __init__(self) -> None:
+        streams = f"all of torch's {MOST_STREAMS} streams of priority {_PRIORITY}"
+        super().__init__(f"{streams} are taken by sessions that capture; close some")
+
+
+class _StreamLease:
+    """A stream that nobody else captures in, as long as this object lives."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+class _Replay:
+    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is leased again."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, lease: _StreamLease) -> None:
+        self._graph = graph
+        self._lease = lease
+        self._replay = graph.replay
+
+    def __call__(self) -> None:
+        self._replay()
+
+    def __del__(self) -> None:
+        del self._replay, self._graph
+
+
+class CaptureStreams:
+    """Streams of one device, each leased to one session at a time, and one shared stream for warm-ups.
+
+    A graph keeps the scratch memory of cuBLAS for the recording thread and stream. If two sessions shared a stream,
+    their replays, which are not in order with each other, would share that memory.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._lock = Lock()
+        self._free: list[Stream] = []
+        self._used_ids: set[int] = set()
+        self._torch = accelerator.torch
+        self.warm_up = self._new()
+        self.repairs = self._new()
+
+    def take(self) -> _StreamLease:
+        """Lease a stream. Raises NoStream."""
+        with self._lock:
+            lease = _StreamLease(self._free.pop() if self._free else self._new())
+        weakref.finalize(lease, self._free.append, lease.stream).atexit = False
+        return lease
+
+    def _new(self) -> Stream:
+        for _ in range(MOST_STREAMS):
+            stream = torch.cuda.Stream(self._torch, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+            if stream.stream_id not in self._used_ids:  # torch hands them out round-robin
+                self._used_ids.add(stream.stream_id)
+                return stream
+        raise NoStream
+
+
+_streams: dict[int, CaptureStreams] = {}
+_creating = Lock()
+
+
+def streams_of(accelerator: Accelerator) -> CaptureStreams:
+    """Return the streams of a device, which all models share."""
+    with _creating:
+        if accelerator.index not in _streams:
+            _streams[accelerator.index] = CaptureStreams(accelerator)
+        return _streams[accelerator.index]
+
+
+class CudaRecorder:
+    """Records in a stream of its own. Its graphs share scratch memory, and must be replayed one after another."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Raises Unsupported on a device other than CUDA."""
+        if accelerator.torch.type != "cuda":
+            raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: CUDA graphs need a CUDA device")
+        self._accelerator = accelerator
+        self._streams = streams_of(accelerator)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def _lease(self) -> _StreamLease:
+        return self._streams.take()
+
+    def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
+        """Warm the function up, then record it. Unlike with `torch.cuda.graph`, other threads and streams keep running.
+
+        Returns a function that replays it in the current stream, and the tensors that then hold its results.
+        """
+        outer = self._accelerator.current()
+        with _capturing:
+            stream = self._lease.stream
+            self._warm_up(function, outer)
+            with self._accelerator.on(stream), without_garbage_collection():  # which may unload kernels
+                try:
+                    return self._capture(function)
+                finally:
+                    self._accelerator.wait(outer, self._accelerator.mark(stream))
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        stream = self._accelerator.current()
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def _warm_up(self, function: Callable[[], list[Any]], outer: Stream) -> None:
+        """Run in a stream that all recorders share: torch's allocator caches memory per stream."""
+        stream = self._streams.warm_up
+        with self._accelerator.on(stream):
+            self._accelerator.wait(stream, self._accelerator.mark(outer))
+            try:
+                for _ in range(WARM_UPS):
+                    function()
+                self._accelerator.finish(self._accelerator.mark(stream))
+            finally:
+                self._accelerator.wait(outer, self._accelerator.mark(stream))
+
+    def _capture(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            outputs = function()
+            graph.capture_end()
+        except BaseException:
+            self._recover(graph)
+            raise
+        return _Replay(graph, self._lease), outputs
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed: `capture_end` raises before it has reset the allocator and the generator.
+
+        Otherwise no memory that was lent to a stream would ever be freed, every other capture with this pool would
+        fail, and, in torch 2.11, so would every random number.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _failed.append(graph)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._accelerator.index, self._pool)
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(self._accelerator.index, self._pool)
+        else:  # the capture was valid, and `function` raised an error of its own
+            graph.reset()
+        self._pool = torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError):
+            self._capture_nothing()
+
+    def _capture_nothing(self) -> None:
+        """Capture successfully, which resets the generator.
+
+        The stream is one in which nothing else is captured: with the graph, torch drops cuBLAS's memory of the stream.
+        """
+        with self._accelerator.on(self._streams.repairs):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._accelerator.torch)  # torch warns of an empty one
+            graph.capture_end()

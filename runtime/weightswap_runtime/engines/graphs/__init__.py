@@ -1,1 +1,0 @@
-"""Graphs of an artifact, compiled straight from their archives into Python functions."""

@@ -1,1 +1,0 @@
-"""The engine `onnx`: ONNX Runtime, every weight an input of the graph."""

@@ -1,1 +1,0 @@
-"""CUDA graphs of calls: captured for a shape once, replayed."""

@@ -1,0 +1,1 @@
+"""Which weights a model shall have, and the controller that serves them."""

@@ -1,0 +1,391 @@
+"""The one change controller: prepare, commit, discard, trial, follow."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+
+from weightswap_runtime.errors import (
+    NothingToRollBack,
+    StageCancelled,
+    Superseded,
+    Unproven,
+    Unsupported,
+    is_number,
+    join_seconds,
+    listed,
+)
+from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.names import part_of
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.calls import Caller, Methods
+from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
+from weightswap_runtime.live.session import Member
+from weightswap_runtime.live.staged import Staged, StagingTask
+from weightswap_runtime.live.store import Store, fingerprint_of
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.request import BaseFile, SwapRequest
+from weightswap_runtime.threads import Background
+
+from .desired_state import DesiredState, DesiredWeights, check_new, check_promotable
+from .directory import Entry, order_of_names, without_traceback
+from .intake import Told
+from .place import DesiredPlace, Known
+
+Policy = Literal["newest", "proven"]
+
+
+class Promotion(NamedTuple):
+    """The place to promote weights in, the policy, and the name of the promoter."""
+
+    place: DesiredPlace
+    policy: Policy
+    by: str
+
+    def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
+        """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
+        self._check(path, weights_id or "", self.place.read(check))
+
+    def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
+        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        if self.policy == "proven":
+            check_proven(printable(path), staged.verified, list(staged.nonfinite))
+        known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
+        may = partial(self._check, path, staged.weights_id)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
+
+    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
+        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        return {entry.name for entry in entries if str(entry.path) in known}
+
+    def _check(self, path: str | Path, weights_id: str, state: DesiredState) -> None:
+        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
+        if state.weights_id == weights_id:
+            return
+        check_promotable(state, weights_id, printable(path))
+        check_new(state, weights_id, printable(path))
+        folder, _, name = str(path).rpartition("/")
+        for weights in state.known:
+            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
+                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
+
+
+def check_promotion_policy(policy: str) -> None:
+    """Raise Unsupported for an unknown policy."""
+    if policy not in get_args(Policy):
+        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
+
+
+def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
+    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
+    if nonfinite:
+        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
+    if verified != "goldens":
+        raise Unproven(
+            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
+            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
+        )
+
+
+_log = logging.getLogger("weightswap.watching")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Subject(NamedTuple):
+    """The model to swap weights into, and `request`, the options of every swap."""
+
+    model: Caller
+    store: Store
+    member: Member
+    request: SwapRequest
+
+
+class Looker(Protocol):
+    """The work of each look."""
+
+    last_error: BaseException | None
+
+    def look(self, target: ModelTarget) -> float:
+        """Serve what can be served. Return the seconds until the next look."""
+        ...
+
+    def forget_refusal(self) -> None:
+        """Try what was refused again at the next look."""
+        ...
+
+
+class Watching(AbstractContextManager["Watching"]):
+    """A background thread that keeps a model's weights current, until `stop()`, or until the model is dropped.
+
+    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._thread = Background(loop.run, "weightswap-watching", loop.stop)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """The last error; None again once weights were taken, or the place could be read again."""
+        return next((looker.last_error for looker in self._loop.lookers if looker.last_error is not None), None)
+
+    @property
+    def place(self) -> DesiredPlace | None:
+        """The place with the desired state that the model is kept at, if any."""
+        return self._loop.promotion.place if self._loop.promotion is not None else None
+
+    def look_soon(self) -> None:
+        """Look now instead of after the interval."""
+        self._loop.wake()
+
+    def interrupt(self) -> None:
+        """Cancel a staging under way. The next look begins it again, if it is still wanted."""
+        if (job := self._loop.job) is not None:
+            job.cancel()
+
+    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
+        """Return the request with which this thread would stage weights of its place, with absolute sources."""
+        return self._loop.request_for(path, weights, by)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
+
+        Wait for at most `timeout` seconds until the thread has ended, and return whether it has. In a callback it does
+        not wait.
+        """
+        seconds = join_seconds(timeout)
+        self._loop.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self.alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _described(self, where: str) -> str:
+        return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
+
+
+def check_interval(interval: Any) -> None:
+    """Raise Unsupported for an invalid time between two looks."""
+    if not (is_number(interval) and interval > 0):
+        raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
+
+
+class Loop:
+    """The work of the thread. It refers to the model only during a look, so that the model can be dropped."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        lookers: Sequence[Looker],
+        interval: float,
+        callback: Listener | None,
+        promotion: Promotion | None = None,
+    ) -> None:
+        """Check the options. Raises Unsupported."""
+        check_interval(interval)
+        subject.request.check()
+        Job(subject.request.rate_limit)  # checks the limit
+        model, self.store, self.member, self.request = subject
+        self.promotion = promotion
+        self.lookers = lookers
+        current = self.store.gate.current
+        self.first_generation = -1 if current is None or self.store.inherited else current.generation
+        self.stopping = False
+        self.job: Job | None = None
+        self._interval = interval
+        self._admission = fingerprint_of(self.store.admit)
+        self._callback = callback
+        self._model = weakref.ref(model)
+        self._thread: int | None = None
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, for finalizers
+        self._unlisten = self.store.events.listen(self._forward)
+        self._finalizer = weakref.finalize(model, self.stop)
+
+    def stop(self) -> None:
+        self.stopping = True
+        if (job := self.job) is not None:
+            job.cancel()
+        self.wake()
+
+    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
+        onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+        return self.request._replace(path=path, expect=weights.weights_id, by=by, onto=onto)
+
+    def wake(self) -> None:
+        """End the wait for the next look."""
+        self._wakeups.put(None)
+
+    def run(self) -> None:
+        self._thread = threading.get_ident()
+        try:
+            while not self.stopping:
+                self._notice_admission()
+                self._wait(min(map(self._look, self.lookers)))
+        finally:
+            self._unlisten()
+            self._finalizer.detach()
+            del self.store, self.member  # a reference to the watcher must not keep the weights alive
+
+    def _notice_admission(self) -> None:
+        before, self._admission = self._admission, fingerprint_of(self.store.admit)
+        if self._admission != before:
+            for looker in self.lookers:
+                looker.forget_refusal()
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def _look(self, looker: Looker) -> float:
+        model = self._model()
+        if model is None:
+            self.stop()
+            return 0.0
+        try:
+            return looker.look(ModelTarget(model._methods, self))
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
+            _log.exception("a poll failed")
+            looker.last_error = without_traceback(error)
+            return self._interval
+
+    def _forward(self, event: Event) -> None:
+        """Call the callback with the events that this thread causes."""
+        if self._callback is not None and self._thread == threading.get_ident():
+            try:
+                self._callback(event)
+            except BaseException:  # also SystemExit
+                _log.exception("%r failed", self._callback)
+
+
+class ModelTarget:
+    """The model, for one look."""
+
+    def __init__(self, methods: Methods, loop: Loop) -> None:
+        self._methods = methods
+        self._loop = loop
+        self._store = loop.store
+
+    def check(self) -> None:
+        if self._loop.stopping:
+            raise StageCancelled("watching was stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        gate = self._store.gate
+        return gate.current is not None and gate.current.weights_id == weights_id and gate.failure is None
+
+    @property
+    def serves_nothing(self) -> bool:
+        return self._store.gate.current is None
+
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+        with self._turn() as job:
+            # the id that a part results in is known only after its staging
+            if weights_id is not None and not self._loop.request.only and not self._needs(path, weights_id):
+                return known
+            promotion = self._loop.promotion
+            if promotion is not None:
+                promotion.check(path, weights_id, self.check)
+            with self._staged(job, self._loop.request._replace(path=path)) as staged:
+                content = self._content(staged)
+                if content != known and self._needs(path, staged.weights_id):
+                    if promotion is not None:
+                        promotion.promote(path, staged, self._loop.member.artifact.graph_id)
+                    staged.commit(timeout=self._loop.request.timeout)
+                return content
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+        """Serve exactly these weights, if `is_wanted` is still true when they are staged. Raises what `swap` raises."""
+        with self._turn() as job:
+            if self.serves(weights.weights_id) or not is_wanted():  # changed during the wait for the turn
+                return
+            by = weights.by or self._loop.request.by
+            if self._try_rollback(weights.weights_id, by):
+                return
+            with self._staged(job, self._loop.request_for(path, weights, by)) as staged:
+                if is_wanted():
+                    staged.commit(timeout=self._loop.request.timeout)
+
+    def _try_rollback(self, weights_id: str, by: str) -> bool:
+        """Roll back to these weights, without reading, if they are still in memory. Return whether they were."""
+        if self._store.previous_id != weights_id:
+            return False
+        request = self._loop.request
+        try:
+            self._store.rollback(self._loop.member, by, request.patience, request.timeout, weights_id)
+        except NothingToRollBack:  # another thread has staged or committed meanwhile
+            return False
+        return True
+
+    @contextmanager
+    def _turn(self) -> Iterator[Job]:
+        """Hold this thread's turn to swap within the block; yield a job that `stop()` cancels."""
+        with self._store.turns.wait_for_turn(self.check):
+            self._loop.job = job = Job(self._loop.request.rate_limit)
+            if self._loop.stopping:
+                job.cancel()
+            try:
+                yield job
+            finally:
+                self._loop.job = None
+
+    @contextmanager
+    def _staged(self, job: Job, request: SwapRequest) -> Iterator[Staged]:
+        staged = Staged(self._methods, StagingTask(self._store, self._loop.member, request, job))
+        with staged.run():
+            job.check()
+            yield staged
+
+    def _content(self, staged: Staged) -> str:
+        """Return the weights id; for a part, the id of the part alone."""
+        manifest, identity = self._loop.member.artifact.manifest, staged.identity
+        if not (only := self._loop.request.only):
+            return identity.weights_id
+        return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
+
+    def _needs(self, path: str | Path, weights_id: str) -> bool:
+        """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
+
+        With a promotion, the place knows what was rolled back.
+        """
+        if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
+            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
+            raise Superseded(
+                f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
+                f"{receipt.generation}). Write other weights, or swap these in by hand."
+            )
+        return not self.serves(weights_id)
+
+    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
+        """Return the rollback from these weights since the watcher began; None if they were committed again."""
+        for receipt in reversed(tuple(self._store.history)):
+            if receipt.generation <= self._loop.first_generation or receipt.weights_id == weights_id:
+                return None
+            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
+                return receipt
+        return None
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None:
+        graph_id = self._loop.member.artifact.graph_id
+        self._store.events.emit(Event(kind, source, self._loop.request.by, graph_id, error=error))

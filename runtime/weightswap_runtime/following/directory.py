@@ -1,0 +1,197 @@
+"""Listings of weight files, and looks at their headers."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from weightswap_runtime.errors import AccessDenied, StageCancelled, Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.format.delta import delta_stamp
+from weightswap_runtime.format.weight_set import (
+    GOLDENS_SUFFIX,
+    INDEX_SUFFIX,
+    SIGNATURE_SUFFIX,
+    SUFFIX,
+    companions,
+    open_weights,
+)
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Location, Url, as_location, fixed
+
+_PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
+_DIGITS = re.compile(r"([0-9]+)")
+_LISTED = (SUFFIX, INDEX_SUFFIX, SUFFIX + SIGNATURE_SUFFIX, INDEX_SUFFIX + SIGNATURE_SUFFIX)
+UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this look
+
+
+class Entry(NamedTuple):
+    """A weight file in a listing. `path`: the argument of a swap. `modified`: seconds since the epoch; 0 if unknown.
+
+    Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell; a fingerprint
+    UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a write that restored the time of
+    modification, and after a change of the file's mode or hard links. `beside`: both of the files beside it that decide
+    whether it is taken.
+    """
+
+    name: str
+    path: str | Path
+    fingerprint: Hashable
+    modified: float
+    changed: Hashable = None
+    beside: Hashable = ()
+
+
+Listing = Callable[[], list[Entry]]
+
+
+def open_directory(directory: str | os.PathLike[str]) -> Listing:
+    """Return a function that lists the weight files of a directory, local or behind a URL, in no order.
+
+    The listing opens no file. It raises WeightFileError, caused by an OSError for a local directory, if the directory
+    cannot be listed. `open_directory` itself raises MissingExtra and Unsupported for a URL that is not supported.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
+    location = as_location(directory)
+    if isinstance(location, Url):
+        from weightswap_runtime.sources.urls import check_listable  # needs fsspec
+
+        check_listable(location)
+    else:
+        location = fixed(location)
+    return lambda: _weight_files(_entries(location))
+
+
+def fingerprint(path: str | Path, check: Check) -> Hashable:
+    """Return the fingerprint of weights and of all files that decide whether they are taken; UNKNOWN if that fails.
+
+    Of a folder, or an index of shards, all weight files there count, and what is beside them. A web server lists none,
+    so that shards behind one do not count. `check` is called during the wait for its responses.
+    """
+    try:
+        location = as_location(path)
+        if isinstance(location, Url) and location.is_web:
+            return _web_fingerprint(location, check)
+        if location.name.endswith(INDEX_SUFFIX) or _is_folder(location):
+            return frozenset(_entries(location.parent if location.name.endswith(INDEX_SUFFIX) else location))
+        if isinstance(location, Path):
+            return tuple(_local(location.with_name(name)) for name in (location.name, *companions(location.name)))
+        return tuple(entry for entry in _weight_files(_entries(location.parent)) if entry.name == location.name)
+    except StageCancelled:
+        raise
+    except (WeightswapError, OSError, ValueError):  # such as a name that is too long
+        return UNKNOWN
+
+
+def _is_folder(location: Location) -> bool:
+    return location.is_dir() if isinstance(location, Path) else not location.name.endswith(SUFFIX)
+
+
+def _web_fingerprint(url: Url, check: Check) -> Hashable:
+    from weightswap_runtime.sources.urls import find_object  # needs fsspec
+
+    found: list[Hashable] = []
+    for name in (url.name, *companions(url.name)):
+        try:
+            source = find_object(url.with_name(name), check)
+        except AccessDenied:  # a signed URL opens one object only
+            found.append(UNKNOWN)
+        else:
+            found.append(source.pin if source else "absent")
+    return tuple(found)
+
+
+def order(entry: Entry) -> tuple[Any, ...]:
+    """Return the sort key of a file: by name, with numbers by value; of one published step, the latest last."""
+    return order_of_names(entry.name), entry.modified, entry.name
+
+
+def order_of_names(name: str) -> list[Any]:
+    """Return the part of the sort key that depends on the name alone."""
+    published = _PUBLISHED.fullmatch(name)
+    stem = published[1] if published else name.removesuffix(SUFFIX)
+    parts = _DIGITS.split(stem)  # text, digits, text, ...
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def _weight_files(entries: list[Entry]) -> list[Entry]:
+    """Return the weight files, each with the files beside it that decide whether it is taken."""
+    found = {entry.name: entry for entry in entries}
+
+    def beside(entry: Entry) -> Entry:
+        others = [found[name] for name in companions(entry.name) if name in found]
+        return entry._replace(beside=tuple((each.name, each.fingerprint, each.changed) for each in others))
+
+    return [beside(each) for each in entries if each.name.endswith(SUFFIX) and not each.name.endswith(GOLDENS_SUFFIX)]
+
+
+def _entries(folder: Location) -> list[Entry]:
+    """List weight files, indices of shards, and what may be beside them."""
+    if isinstance(folder, Url):
+        from weightswap_runtime.sources.urls import list_files  # needs fsspec
+
+        return [Entry(*file) for file in list_files(folder) if _is_listed(file.name)]
+    try:
+        with os.scandir(folder) as files:
+            entries = [_local(folder / file.name) for file in files if _is_listed(file.name)]
+    except (OSError, ValueError) as error:
+        raise WeightFileError(f"{folder!s:.200}: cannot be listed ({error})") from error
+    return [entry for entry in entries if entry is not None]
+
+
+def _is_listed(name: str) -> bool:
+    return name.endswith(_LISTED) and not name.startswith(".")  # unfinished files begin with a dot
+
+
+def _local(path: Path) -> Entry | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # removed meanwhile
+        return None
+    except (OSError, ValueError):
+        return Entry(path.name, path, UNKNOWN, 0.0)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return Entry(path.name, path, fingerprint, status.st_mtime, status.st_ctime_ns)
+
+
+_MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+class HeaderPeek(NamedTuple):
+    """The content of a file's header. `base`: the base weights of a delta. `error`: why the header cannot be read."""
+
+    weights_id: str | None = None
+    base: str | None = None
+    error: Exception | None = None
+
+
+def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:
+    """Read a file's header. `check` is called during the wait for a response, and may raise StageCancelled."""
+    try:
+        with open_weights(path, check, _MOST_HEADER) as weights:
+            if delta := delta_stamp(weights):
+                return HeaderPeek(delta.weights_id, delta.base)
+            return HeaderPeek(weights.stamp.weights_id if weights.stamp else None)
+    except StageCancelled:
+        raise
+    except Exception as error:  # a swap will raise it again
+        without_traceback(error)
+        return HeaderPeek(error=error)
+
+
+def without_traceback(error: _Error) -> _Error:
+    """Return the error without the tracebacks of it and its causes, whose frames keep the model alive."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

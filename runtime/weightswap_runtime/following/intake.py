@@ -1,0 +1,383 @@
+"""Intake of a directory: which files are taken, when, and in which order. It has no thread and no clock of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from weightswap_runtime.errors import (
+    BaseMismatch,
+    DamagedFile,
+    DesiredError,
+    DigestMismatch,
+    GoldenMismatch,
+    GoldensError,
+    Held,
+    LeaseTimeout,
+    ModelFailed,
+    OutOfMemory,
+    StageCancelled,
+    StagingBusy,
+    Superseded,
+    TruncatedFile,
+    Unproven,
+    WeightFileError,
+    WeightswapError,
+)
+from weightswap_runtime.live.receipt import Event
+from weightswap_runtime.sources.location import printable
+
+from .directory import UNKNOWN, Entry, HeaderPeek, Listing, order, peek, without_traceback
+
+Start = Literal["newest", "all", "new"]
+Told = Literal["skipped", "unreachable", "waiting"]
+LONGEST_DELAY = 300.0
+MOST_REMEMBERED = 10_000  # files that have disappeared
+PATIENCE = 60.0  # seconds without a change after which a truncated file counts as damaged
+# errors that other bytes under the same header can mend
+_MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
+_TRANSIENT = (BaseMismatch, DesiredError, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
+
+
+class Target(Protocol):
+    """The model as seen by one look; see `loop.ModelTarget`."""
+
+    def check(self) -> None:
+        """Raise StageCancelled if the watcher was stopped."""
+        ...
+
+    def serves(self, weights_id: str) -> bool:
+        """Return whether exactly these weights are served now."""
+        ...
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
+
+
+class WatchTarget(Target, Protocol):
+    """The model that files are swapped into."""
+
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+        """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
+
+        Return the id of its content, or `known` if it was not read. Raises what `Model.swap` and `check` raise.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class _File:
+    """The state of a file with one fingerprint; a file with another fingerprint is another file.
+
+    `settled`: taken or skipped. `wait_error`: why a delta cannot be taken yet. `must_recheck`: only its ctime has
+    changed since its header was read. `content`: the id of the content that was taken.
+    """
+
+    entry: Entry
+    changed_at: float
+    looks: int = 0
+    settled: bool = False
+    attempts: int = 0
+    retry_at: float = 0.0
+    peek: HeaderPeek | None = None
+    error: BaseException | None = None
+    wait_error: BaseException | None = None
+    must_recheck: bool = False
+    content: str | None = None
+    key: tuple[Any, ...] = field(init=False)  # the sort key
+
+    def __post_init__(self) -> None:
+        self.key = order(self.entry)
+
+
+class _NotNowError(Exception):
+    """No further file can be taken at this look."""
+
+
+class Intake:
+    """The intake of a directory's weight files, in order, each once. A loop calls `look()` repeatedly.
+
+    A file is taken when it is complete. The order never goes back: files that come before one that was taken are
+    skipped. Transient failures are retried after `interval`, then after twice as long, and so on up to five minutes; a
+    file with any other failure is skipped until it, or a file beside it that decides on it, changes. A file that
+    disappears and returns, or only has another mode or more hard links than before, is not taken again.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        listing: Listing,
+        interval: float,
+        start: Start,
+        clock: Callable[[], float] = time.monotonic,
+        known_names: Callable[[Iterable[Entry]], AbstractSet[str]] | None = None,
+    ) -> None:
+        self.last_error: BaseException | None = None
+        self._directory = directory
+        self._list = listing
+        self._interval = interval
+        self._start = start
+        self._clock = clock
+        self._known_names = known_names  # called once: which files were taken elsewhere, or before a restart
+        self._files: dict[str, _File] = {}
+        self._removed: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the latest removed last
+        self._initial_names: set[str] | None = None  # those at the first look, for start="newest"; then empty
+        self._last_taken: _File | None = None
+        self._failed_listings = 0  # consecutive ones
+
+    @property
+    def skipped(self) -> dict[str, BaseException]:
+        """The errors of skipped files that are still in the directory, by name, in order."""
+        files = sorted(self._files.values(), key=attrgetter("key"))
+        return {file.entry.name: file.error for file in files if file.settled and file.error is not None}
+
+    @property
+    def waiting(self) -> dict[str, BaseException]:
+        """The reasons why deltas and truncated files wait, by name, in order."""
+        errors = ((file.entry.name, file.wait_error or _truncation(file)) for file in self._pending())
+        return {name: error for name, error in errors if error is not None}
+
+    def look(self, target: WatchTarget) -> float:
+        """Take the files that can be taken. Return the seconds until the next look."""
+        try:
+            entries = self._list()
+            names = self._known_names(entries) if self._known_names else ()
+        except WeightswapError as error:
+            return self._unreachable(error, target)
+        if self._failed_listings:
+            self._failed_listings, self.last_error = 0, None
+        self._update(entries)
+        if self._known_names is not None:
+            self._known_names = None
+            self._continue_after(names)
+        self._clear_errors_of_served(target)
+        with suppress(StageCancelled):
+            with suppress(_NotNowError):
+                self._take(target)
+            self._report_waiting(target)
+        return self._interval
+
+    def _unreachable(self, error: WeightswapError, target: WatchTarget) -> float:
+        self._failed_listings += 1
+        self.last_error = without_traceback(error)
+        if self._failed_listings == 1:
+            target.tell("unreachable", self._directory, error)
+        if self._initial_names is None and isinstance(error.__cause__, FileNotFoundError):
+            self._initial_names = set()
+        # listing a local directory is cheap, so it needs no longer pauses
+        return self._interval if isinstance(error.__cause__, OSError) else delay(self._interval, self._failed_listings)
+
+    def _update(self, entries: list[Entry]) -> None:
+        before = self._files.values()
+        files = [file for file in map(self._file_of, entries) if file is not None]
+        self._files = {file.entry.name: file for file in files}
+        self._remember(file for file in before if self._files.get(file.entry.name) is not file)
+        if self._initial_names is None:
+            self._initial_names = set(self._files) if self._start == "newest" else set()
+            for file in files:
+                file.settled = self._start == "new"
+
+    def _continue_after(self, names: Collection[str]) -> None:
+        """Treat the last of these files as taken, and those before it as settled."""
+        known = [file for file in self._files.values() if file.entry.name in names]
+        if not known:
+            return
+        self._last_taken, self._initial_names = max(known, key=attrgetter("key")), set()
+        for file in self._files.values():
+            file.settled = file.settled or file is self._last_taken or self._is_superseded(file)
+
+    def _clear_errors_of_served(self, target: WatchTarget) -> None:
+        """Clear the errors of skipped files whose weights are served all the same: they were swapped in by hand."""
+        for file in self._files.values():
+            weights_id = file.peek.weights_id if file.peek else None
+            if file.settled and file.error is not None and weights_id is not None and target.serves(weights_id):
+                self.last_error = None if self.last_error is file.error else self.last_error
+                file.error = None
+
+    def _file_of(self, entry: Entry) -> _File | None:
+        """Return the file of an entry; None for a new file of which the listing could find out only the name."""
+        file = self._files.get(entry.name)
+        if entry.fingerprint is UNKNOWN:
+            return file
+        if file is None or file.entry.fingerprint != entry.fingerprint:
+            file = self._removed.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
+        other_beside = file.entry.beside != entry.beside
+        if file.entry.changed != entry.changed:
+            file.entry, file.changed_at, file.looks, file.retry_at = entry, self._clock(), 0, 0.0
+            file.must_recheck = True
+        if other_beside:
+            file.entry = entry
+            self._reconsider(file)
+        file.looks += 1
+        return file
+
+    def forget_refusal(self) -> None:
+        """Try refused files again at the next look, as something else that decides on them has changed."""
+        for file in (*self._files.values(), *self._removed.values()):
+            self._reconsider(file)
+
+    def _reconsider(self, file: _File) -> None:
+        file.retry_at = 0.0
+        if file.error is not None and not self._is_superseded(file):
+            file.settled = False
+
+    def _remember(self, files: Iterable[_File]) -> None:
+        """Remember files that are missing: a listing may be incomplete once, and they are not new when they return."""
+        for file in sorted(files, key=attrgetter("key")):
+            self._removed[file.entry.name, file.entry.fingerprint] = file
+        for oldest in list(self._removed)[: max(0, len(self._removed) - MOST_REMEMBERED)]:
+            del self._removed[oldest]
+
+    def _take(self, target: WatchTarget) -> None:
+        for file in reversed(self._due()):
+            if file.entry.name in (self._initial_names or ()):
+                self._process(file, target)
+        for file in self._due():
+            if file.entry.name not in (self._initial_names or ()):
+                self._process(file, target)
+
+    def _pending(self) -> list[_File]:
+        return [file for file in self._due() if not file.settled]
+
+    def _due(self) -> list[_File]:
+        due = (file for file in self._files.values() if not file.settled or file.must_recheck)
+        return sorted(due, key=attrgetter("key"))
+
+    def _process(self, file: _File, target: WatchTarget) -> None:
+        target.check()
+        if file.must_recheck:
+            self._recheck(file, target)
+        if file.settled:
+            return
+        if self._is_superseded(file):
+            self._skip_superseded(file, target)
+        elif self._clock() >= file.retry_at:
+            file.peek = file.peek or peek(file.entry.path, target.check)
+            if file.peek.weights_id is not None and target.serves(file.peek.weights_id):
+                self._set_taken(file, target)
+            elif self._is_ready(file, file.peek, target):
+                self._try(file, file.peek.weights_id, target)
+
+    def _recheck(self, file: _File, target: WatchTarget) -> None:
+        """Check whether a file of which only the ctime has changed may have other content than before.
+
+        A new mode or a new hard link is no reason to take or report a file again.
+        """
+        if file.settled and self._is_superseded(file):
+            file.must_recheck = False  # its content does not matter
+            return
+        before, now = file.peek, peek(file.entry.path, target.check)
+        file.peek, file.must_recheck = now, False
+        same = before is not None and now.weights_id is not None and now[:2] == before[:2]
+        if not same:
+            file.wait_error = None
+        if same or (before is None and file.error is None):  # a file that was never opened cannot be compared
+            file.settled = file.settled and not isinstance(file.error, _MENDABLE)
+        else:
+            file.settled = False
+
+    def _is_superseded(self, file: _File) -> bool:
+        last = self._last_taken
+        return last is not None and last.entry.name != file.entry.name and file.key < last.key
+
+    def _is_ready(self, file: _File, header: HeaderPeek, target: WatchTarget) -> bool:
+        if isinstance(header.error, TruncatedFile):
+            return self._clock() - file.changed_at >= PATIENCE
+        if header.base is not None:
+            return target.serves(header.base)
+        # without digests, only a second look shows that the file is not being written
+        return header.weights_id is not None or file.looks > 1
+
+    def _try(self, file: _File, weights_id: str | None, target: WatchTarget) -> None:
+        try:
+            file.content = target.swap(file.entry.path, weights_id, file.content)
+        except StageCancelled:
+            raise
+        except Exception as error:
+            self._set_failed(file, error, target)
+        else:
+            self._set_taken(file, target)
+
+    def _report_waiting(self, target: WatchTarget) -> None:
+        for file in self._pending():
+            base = file.peek.base if file.peek else None
+            if base is None or target.serves(base):
+                file.wait_error = None
+            elif file.wait_error is None:
+                where = printable(file.entry.path)
+                error = BaseMismatch(f"{where}: a delta from the weights {base[:12]}, which are not served yet")
+                file.wait_error = error
+                target.tell("waiting", where, error)
+
+    def _set_failed(self, file: _File, error: Exception, target: WatchTarget) -> None:
+        before, self.last_error, file.error = file.error, without_traceback(error), error
+        if not is_transient(error):
+            file.settled = True
+            if str(before) != str(error):
+                target.tell("skipped", printable(file.entry.path), error)
+            return
+        if isinstance(error, Held):  # a hold may be released at any time, so the pauses do not grow
+            if str(before) != str(error):
+                target.tell("waiting", printable(file.entry.path), error)
+        else:
+            file.attempts += 1
+        file.retry_at = self._clock() + delay(self._interval, max(1, file.attempts))
+        file.peek = None
+        if not isinstance(error, BaseMismatch | WeightFileError):
+            raise _NotNowError
+
+    def _set_taken(self, file: _File, target: WatchTarget) -> None:
+        initial_names, self._initial_names = self._initial_names or set(), set()
+        file.settled, file.error, self.last_error = True, None, None
+        self._last_taken = file
+        superseded = [other for other in self._files.values() if not other.settled and self._is_superseded(other)]
+        for other in sorted(superseded, key=attrgetter("key")):
+            if other.entry.name in initial_names:
+                other.settled = True
+            else:
+                self._skip_superseded(other, target)
+
+    def _skip_superseded(self, file: _File, target: WatchTarget) -> None:
+        assert self._last_taken is not None
+        where, later = printable(file.entry.path), self._last_taken.entry.name
+        error = Superseded(f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}")
+        file.settled, file.error = True, error
+        target.tell("skipped", where, error)
+
+
+def _truncation(file: _File) -> TruncatedFile | None:
+    """Return the error of a truncated file, which may still be being copied."""
+    error = file.peek.error if file.peek else None
+    return error if isinstance(error, TruncatedFile) else None
+
+
+def _why_not_before(file: _File) -> str:
+    header = file.peek or HeaderPeek()
+    if header.base is not None:
+        return f"; it is a delta from the weights {header.base[:12]}, which were not served before that"
+    error = file.error or header.error
+    return f"; before that: {error}" if error else ""
+
+
+def delay(interval: float, attempts: int) -> float:
+    """Return the seconds to wait for the next try after so many failed attempts."""
+    return min(interval * 2.0 ** min(attempts - 1, 30), max(interval, LONGEST_DELAY))
+
+
+def refused_weights(event: Event) -> str:
+    """Return the id of weights that were refused, and would be again; empty for other events."""
+    if event.kind != "refused" or not isinstance(event.error, Exception) or is_transient(event.error):
+        return ""
+    return event.weights_id or ""
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether a retry of the same file may help: it could not be read, or the model was not ready for it."""
+    if isinstance(error, WeightswapError):
+        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile | Unproven)
+    return True

@@ -1,0 +1,495 @@
+"""The place that holds it: atomic changes by revision, files or objects."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from weightswap_runtime.errors import (
+    DesiredDamaged,
+    DesiredError,
+    GraphMismatch,
+    RevisionConflict,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    check_said,
+)
+from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.safetensors import Stamp, label_problem
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
+from weightswap_runtime.sources.location import Location, Url, as_location, fixed, fixed_text, printable
+from weightswap_runtime.sources.writing import new_file, remove_abandoned
+
+from .desired_state import (
+    SHOWN,
+    DesiredBase,
+    DesiredState,
+    DesiredWeights,
+    Hold,
+    bases_of,
+    check_promotable,
+    decode,
+    encode,
+    find_good,
+    rolled_back,
+    trimmed,
+    with_weights,
+)
+
+NAME = "desired.json"
+LOCK = ".desired.lock"
+PATIENCE, POLL_SECONDS = 30.0, 0.002
+SHARING_PATIENCE = 0.5  # from the creation of a lock until other users may open it
+MOST_BYTES = 4 << 20
+
+
+class Stored(NamedTuple):
+    """The bytes of a document, None if it is absent, and the tag of its version (remote storage only)."""
+
+    content: bytes | None
+    tag: str | None = None
+
+
+def open_storage(place: str | os.PathLike[str]) -> LocalStorage | RemoteStorage:
+    """Open the storage at a directory's path or a folder's URL, or at that of the document itself.
+
+    Its `replace` returns False if the document is no longer the one that was read. `read` and `replace` raise
+    DesiredError, and what `check` raises.
+    """
+    if not isinstance(place, str | os.PathLike):
+        raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
+    try:
+        location = as_location(place)
+    except WeightFileError as error:
+        raise Unsupported(str(error)) from error
+    if location.name == NAME:
+        location = location.parent
+    return RemoteStorage(location) if isinstance(location, Url) else LocalStorage(fixed(location))
+
+
+class LocalStorage:
+    """A file that is replaced under a lock, which the system releases if its process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / NAME
+
+    def read(self, check: Check | None = None) -> Stored:
+        try:
+            with closing(LocalFile(self._path)) as source:
+                return Stored(_content(source))
+        except WeightFileError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
+                return Stored(None)
+            raise DesiredError(str(error)) from error
+
+    def replace(self, before: Stored, content: bytes) -> bool:
+        try:
+            with self._locked():
+                if self.read() != before:
+                    return False
+                remove_abandoned(self.folder, NAME)
+                with new_file(self._path) as file:
+                    file.write(content)
+        except OSError as error:
+            raise DesiredError(f"{self._path}: cannot be written ({error})") from error
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = self._open_lock()
+        try:
+            self._lock(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        """Lock the file. Other writers hold the lock for milliseconds; give up on one that was suspended."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    text = f"{self._path}: another process has held {LOCK} for {PATIENCE} s; check that process"
+                    raise DesiredError(text) from error
+            time.sleep(POLL_SECONDS)
+
+    def _open_lock(self) -> int:
+        """Open the lock for writing. Whoever may only read the place cannot open it at all, and so cannot lock it."""
+        path, flags = self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        deadline = time.monotonic() + SHARING_PATIENCE
+        while True:
+            try:
+                fd = os.open(path, flags)
+                break
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                    break
+            except PermissionError as error:  # perhaps its maker is about to share it
+                if time.monotonic() > deadline:
+                    raise DesiredError(
+                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a place need the user "
+                        "or the group of its folder. If this one has it, remove that file while nobody writes."
+                    ) from error
+            time.sleep(POLL_SECONDS)
+        _share(fd, self.folder)
+        return fd
+
+
+def _share(fd: int, folder: Path) -> None:
+    """Let those open our lock who may write to its folder, whatever the umask is."""
+    ours, its = os.fstat(fd), folder.stat()
+    if ours.st_uid != os.geteuid() or ours.st_nlink != 1 or not stat.S_ISREG(ours.st_mode):
+        return
+    with suppress(OSError):
+        os.fchown(fd, -1, its.st_gid)
+    with suppress(OSError):
+        os.fchown(fd, its.st_uid, -1)  # only root may
+    classes = its.st_mode & (0o222 if os.fstat(fd).st_gid == its.st_gid else 0o202) | 0o200
+    mode = classes if _has_acl(fd) else classes | classes << 1
+    if stat.S_IMODE(ours.st_mode) != mode:
+        with suppress(OSError):  # on a file system without modes
+            os.fchmod(fd, mode)
+
+
+def _has_acl(fd: int) -> bool:
+    """Return whether others have access of their own, which a mode without reading limits to writing."""
+    try:
+        return bool(os.getxattr(fd, "system.posix_acl_access"))
+    except OSError:
+        return False
+
+
+class RemoteStorage:
+    """An object that is replaced only if it is still the one that was read."""
+
+    def __init__(self, folder: Url) -> None:
+        self.folder = folder
+        self._url = folder / NAME
+
+    def read(self, check: Check | None = None) -> Stored:
+        from weightswap_runtime.sources.urls import find_object
+
+        try:
+            source = find_object(self._url, check)
+            if source is None:
+                return Stored(None)
+            return Stored(_content(source), source.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+    def replace(self, before: Stored, content: bytes) -> bool:
+        from weightswap_runtime.sources.urls import replace_object
+
+        try:
+            return replace_object(self._url, content, before.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+
+def _content(source: ByteSource) -> bytes:
+    if source.size > MOST_BYTES:
+        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state can have")
+    content = bytearray(source.size)
+    source.read_into([memoryview(content)], 0)
+    return bytes(content)
+
+
+MOST_SOURCE = 4096  # bytes of a path or URL
+MOST_TRIES = 50  # of a promotion, against other writers
+Source = str | os.PathLike[str]
+
+
+class Known(NamedTuple):
+    """The facts known about a set of weights, from its header or its staging. base: the base weights id of a delta."""
+
+    weights_id: str
+    graph_id: str = ""
+    labels: dict[str, str] = {}  # noqa: RUF012
+    base: str = ""
+
+
+class DesiredPlace:
+    """A local directory, or a folder behind a URL, with the document `desired.json`: docs/desired.md.
+
+    Every write of an operator names the revision that it is based on, so that nobody overwrites an unseen change. It
+    returns the new desired state. It raises RevisionConflict, and DesiredError if the place cannot be read or written;
+    then nothing has changed. `by` and `why` have at most 4,096 characters.
+
+    place: the path or URL. A local directory must exist. Writing to a URL needs a store with conditional writes:
+    s3://. Other URLs can only be read (writing raises Unsupported).
+    """
+
+    def __init__(self, place: Source) -> None:
+        self._storage = open_storage(place)
+        self.where = str(self._storage.folder)
+        self.is_local = isinstance(self._storage.folder, Path)
+
+    def __repr__(self) -> str:
+        return f"DesiredPlace({self.where!r})"
+
+    def read(self, check: Check | None = None) -> DesiredState:
+        """Return the desired state; revision 0 if nothing was written yet.
+
+        check: called every few milliseconds during the wait for a remote response; it may raise to end the wait. Raises
+        DesiredError if the document cannot be read, and DesiredDamaged if it is invalid.
+        """
+        return self._read(check)[1]
+
+    def locate(self, weights: DesiredWeights | DesiredBase) -> Path | str:
+        """Return the path or URL of weights that the document names, for a swap."""
+        if "://" in weights.source or weights.source.startswith("/"):
+            return weights.source
+        location = self._storage.folder / weights.source
+        return location.raw if isinstance(location, Url) else location
+
+    def located(self, weights: DesiredWeights) -> DesiredWeights:
+        """Return the weights with absolute sources of their bases."""
+        if not weights.bases:
+            return weights
+        return replace(weights, bases=tuple(replace(each, source=str(self.locate(each))) for each in weights.bases))
+
+    def set(
+        self,
+        source: Source,
+        *,
+        revision: int,
+        by: str = "",
+        why: str = "",
+        allow_other_graph: bool = False,
+        known: Known | None = None,
+    ) -> DesiredState:
+        """Set the desired weights by hand: a packed file, its URL, an index of shards, or a delta from those desired.
+
+        A hold does not forbid this, and stays. Withdrawn weights that are set are no longer withdrawn. known: as for
+        `promote`. allow_other_graph: accept weights that were packed for another graph than the desired ones.
+
+        Raises WeightFileError for a file that cannot be opened, GraphMismatch, BaseMismatch for a delta from other
+        weights, and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
+        """
+        facts = known or known_weights(source)
+
+        def change(state: DesiredState) -> DesiredState:
+            before = state.weights.graph_id if state.weights else ""
+            if before and facts.graph_id and before != facts.graph_id and not allow_other_graph:
+                raise GraphMismatch(
+                    f"{printable(source)}: packed for the graph {facts.graph_id[:SHOWN]}, but the desired weights for "
+                    f"{before[:SHOWN]}. Pack its checkpoint for that one, or pass allow_other_graph=True if all "
+                    "followers have the graph of this file"
+                )
+            return self._with_weights(state, source, facts, by, why)
+
+        return self._write(revision, change)
+
+    def rollback(
+        self,
+        *,
+        revision: int,
+        to: str | None = None,
+        by: str = "",
+        why: str = "",
+        hold: bool = True,
+        known_there: bool = False,
+    ) -> DesiredState:
+        """Make earlier weights the desired ones again, and withdraw those after them.
+
+        to: the beginning of a weights id in the history or among the withdrawn ones; None: the weights before. hold:
+        promote nothing until `release`. known_there: do not check the files of the weights, as the followers have them
+        in memory.
+
+        Raises NothingToRollBack, and WeightFileError or UnexpectedWeights if the file has been removed or replaced.
+        """
+        check_said(by, why)
+
+        def change(state: DesiredState) -> DesiredState:
+            target = find_good(state, to, self.where)
+            if not known_there:
+                self._check_files(target)
+            now = time.time()
+            new_hold = (
+                Hold(since=now, by=by, why=why or f"rolled back to {target.weights_id[:SHOWN]}") if hold else None
+            )
+            return rolled_back(state, replace(target, since=now, by=by, why=why), new_hold)
+
+        return self._write(revision, change)
+
+    def rollback_target(self, to: str | None, *, revision: int) -> DesiredWeights:
+        """Return the weights that `rollback` would make the desired ones. Raises what `rollback` raises."""
+        target = find_good(self._read_for(revision)[1], to, self.where)
+        self._check_files(target)
+        return target
+
+    def _check_files(self, weights: DesiredWeights) -> None:
+        files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
+        for file in files:
+            where = self.locate(file)
+            stamp = check_file(where, file.weights_id)
+            if isinstance(stamp, DeltaStamp) and file is weights and not weights.bases:
+                raise UnexpectedWeights(
+                    f"{printable(where)}: a delta, and the document no longer says from which files; set a full file"
+                )
+
+    def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
+        """Forbid promotions until `release`. This replaces an earlier hold."""
+        check_said(by, why)
+        return self._write(revision, lambda state: replace(state, hold=Hold(since=time.time(), by=by, why=why)))
+
+    def release(self, *, revision: int) -> DesiredState:
+        """Allow promotions again. Withdrawn weights stay withdrawn."""
+        return self._write(revision, lambda state: replace(state, hold=None))
+
+    def promote(
+        self,
+        source: Source,
+        *,
+        known: Known | None = None,
+        by: str = "",
+        why: str = "",
+        may: Callable[[DesiredState], None] = lambda _: None,
+    ) -> DesiredState:
+        """Make weights the desired ones, unless that would undo an operator's change: for trainers and watchers.
+
+        known: the facts about the file, if the caller has staged it; None: read its header. may: called with the
+        present state; raises to forbid the promotion. A promotion names no revision: after a concurrent write it is
+        tried again on the new state.
+
+        Weights that were desired before, and later replaced, are desired again. If they are desired already, as when a
+        training was repeated, nothing changes for those who serve them; a full file with other labels, or at another
+        place, is recorded in a new revision, except during a hold.
+
+        Raises Held, Superseded for weights that were withdrawn, DesiredError, and what `set` raises.
+        """
+        facts = known or known_weights(source)
+        for _ in range(MOST_TRIES):
+            stored, state = self._read(None)
+            check_promotable(state, facts.weights_id, printable(source))
+            if state.weights_id == facts.weights_id and (state.hold or facts.base):
+                return state
+            after = self._with_weights(state, source, facts, by, why)
+            if _same_file(state.weights, after.weights):
+                return state
+            may(state)
+            if written := self._replace(stored, state, after):
+                return written
+        raise RevisionConflict(f"{self.where}: lost to other writers {MOST_TRIES} times in a row; try again later")
+
+    def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
+        return with_weights(state, described(self._as_stored(as_location(source)), known, by, why, state))
+
+    def _as_stored(self, location: Location) -> str:
+        """Return a path relative to the place, if it is below it, so that both may be mounted elsewhere."""
+        folder = self._storage.folder
+        if isinstance(location, Url) or isinstance(folder, Url):
+            text = fixed_text(location)
+            below = f"{folder.raw.rstrip('/')}/" if isinstance(folder, Url) else ""
+            plain = below and "?" not in below
+            return text.removeprefix(below) if plain and text.startswith(below) else text
+        path = fixed(location)
+        return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+    def _read(self, check: Check | None) -> tuple[Stored, DesiredState]:
+        stored = self._storage.read(check)
+        return stored, decode(stored.content, f"{self.where}: {NAME}")
+
+    def _write(self, revision: int, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
+        stored, state = self._read_for(revision)
+        if (written := self._replace(stored, state, change(state))) is None:
+            raise self._conflict(revision)
+        return written
+
+    def _read_for(self, revision: int) -> tuple[Stored, DesiredState]:
+        """Read the state for a change. Raises RevisionConflict if it is not at this revision."""
+        if type(revision) is not int:
+            raise Unsupported(f"revision={revision!r}: expected the number that read() gives")
+        stored, state = self._read(None)
+        if state.revision != revision:
+            raise self._conflict(revision)
+        return stored, state
+
+    def _conflict(self, revision: int) -> RevisionConflict:
+        now = self.read()
+        whose = f", by {now.weights.by}" if now.weights and now.weights.by else ""
+        return RevisionConflict(
+            f"{self.where}: is at revision {now.revision}{whose}, but this change is based on {revision}. Read "
+            "it again, and decide again."
+        )
+
+    def _replace(self, stored: Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
+        """Write the next revision, and return it; None if another writer was faster."""
+        written = replace(after, revision=before.revision + 1)
+        try:
+            written = trimmed(written)
+            content = encode(written)
+            decode(content, self.where)  # a document that no reader would accept must not be written
+        except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
+            raise Unsupported(
+                f"{self.where}: by, why, a path or a label is not text that JSON can hold ({error})"
+            ) from error
+        if len(content) > MOST_BYTES:
+            raise Unsupported(
+                f"{self.where}: would have {len(content)} bytes, but readers accept at most {MOST_BYTES}: use shorter "
+                "paths or URLs; a full weight file needs no others"
+            )
+        return written if self._storage.replace(stored, content) else None
+
+
+def _same_file(before: DesiredWeights | None, after: DesiredWeights | None) -> bool:
+    facts = [each and (each.weights_id, each.source, each.labels, each.bases) for each in (before, after)]
+    return facts[0] == facts[1]
+
+
+def _stamp(source: Source) -> Stamp | DeltaStamp | None:
+    """Read the stamp of a file; None if weightswap has not written it."""
+    with open_weights(source) as weights:
+        return delta_stamp(weights) or weights.stamp
+
+
+def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
+    """Return the stamp of a file. Raises WeightFileError or UnexpectedWeights if it is gone or has other weights."""
+    stamp = _stamp(source)
+    if stamp is not None and stamp.weights_id != weights_id:
+        raise UnexpectedWeights(
+            f"{printable(source)}: now has the weights {stamp.weights_id[:SHOWN]}, not {weights_id[:SHOWN]}"
+        )
+    return stamp
+
+
+def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
+    """Return the entry for new desired weights. Raises BaseMismatch; Unsupported if a text or the chain is too long."""
+    check_said(by, why)
+    if problem := label_problem(known.labels):
+        raise Unsupported(f"{printable(source)}: {problem}")
+    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > MOST_SOURCE:
+        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {MOST_SOURCE}")
+    return DesiredWeights(
+        source=source,
+        weights_id=known.weights_id,
+        graph_id=known.graph_id,
+        labels=dict(known.labels),
+        since=time.time(),
+        by=by,
+        why=why,
+        bases=bases_of(state, known.base, known.weights_id, printable(source)),
+    )
+
+
+def known_weights(source: Source) -> Known:
+    """Read the facts in the header of a packed file or a delta. Raises WeightFileError, and Unsupported for others."""
+    if (stamp := _stamp(source)) is None:
+        raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
+    base = stamp.base if isinstance(stamp, DeltaStamp) else ""
+    return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels), base)

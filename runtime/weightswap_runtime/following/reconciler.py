@@ -1,0 +1,152 @@
+"""The reconciler, which makes a model serve the desired weights. It has no thread and no clock of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightswap_runtime.errors import DesiredError, StageCancelled, WeightswapError
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import printable
+
+from .desired_state import DesiredState, DesiredWeights
+from .directory import UNKNOWN, fingerprint, without_traceback
+from .intake import Target, delay, is_transient
+from .place import DesiredPlace
+
+_Fingerprints = Mapping[str | Path, Hashable]  # by path
+
+
+class FollowTarget(Target, Protocol):
+    """The model that is kept at the desired weights."""
+
+    @property
+    def serves_nothing(self) -> bool: ...
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
+
+
+class Reconciler:
+    """The reconciliation of a model with a place. A loop calls `look()` repeatedly.
+
+    Weights that cannot be served are retried when the place has a new revision, when a file that decides on them
+    changes, and, if the error is transient, after growing pauses. If nothing is served meanwhile, or weights that were
+    withdrawn, the reconciler serves the last good weights of the history.
+    """
+
+    def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.last_error: BaseException | None = None
+        self.state: DesiredState | None = None  # the last one read
+        self.reachable = True
+        self._place = place
+        self._interval = interval
+        self._clock = clock
+        self._outages = 0
+        self._refusal: _Refusal | None = None
+
+    def look(self, target: FollowTarget) -> float:
+        """Serve the desired weights. Return the seconds until the next look."""
+        with suppress(StageCancelled):
+            try:
+                state = self._read(target.check)
+            except StageCancelled:
+                raise
+            except WeightswapError as error:
+                return self._unreachable(error, target)
+            if self._outages:
+                self._outages, self.reachable, self.last_error = 0, True, None
+            self._serve(state, target)
+        return self._interval
+
+    def forget_refusal(self) -> None:
+        """Retry refused weights at the next look, as the caller's conditions have changed."""
+        self._refusal = None
+
+    def _read(self, check: Callable[[], None]) -> DesiredState:
+        before, state = self.state, self._place.read(check)
+        if before is not None and state.revision < before.revision:
+            raise DesiredError(
+                f"{self._place.where}: is at revision {state.revision}, but was at {before.revision}: an older copy "
+                "replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, until it "
+                f"is past {before.revision}."
+            )
+        if before is None or state.revision != before.revision:
+            self._refusal = self.last_error = None
+        self.state = state
+        return state
+
+    def _unreachable(self, error: WeightswapError, target: FollowTarget) -> float:
+        self._outages += 1
+        self.reachable, self.last_error = False, without_traceback(error)
+        if self._outages == 1:
+            target.tell("unreachable", self._place.where, error)
+        # reading a local directory is cheap, so it needs no longer pauses
+        return self._interval if self._place.is_local else delay(self._interval, self._outages)
+
+    def _serve(self, state: DesiredState, target: FollowTarget) -> None:
+        desired = state.weights
+        if desired is None or target.serves(desired.weights_id):
+            self._refusal = self.last_error = None
+        elif self._refusal is None or self._refusal.may_be_mended(self._clock(), target.check):
+            self._try(desired, state, target)
+
+    def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
+        path = self._place.locate(desired)
+        bases = [self._place.locate(base) for base in desired.bases or ()]
+        fingerprints = {
+            each: fingerprint(each, target.check) for each in (path, *bases)
+        }  # before reading, to notice later changes
+        try:
+            target.put(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
+            self._refusal = self.last_error = None
+        except StageCancelled:
+            raise
+        except Exception as error:
+            self._refuse(path, fingerprints, error, target)
+        withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
+        if self._refusal is not None and (target.serves_nothing or withdrawn):
+            self._serve_last_good(state, target)
+
+    def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
+        """Return whether these weights are still desired, which may change during a staging; True if unreachable."""
+        try:
+            return self._place.read(check).weights_id == weights.weights_id
+        except StageCancelled:
+            raise
+        except WeightswapError:
+            return True
+
+    def _refuse(self, path: str | Path, files: _Fingerprints, error: Exception, target: FollowTarget) -> None:
+        before, self.last_error = self._refusal, without_traceback(error)
+        attempts = before.attempts + 1 if before else 1
+        retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
+        self._refusal = _Refusal(files, str(error), attempts, retry_at)
+        if not is_transient(error) and (before is None or before.text != str(error)):
+            target.tell("skipped", printable(path), error)
+
+    def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
+        for weights in reversed(state.history):
+            try:
+                target.put(self._place.locate(weights), self._place.located(weights), lambda: True)
+            except StageCancelled:
+                raise
+            except Exception:  # reported as an event
+                continue
+            return
+
+
+class _Refusal(NamedTuple):
+    """A refusal of the desired weights, with the fingerprints of their files. `retry_at`: None if it is permanent."""
+
+    fingerprints: _Fingerprints
+    text: str
+    attempts: int
+    retry_at: float | None
+
+    def may_be_mended(self, now: float, check: Check) -> bool:
+        if self.retry_at is not None and now >= self.retry_at:
+            return True
+        return any(fingerprint(path, check) not in (UNKNOWN, before) for path, before in self.fingerprints.items())

@@ -1,0 +1,311 @@
+"""Checks of a call's arguments, and recorded calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.tensors import DTYPES, TensorBytes, Typed, describe
+
+from .expressions import Condition, condition_dims, evaluate, parse_condition
+from .signature import (
+    Dict,
+    Integer,
+    Items,
+    Leaf,
+    Literal,
+    Node,
+    Signature,
+    Size,
+    Tensor,
+    Tuple,
+    call_arguments,
+    input_leaves,
+    key_text,
+    leaves,
+    parse_size,
+    sizes_of,
+    unflatten,
+)
+
+MOST_ACCEPTED = 1024
+
+
+class CallCheck:
+    """Checker of a method's calls: turns arguments into the graph's flat inputs.
+
+    `tensor_type` is the engine's tensor class, and `dtypes` maps its dtype objects to safetensors names. `misplaced`
+    returns another problem of a tensor, such as a wrong device, or None. `kind` returns all properties of a tensor that
+    a check depends on.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        signature: Signature,
+        tensor_type: type[Any],
+        dtypes: Mapping[Any, str],
+        misplaced: Callable[[Any], str | None],
+        kind: Callable[[Any], Hashable],
+    ) -> None:
+        self._method = method
+        self._signature = signature
+        self._parameters = (*signature.args, *signature.kwargs)
+        self.tensor_type = tensor_type
+        self.dtypes = dtypes
+        self.misplaced = misplaced
+        self.dims = signature.dims
+        self._kind = kind
+        self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
+        self._accepted: set[Hashable] = set()
+        self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
+        self.sizes = {
+            size: parse_size(size)
+            for _, node in self._parameters
+            for leaf in leaves(node)
+            for size in sizes_of(leaf)
+            if isinstance(size, str)
+        }
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the flat inputs, in the graph's order. Raises InputMismatch with every problem."""
+        if not self._plain or kwargs or not all(type(value) is self.tensor_type for value in args):
+            return self._check(args, kwargs)
+        try:
+            kinds = tuple(map(self._kind, args))  # a call with kinds that were accepted before needs no check
+        except RuntimeError:  # nested tensors have no shape
+            return self._check(args, kwargs)
+        if kinds in self._accepted:
+            return list(args)
+        flat = self._check(args, kwargs)
+        if len(self._accepted) < MOST_ACCEPTED:
+            self._accepted.add(kinds)
+        return flat
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        check = _Check(self)
+        values = self._bind(args, kwargs, check)
+        for name, node in self._parameters:
+            if name in values:
+                check.walk(node, values[name], name)
+        if self._conditions and not check.problems:
+            check.check_conditions(self._conditions)
+        if check.problems:
+            raise InputMismatch(self._method, check.problems)
+        return check.flat
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: _Check) -> dict[str, Any]:
+        positional = self._signature.args
+        values = {name: value for (name, _), value in zip(positional, args, strict=False)}
+        if len(args) > len(positional):
+            check.problems.append(f"takes {len(positional)} positional argument(s), {len(args)} were given")
+        known = {name for name, _ in self._parameters}
+        for name, value in kwargs.items():
+            if name in values:
+                check.problems.append(f"{name}: given twice, by position and by keyword")
+            elif name not in known:
+                check.problems.append(f"{name}: not an argument it was exported with ({', '.join(sorted(known))})")
+            else:
+                values[name] = value
+        for name, node in self._parameters:
+            if name in values:
+                continue
+            if all(isinstance(leaf, Literal) for leaf in leaves(node)):
+                values[name] = unflatten(node, leaves(node))
+            else:
+                check.problems.append(f"{name}: missing")
+        return values
+
+
+class _Check:
+    """Walk over the inputs of one call that collects the flat values, the dimensions' sizes and the problems."""
+
+    def __init__(self, expected: CallCheck) -> None:
+        self.flat: list[Any] = []
+        self.problems: list[str] = []
+        self._expected = expected
+        self._bound: dict[str, tuple[int, str]] = {}
+
+    def walk(self, node: Node, value: Any, path: str) -> None:
+        if type(node) is Tensor:
+            self._tensor(node, value)
+        elif type(node) is Integer:
+            self._integer(node, value)
+        elif type(node) is Literal:
+            self._literal(node, value)
+        elif type(node) is Dict:
+            self._dict(node, value, path)
+        else:
+            self._sequence(node, value, path)  # type: ignore[arg-type]
+
+    def check_conditions(self, conditions: Sequence[tuple[str, Condition]]) -> None:
+        sizes = {dim: value for dim, (value, _) in self._bound.items()}
+        for text, condition in conditions:
+            if not evaluate(condition, sizes):
+                actual = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
+                self.problems.append(
+                    f"the graph was captured for {text}, got {actual}; export with other sample inputs"
+                )
+
+    def _tensor(self, node: Tensor, value: Any) -> None:
+        if not isinstance(value, self._expected.tensor_type):
+            expected = f"{self._expected.tensor_type.__module__}.{self._expected.tensor_type.__qualname__}"
+            self.problems.append(f"{node.name}: expected a {expected}, got {type(value).__qualname__}")
+            return
+        dtype = self._expected.dtypes.get(value.dtype)
+        if dtype != node.dtype:
+            self.problems.append(f"{node.name}: expected dtype {node.dtype}, got {dtype or value.dtype}")
+        if problem := self._expected.misplaced(value):
+            self.problems.append(f"{node.name}: {problem}")
+            return
+        shape = tuple(value.shape)
+        if len(shape) != len(node.shape):
+            expected = f"[{', '.join(map(str, node.shape))}]"
+            self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")
+            return
+        for axis, (expected_size, size) in enumerate(zip(node.shape, shape, strict=True)):
+            if expected_size != size:
+                self._size(expected_size, size, node.name, f" dimension {axis}")
+        self.flat.append(value)
+
+    def _integer(self, node: Integer, value: Any) -> None:
+        if type(value) is not int:
+            self.problems.append(f"{node.name}: expected an int, got {type(value).__qualname__}")
+            return
+        if node.value != value:
+            self._size(node.value, value, node.name, "")
+        self.flat.append(value)
+
+    def _literal(self, node: Literal, value: Any) -> None:
+        if type(value) is not type(node.content) or Literal.of(node.name, value) != node:
+            self.problems.append(
+                f"{node.name}: the graph was exported with {node.content!r}, got {_show(value)}; "
+                "export another method for other values"
+            )
+        self.flat.append(node.content)
+
+    def _sequence(self, node: Items | Tuple, value: Any, path: str) -> None:
+        container = list if isinstance(node, Items) else tuple
+        if not isinstance(value, container) or len(value) != len(node.items):
+            self.problems.append(f"{path}: expected a {container.__name__} of {len(node.items)}, got {_show(value)}")
+            return
+        for index, (item, part) in enumerate(zip(node.items, value, strict=True)):
+            self.walk(item, part, f"{path}.{index}")
+
+    def _dict(self, node: Dict, value: Any, path: str) -> None:
+        keys = [key for key, _ in node.items]
+        if not isinstance(value, Mapping) or set(value) != set(keys):
+            self.problems.append(f"{path}: expected a dict with the keys {keys}, got {_show(value)}")
+            return
+        for key, item in node.items:
+            self.walk(item, value[key], f"{path}.{key_text(key)}")
+
+    def _size(self, expected: Size, size: int, name: str, where: str) -> None:
+        """Compare a size with the expected one, and bind the dimension in it if this is its first use."""
+        if isinstance(expected, int):
+            self.problems.append(f"{name}:{where} expected {expected}, got {size}")
+            return
+        factor, dim, offset = self._expected.sizes[expected]
+        value, rest = divmod(size - offset, factor)
+        if rest:
+            self.problems.append(f"{name}:{where} expected {expected}, got {size}, for which no {dim} exists")
+            return
+        if dim in self._bound:
+            bound, origin = self._bound[dim]
+            if bound != value:
+                self.problems.append(
+                    f"{name}:{where} expected {expected} with {dim}={bound} (from {origin}), got {size}"
+                )
+            return
+        self._bound[dim] = value, f"{name}{where}"
+        limits = self._expected.dims[dim]
+        if value < limits.min or (limits.max is not None and value > limits.max):
+            most = "any" if limits.max is None else limits.max
+            self.problems.append(f"{name}:{where} expected {expected} with {dim} in {limits.min}..{most}, got {size}")
+
+
+def _show(value: object) -> str:
+    text = repr(list(value)) if isinstance(value, Mapping) else repr(value)
+    kind = type(value).__qualname__
+    return f"{kind} {text if len(text) <= 60 else text[:60] + '...'}"
+
+
+Value = str | int | None
+_DTYPE_NAMES = {name: name for name in DTYPES}
+
+
+class GoldensPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the goldens' JSON objects."""
+
+
+class Case(GoldensPart, frozen=True):
+    """Recorded call of a method: its flat inputs and outputs, in the graph's order.
+
+    A tensor is stored as the name of the file's tensor, an integer as itself, a literal as None: the signature has its
+    value.
+    """
+
+    method: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def case_problems(
+    case: Case, signature: Signature, tensors: Mapping[str, TensorBytes], has_outputs: bool = True
+) -> list[str]:
+    """Return the reasons why a case cannot be a call of the method. `tensors` are those of the case's file."""
+    inputs = input_leaves(signature)
+    outputs = leaves(signature.output) if has_outputs else []
+    problems = [
+        *_value_problems("inputs", inputs, case.inputs, tensors),
+        *_value_problems("outputs", outputs, case.outputs, tensors),
+    ]
+    if not problems:
+        problems += _input_problems(case, signature, tensors)
+        for leaf, value in zip(outputs, case.outputs, strict=True):
+            if isinstance(leaf, Tensor) and isinstance(value, str):
+                text = type_problem(leaf, tensors[value])
+                problems += [f"{leaf.name}{text}"] if text else []
+    return problems
+
+
+def _value_problems(
+    kind: str, expected_leaves: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, TensorBytes]
+) -> Iterator[str]:
+    if len(expected_leaves) != len(values):
+        yield f"expected {len(expected_leaves)} {kind}, found {len(values)}"
+        return
+    for leaf, value in zip(expected_leaves, values, strict=True):
+        if isinstance(leaf, Tensor):
+            fits, expected = value in tensors, "the name of a tensor in the file"
+        elif isinstance(leaf, Integer):
+            fits, expected = type(value) is int, "an integer"
+        else:
+            fits, expected = value is None, "null, as the signature has the literal"
+        if not fits:
+            yield f"{leaf.name}: expected {expected}, found {value!r:.80}"
+
+
+def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, TensorBytes]) -> tuple[str, ...]:
+    """Return the problems for which a server would refuse a call with these inputs."""
+    flat = [tensors[value] if isinstance(value, str) else value for value in case.inputs]
+    # a tensor of a file is on no device, so the check of the device is left out
+    check = CallCheck(case.method, signature, TensorBytes, _DTYPE_NAMES, lambda _: None, id)
+    try:
+        check.flatten(*call_arguments(signature, flat))
+    except InputMismatch as error:
+        return error.problems
+    return ()
+
+
+def type_problem(leaf: Tensor, recorded: Typed) -> str | None:
+    """Return why a recorded tensor cannot be the output `leaf`; None if it can. Dynamic sizes are not checked here."""
+    fits = len(recorded.shape) == len(leaf.shape) and all(
+        expected == size for expected, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(expected, int)
+    )
+    if fits and recorded.dtype == leaf.dtype:
+        return None
+    return f": expected {leaf.dtype}[{', '.join(map(str, leaf.shape))}], found {describe(recorded)}"

@@ -1,0 +1,379 @@
+"""Which name of a file is which weight; patterns of names."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from weightswap_runtime.errors import MOST_PRINTED, Unsupported, WeightsMismatch, listed
+from weightswap_runtime.tensors import Typed, describe, same_type
+
+from .manifest import Manifest, NamedTensor
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+NESTING = ("state_dict", "model")
+EXTRA_STATE = "_extra_state"
+_MOST_PAIRS = 10_000  # of names to compare for hints, each in some tenths of a millisecond
+_PEFT = re.compile(r"^base_model\.model\.|\.(lora|ia3|oft|vera)_\w+\.|\.base_layer\.")
+Keys = Literal["checkpoint", "fqn"]
+
+
+class Match(NamedTuple):
+    """Names of the weights in a set of tensors, and the problems.
+
+    `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
+    `computed` maps a weight that the adapter computes to its inputs: checkpoint key -> name in the set.
+    `only_dtypes` is True if every problem is a tensor of another dtype; `unknown` are weights that no checkpoint key
+    gives; `extra_state` is an unexpected extra state, if nothing else is wrong.
+    """
+
+    found: dict[str, tuple[str, ...]]
+    computed: dict[str, dict[str, str]]
+    ignored: tuple[str, ...]
+    problems: tuple[str, ...]
+    only_dtypes: bool = False
+    unknown: tuple[str, ...] = ()
+    extra_state: str = ""
+
+
+class Demand(NamedTuple):
+    """Requirement of a reading for one weight: any of `keys`, or `all` of them; each with its type."""
+
+    weight: NamedTensor
+    keys: dict[str, Typed]
+    all: bool = False
+
+
+class Reading(NamedTuple):
+    """Way to interpret the names of a set of tensors.
+
+    `ignored` names may be present, `needed` names must be; with `part` any other names may be present, too.
+    """
+
+    demands: tuple[Demand, ...]
+    ignored: frozenset[str]
+    needed: tuple[str, ...] = ()
+    part: bool = False
+
+    def complete(self, names: Collection[str]) -> bool:
+        """Return True if the names are exactly the demanded ones, whatever the tensors' types."""
+        demanded = {key for demand in self.demands for key in demand.keys}
+        return (
+            all(self.part or name in demanded or name in self.ignored for name in names)
+            and all((all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands)
+            and all(name in names for name in self.needed)
+        )
+
+    def match(self, tensors: Mapping[str, Typed]) -> Match:
+        """Find every weight, and collect every problem."""
+        present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
+        used = {key for keys in present.values() for key in keys}
+        extra = [key for key in tensors if key not in used]
+        left_out = {key for key in extra if key in self.ignored or _is_empty_state(key, tensors[key])}
+        unexpected = {key: tensors[key] for key in extra if key not in left_out and not self.part}
+        missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
+        hints = _suggestions(missing, unexpected)
+        problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
+        problems = _interleaved(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
+        lacking = [name for name in self.needed if name not in tensors]
+        problems += [f"{name}: missing; the loading code checks whether it is present" for name in lacking]
+        unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
+        return Match(
+            found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
+            computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
+            ignored=tuple(key for key in extra if key in left_out),
+            problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
+            only_dtypes=not (missing or unexpected or unknown or lacking) and self._same_shapes(tensors),
+            unknown=unknown,
+            extra_state=min(unexpected)
+            if unexpected and len(problems) == sum(map(bool, map(extra_state_of, unexpected)))
+            else "",
+        )
+
+    def _same_shapes(self, tensors: Mapping[str, Typed]) -> bool:
+        return all(
+            tuple(tensors[key].shape) == tuple(typed.shape)
+            for demand in self.demands
+            for key, typed in demand.keys.items()
+            if key in tensors
+        )
+
+
+def extra_state_of(name: object) -> str:
+    """Return the extra state (`Module.get_extra_state`) that a name is of, or the empty string."""
+    parts = name.split(".") if isinstance(name, str) else []
+    place = next((index for index, part in enumerate(parts) if part.startswith(EXTRA_STATE)), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def _is_empty_state(name: str, tensor: Typed) -> bool:
+    return 0 in tensor.shape and bool(extra_state_of(name))
+
+
+def by_fqn(manifest: Manifest) -> Reading:
+    """Return the reading in which names are runtime FQNs. State, variants and ignored keys may be present."""
+    demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
+    others = (*manifest.state, *chain.from_iterable(manifest.variants.values()))
+    ignored = {name for tensor in others for name in tensor.names} | set(manifest.adapter.ignored)
+    return Reading(demands, frozenset(ignored))
+
+
+def by_assumed_fqn(manifest: Manifest) -> Reading:
+    """Return the FQN reading for a file without a stamp; keys that the loading code needs must be present, too."""
+    return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
+
+
+def by_key(manifest: Manifest) -> Reading:
+    """Return the reading in which names are the checkpoint's keys, as the adapter recorded them at export."""
+    weights = {weight.name: weight for weight in manifest.weights}
+    inputs = {item.name: item for item in manifest.adapter.inputs if item.kind == "key"}
+    demands = []
+    for source in manifest.adapter.sources:
+        weight = weights[source.weight]
+        computed = source.transform is not None
+        keys: dict[str, Typed] = {key: inputs[key] if computed else weight for key in source.keys}
+        demands.append(Demand(weight, keys, all=computed))
+    return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
+
+
+def tied_names(manifest: Manifest) -> frozenset[str]:
+    """Return the names and keys of which a file may have several for one tensor, whose values must then be equal."""
+    names = (weight.names for weight in manifest.weights)
+    keys = (source.keys for source in manifest.adapter.sources if source.transform is None)
+    return frozenset(name for several in (*names, *keys) if len(several) > 1 for name in several)
+
+
+def is_among(name: str, known: Collection[str]) -> bool:
+    """Return whether a name is known, perhaps without what wrappers and containers add to it."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    starts = next((index for index, part in enumerate(parts) if part not in NESTING), 0)
+    return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
+
+
+Readings = tuple[Callable[[Manifest], Reading], ...]
+NAMES: Readings = (by_fqn,)
+KEYS: Readings = (by_key,)
+KEYS_THEN_NAMES: Readings = (by_key, by_assumed_fqn)
+UNAMBIGUOUS: Readings = (by_assumed_fqn, by_key)
+
+
+def resolve(
+    tensors: Mapping[str, Typed],
+    manifest: Manifest,
+    where: str,
+    *,
+    readings: Readings = UNAMBIGUOUS,
+    part: bool = False,
+) -> Match:
+    """Match a set of tensors by the first reading that fits.
+
+    part: the manifest has a part of the weights; unknown names are no problem.
+    If no reading fits, the names are tried without the prefixes that wrappers add, and accepted if they are exactly
+    those that a reading demands. With UNAMBIGUOUS, a set that fits both readings with different weights as the result
+    is refused, because nothing in it tells which one is meant.
+
+    Raises WeightsMismatch with every problem of the reading with the fewest problems.
+    """
+    if manifest.adapter.untraceable and by_key in readings:
+        raise WeightsMismatch(
+            where,
+            [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
+            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
+        )
+    matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
+    fitting = [match for match in matches if not match.problems]
+    if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
+        raise WeightsMismatch(
+            where,
+            ["its tensors fit both as runtime names and as checkpoint keys, and the results may differ"],
+            'keys="checkpoint" loads it as the model loads its state dicts, and so does pack. keys="fqn" takes the '
+            "values as they are: choose it only for those of named_parameters() and named_buffers().",
+        )
+    if fitting:
+        return fitting[0]
+    nearest = min(matches, key=lambda match: len(match.problems))
+    demanded = [key for reading in readings for demand in reading(manifest).demands for key in demand.keys]
+    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, demanded) or _advice(nearest))
+
+
+def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
+    if not any(reading.complete(tensors) for reading in readings):
+        for names in _strippings(tensors):
+            if complete := [reading for reading in readings if reading.complete(names)]:
+                stripped = {name: tensors[original] for name, original in names.items()}
+                return [_with_names(reading.match(stripped), names) for reading in complete]
+    return [reading.match(tensors) for reading in readings]
+
+
+def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
+    """Yield maps from stripped names, without the parts that wrappers and containers add, to the original ones."""
+    nested = [name.split(".") for name in names]
+    while nested:
+        for wrappers in (WRAPPERS[:-1], WRAPPERS):
+            plain = [".".join(part for part in parts if part not in wrappers) for parts in nested]
+            if len(set(plain)) == len(plain):
+                yield dict(zip(plain, names, strict=True))
+        first = {parts[0] for parts in nested}
+        if len(first) > 1 or not first <= {*NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
+            return
+        nested = [parts[1:] for parts in nested]
+        yield dict(zip(map(".".join, nested), names, strict=True))
+
+
+def _with_names(match: Match, names: Mapping[str, str]) -> Match:
+    """Translate a match of stripped names back to the names of the set."""
+    return match._replace(
+        found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
+        computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
+        ignored=tuple(names[key] for key in match.ignored),
+    )
+
+
+def _interleaved(missing: list[str], unexpected: list[str]) -> list[str]:
+    """Order problems so that the first ones, which are printed, are of both kinds."""
+    first = MOST_PRINTED - min(MOST_PRINTED // 2, len(unexpected))
+    return missing[:first] + unexpected[: MOST_PRINTED - first] + missing[first:] + unexpected[MOST_PRINTED - first :]
+
+
+def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
+    name = next(filter(_PEFT.search, names), None)
+    if name is None or any(map(_PEFT.search, demanded)):
+        return ""
+    return (
+        f"It has names of PEFT adapters, such as {name}, but the graph has none: merge the adapter into the model "
+        "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
+    )
+
+
+def _advice(match: Match) -> str:
+    if match.only_dtypes:
+        return (
+            "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the model "
+            "in the checkpoint's dtype."
+        )
+    if match.unknown:
+        return (
+            f"No checkpoint key provides {listed(match.unknown)}: on the build side, load the checkpoint into "
+            "the model and pack the model (weightswap pack --recipe, pack(model=...))."
+        )
+    if match.extra_state:
+        return (
+            f"Its trainer has saved more than tensors, such as {match.extra_state}, which the exported model does not "
+            'have and which may change outputs. If they do not matter, leave them out: ignore="*_extra_state*".'
+        )
+    return (
+        "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
+        "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+        "pack --recipe, pack(model=...))."
+    )
+
+
+def _differ(one: Match, other: Match) -> bool:
+    return bool(one.computed or other.computed) or any(
+        keys[0] not in other.found[weight] for weight, keys in one.found.items()
+    )
+
+
+def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
+    absent = {key: typed for key, typed in demand.keys.items() if key not in tensors}
+    return absent if demand.all or len(absent) == len(demand.keys) else {}
+
+
+def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, str]) -> Iterator[str]:
+    if not demand.keys:
+        yield f"{demand.weight.name}: the adapter has no checkpoint key for it"
+    absent = _missing(demand, tensors)
+    if demand.all:
+        yield from (f"{key}: missing, {describe(typed)}{hints.get(key, '')}" for key, typed in absent.items())
+    elif absent:
+        first = next(iter(absent))
+        yield f"{' or '.join(absent)}: missing, {describe(absent[first])}{hints.get(first, '')}"
+    for key, typed in demand.keys.items():
+        if key in tensors and not same_type(tensors[key], typed):
+            yield f"{key}: expected {describe(typed)}, found {describe(tensors[key])}"
+
+
+def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
+    """Return hints for pairs of missing and unexpected names that are each other's nearest of their shape."""
+    # a wholly foreign file needs no suggestions
+    if len(missing) * len(unexpected) > _MOST_PAIRS:
+        return {}
+    nearest_unexpected = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
+    nearest_missing = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
+    pairs = [
+        (key, near) for key, near in nearest_unexpected.items() if near is not None and nearest_missing[near] == key
+    ]
+    return {one: f" (did you mean {other}?)" for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+def _nearest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str | None:
+    fitting = [other for other, typed in candidates.items() if tuple(typed.shape) == tuple(tensor.shape)]
+    return next(iter(get_close_matches(name, fitting, n=1, cutoff=0.8)), None)
+
+
+def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
+    """Return the patterns in a user's value of an option. Raises Unsupported if it is not one or more strings."""
+    result = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not result or not all(isinstance(pattern, str) for pattern in result):
+        raise Unsupported(f"{option}={value!r}: expected a pattern such as 'encoder.*', or several")
+    return result
+
+
+def ignored_names(
+    names: Iterable[str], ignore: Sequence[str], where: str, kept: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none.
+
+    kept: names that no pattern hides: which of several unlike values for one tensor is meant, it cannot say.
+    """
+    matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
+    for pattern in (pattern for pattern, matches in matched.items() if not matches):
+        warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
+    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))
+
+
+def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
+    """Return the names that match any of the patterns, in fnmatch's syntax (`*`, `?`, `[a-z]`; `*` also matches dots).
+
+    Raises Unsupported for patterns that match nothing.
+    """
+    matched = {pattern: {name for name in names if fnmatchcase(name, pattern)} for pattern in only}
+    if empty := [pattern for pattern, matches in matched.items() if not matches]:
+        near = get_close_matches(empty[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f", which has names such as {', '.join(names[:3])}"
+        raise Unsupported(f"only={', '.join(map(repr, empty))}: matches no weight of {where}{hint}")
+    return set().union(*matched.values())
+
+
+def check_whole(manifest: Manifest, only: Sequence[str], composed: Iterable[str]) -> None:
+    """Raise Unsupported if patterns take some of a tensor's parts. composed: FQNs of tensors that are made of others.
+
+    The parts of a quantised tensor have no meaning without each other, such as integers with another file's scales.
+    """
+    for fqn in composed if only else ():
+        parts = [
+            weight.names for weight in manifest.weights if any(name.startswith(f"{fqn}.") for name in weight.names)
+        ]
+        taken = [any(fnmatchcase(name, pattern) for name in names for pattern in only) for names in parts]
+        if any(taken) and not all(taken):
+            left = parts[taken.index(False)][0]
+            raise Unsupported(
+                f"only={', '.join(map(repr, only))}: takes a part of {fqn} without {left}; take '{fqn}.*'"
+            )
+
+
+def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
+    """Return the manifest with only the weights that have a matching name. Raises Unsupported."""
+    chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
+    weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
+    kept = {weight.name for weight in weights}
+    sources = tuple(source for source in manifest.adapter.sources if source.weight in kept)
+    adapter = msgspec.structs.replace(manifest.adapter, sources=sources)
+    return msgspec.structs.replace(manifest, weights=weights, adapter=adapter)

@@ -1,0 +1,213 @@
+"""One piece of work: progress, cancellation, rate, owner, callbacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from threading import RLock, local
+from typing import Generic, NamedTuple, ParamSpec, Protocol
+
+from .errors import StageCancelled, Unsupported, is_number
+from .threads import is_lost
+
+POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
+_local = local()
+
+
+def this_thread() -> object:
+    """Return a token of the calling thread: always the same in one thread, and another in every other thread.
+
+    (A thread's identifier is reused after its end, and a pin may outlive its thread.)
+    """
+    try:
+        return _local.token
+    except AttributeError:
+        return _local.__dict__.setdefault("token", object())  # a signal handler may have set it in between
+
+
+class Claim:
+    """A claim of one thread, held until it is ended or garbage-collected."""
+
+    __slots__ = ("__weakref__", "process", "thread")
+
+    def __init__(self) -> None:
+        self.thread = this_thread()
+        self.process = _process
+
+    def adopt(self) -> None:
+        """Move the claim to the calling thread."""
+        self.thread = this_thread()
+
+    def end(self) -> None:
+        """End the claim. Idempotent."""
+        self.process = -1
+
+    @property
+    def holds(self) -> bool:
+        """False once the claim has ended. After a fork only the claims of the surviving thread hold in the child."""
+        return self.process == _process or (self.process != -1 and self.thread is _survivor)
+
+
+ClaimReference = weakref.ref[Claim]
+_process = os.getpid()
+_survivor: object = None  # the token of the thread that survived the last fork
+
+
+def _after_fork() -> None:
+    global _process, _survivor
+    _process, _survivor = os.getpid(), this_thread()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Renewable(Protocol):
+    """An object whose locks are replaced in a forked child."""
+
+    def _renew(self) -> None: ...
+
+
+_known: weakref.WeakSet[Renewable] = weakref.WeakSet()
+
+
+def renew_in_children(thing: Renewable) -> None:
+    """Call `thing._renew()` in every child that is forked from now on, before anything else runs there."""
+    _known.add(thing)
+
+
+def _renew_in_child() -> None:
+    for thing in list(_known):
+        thing._renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
+
+
+P = ParamSpec("P")
+Stop = Callable[[], None]
+
+
+class Listeners(Generic[P]):
+    """Callbacks, called in order, in the thread that calls `tell`."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.all: tuple[Callable[P, object], ...] = ()
+        self._log = log
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._changing = RLock()  # for signal handlers
+
+    def add(self, listener: Callable[P, object]) -> Stop:
+        """Add a callback. Return a function that removes it again and is idempotent. Raises Unsupported."""
+        if not callable(listener):
+            raise Unsupported(f"{listener!r} is not callable; give a function")
+        entry: list[Callable[P, object]] = [listener]
+        with self._changing:
+            self.all += (listener,)
+
+        def stop() -> None:
+            with self._changing:
+                if entry:
+                    remaining = list(self.all)
+                    remaining.remove(entry.pop())
+                    self.all = tuple(remaining)
+
+        return stop
+
+    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for listener in self.all:
+            try:
+                listener(*args, **kwargs)
+            except Exception:
+                self._log.exception("%r failed", listener)
+
+
+LONGEST_BURST = 0.05  # seconds' worth of bytes that a rate-limited staging moves at once
+LONGEST_NAP = 0.02  # seconds within which a cancellation is noticed
+
+
+class Progress(NamedTuple):
+    """Progress of a staging. `phase`: waiting, opening, reading, copying, verifying, or its outcome. Sizes in bytes."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+
+
+class Job:
+    """Shared state of the threads that work on one staging. `rate_limit` in bytes per second; None: unlimited.
+
+    The threads do all their reading and copying in `steps`, and all other work in pieces of a few milliseconds.
+    """
+
+    def __init__(self, rate_limit: float | None = None) -> None:
+        if rate_limit is not None and not (is_number(rate_limit) and rate_limit > 0):
+            raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
+        self.rate_limit = rate_limit
+        self._renew()
+        renew_in_children(self)
+        self.cancelled = False
+        self.abandoned = False  # set by a listener, in the staging's own thread
+        self.progress = Progress("waiting", 0, 0)
+        self._free_at = 0.0  # time.monotonic() at which the next piece may begin
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def unit(self, most: int) -> int:
+        """Return how many bytes to move at once: `most`, or fewer if that is too large a burst for the rate limit."""
+        return most if self.rate_limit is None else min(most, max(1, int(self.rate_limit * LONGEST_BURST)))
+
+    def begin(self, phase: str, total: int | None = None) -> None:
+        """Enter a phase; with `total`, count from 0 again. Raises StageCancelled."""
+        self.check()
+        with self._lock:
+            _, done, before = self.progress
+            self.progress = Progress(phase, done, before) if total is None else Progress(phase, 0, total)
+
+    def end(self, phase: str) -> None:
+        with self._lock:
+            self.progress = self.progress._replace(phase=phase)
+
+    def steps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of pieces of bytes `begin` to `end`, each once the rate allows it; then count it as done.
+
+        Raises StageCancelled.
+        """
+        step = self.unit(max(1, end - begin))
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            self._wait_for_turn(stop - start)
+            yield start, stop
+            with self._lock:
+                phase, done, total = self.progress
+                self.progress = Progress(phase, done + stop - start, total)
+        self.check()
+
+    def _wait_for_turn(self, nbytes: int) -> None:
+        self.check()
+        if self.rate_limit is None:
+            return
+        with self._lock:
+            # unused time is lost: a staging that was slow does not catch up in a burst
+            turn = max(self._free_at, time.monotonic())
+            self._free_at = turn + nbytes / self.rate_limit
+        while (remaining := turn - time.monotonic()) > 0:
+            time.sleep(min(remaining, LONGEST_NAP))
+            self.check()
+
+    def check(self) -> None:
+        """Raise StageCancelled if the staging was cancelled, or the interpreter is ending without this thread."""
+        if self.cancelled:
+            raise StageCancelled("the staging was cancelled; nothing was changed")
+        if is_lost():
+            raise StageCancelled("the interpreter is shutting down")
+
+    def cancel(self) -> None:
+        self.cancelled = True

@@ -1,1 +1,0 @@
-"""Generation of tokens with the methods `prefill` and `decode`, on any engine."""

@@ -1,0 +1,464 @@
+"""A device's arena, streams in order, the staging ring."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import Condition
+from typing import Any, NamedTuple, Protocol
+
+from blake3 import blake3
+
+from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
+from weightswap_runtime.format.safetensors import ALIGNMENT
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
+from weightswap_runtime.threads import WorkerThreads
+
+from .arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
+from .host import available
+
+Event = Any  # a mark in a stream; opaque except to the device
+Stream = Any  # a queue of asynchronous work that a device does in order; opaque except to the device
+
+
+class Buffer(Protocol):
+    """Memory that the device reads and writes: its own or page-locked host memory."""
+
+    nbytes: int
+    address: int
+
+
+class LockedBuffer(Buffer, Protocol):
+    """Page-locked host memory. Writes of the device are visible in it once they are done."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+
+class Hasher(Protocol):
+    """Computes BLAKE3 digests on the device."""
+
+    def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
+        """Return the digests of parts of at most a block each, computed in the current stream. The host waits."""
+        ...
+
+
+class Device(Protocol):
+    """One accelerator. Copies are enqueued in the calling thread's current stream."""
+
+    name: str  # such as "cuda:0"
+
+    staging: Stream  # for work that no call waits for
+    commits: Stream  # for work that calls wait for
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Allocate memory for the stream `staging`; other streams wait for a mark in it first. Raises MemoryError."""
+        ...
+
+    def lock(self, nbytes: int) -> LockedBuffer:
+        """Allocate page-locked host memory. Raises MemoryError."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Estimate how many bytes can still be allocated."""
+        ...
+
+    def needed_by_calls(self) -> int:
+        """Estimate how many bytes calls may need beyond what they have now."""
+        ...
+
+    def is_foreign(self, stream: Stream) -> bool:
+        """Return whether a stream may be destroyed at any time and its key reused. Raises Unsupported for no stream."""
+        ...
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether a stream's work is being captured instead of done."""
+        ...
+
+    def is_capturing_here(self) -> bool:
+        """As `is_capturing`, for the current stream, and fast."""
+        ...
+
+    def copy(self, target: Buffer, at: int, source: Buffer, begin: int, nbytes: int) -> None:
+        """Enqueue a copy of bytes in the current stream. The host does not wait."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is the thread's current one."""
+        ...
+
+    def current(self) -> Stream:
+        """Return the thread's current stream."""
+        ...
+
+    def current_key(self) -> int:
+        """Return a number that identifies the current stream."""
+        ...
+
+    def mark(self, stream: Stream) -> Event:
+        """Record a mark after all work that is enqueued in `stream`."""
+        ...
+
+    def finish(self, mark: Event) -> None:
+        """Let the host wait until everything before a mark is done. Raises what the device reports."""
+        ...
+
+    def wait(self, stream: Stream, mark: Event) -> None:
+        """Let all later work of `stream` wait for a mark. The host does not wait."""
+        ...
+
+    def lend(self, buffer: Buffer, stream: Stream) -> None:
+        """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
+        ...
+
+    def hasher(self, buffer: Buffer) -> Hasher | None:
+        """Return the device's hasher if it is faster than the host. buffer: many blocks, to measure it with."""
+        ...
+
+    def distrust_hasher(self, reason: str) -> None:
+        """Make `hasher` return None from now on."""
+        ...
+
+
+def check_not_capturing(device: Device, stream: Stream) -> None:
+    """Raise DeviceError if a stream is being captured: a mark in it, and work that waits for the mark, would be too."""
+    if device.is_capturing(stream):
+        raise DeviceError(
+            f"{device.name}: a stream that calls have used is being captured in a CUDA graph of the application; "
+            "our copies would become part of it. Wait until the capture ends, or capture on another stream."
+        )
+
+
+def check_call(device: Device, what: str = "a call") -> None:
+    """Raise Unsupported if `what` would be captured in a CUDA graph of the application."""
+    if device.is_capturing_here():
+        raise Unsupported(
+            f"{what} during a capture by the application: replays of its graph would not be ordered with swaps. Load "
+            "with cuda_graphs=..., which captures calls itself."
+        )
+
+
+BUFFER_BYTES = 16 << 20
+SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
+
+
+class _Turn(NamedTuple):
+    """A buffer, the event to wait for before it is filled again, and the claim of the thread that fills it."""
+
+    buffer: LockedBuffer
+    busy: Event | None
+    holder: ClaimReference | None
+
+    @property
+    def is_held(self) -> bool:
+        holder = self.holder() if self.holder else None
+        return holder is not None and holder.holds
+
+
+class Ring:
+    """A few buffers of BUFFER_BYTES, allocated on first use at the latest. Any number of threads may take turns.
+
+    A copy from pageable memory would stall the whole device; one from page-locked memory does not.
+    """
+
+    def __init__(self, device: Device, count: int, urgent: Ring | None = None) -> None:
+        """urgent: a ring for copies that calls wait for, which must not wait for files."""
+        self.urgent = urgent or self
+        self._device = device
+        self._count = count
+        self._changed = Condition()
+        self._turns: list[_Turn] = []  # the buffer that was returned first comes first
+
+    def allocate(self) -> None:
+        """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
+
+        Called in `load()`: each takes milliseconds, in which the driver serves no other thread. Raises MemoryError.
+        """
+        free = available()
+        most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
+        with self._changed:
+            while len(self._turns) < most:
+                try:
+                    self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES), None, None))
+                except MemoryError:
+                    if not self._turns:
+                        raise
+                    break
+        if self.urgent is not self:
+            self.urgent.allocate()
+
+    @contextmanager
+    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
+        """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
+
+        Raises MemoryError if there is no buffer yet and no memory can be page-locked.
+        """
+        claim = Claim()
+        is_free = False
+        try:
+            turn = self._take(claim)
+            if turn.busy is not None:
+                self._device.finish(turn.busy)
+            is_free = True
+            yield turn.buffer
+        finally:
+            self._give_back(claim, self._device.mark(stream) if is_free else None)
+
+    def _take(self, claim: Claim) -> _Turn:
+        with self._changed:
+            if not self._turns:
+                self.allocate()
+            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
+                self._changed.wait(POLL_SECONDS)  # an interrupted thread does not notify
+            turn = free._replace(holder=weakref.ref(claim))
+            self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
+            return turn
+
+    def _give_back(self, claim: Claim, busy: Event | None) -> None:
+        """busy: the event after which the buffer is free; None: as before."""
+        with self._changed:
+            held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
+            self._turns = [turn for turn in self._turns if turn not in held] + [
+                turn._replace(busy=busy or turn.busy, holder=None) for turn in held
+            ]
+            claim.end()  # not sooner, or another thread would miss the event that it has to wait for
+            self._changed.notify()
+
+
+LEAST = 64 << 20  # bytes of the smallest set whose digests the device computes
+
+
+class Copy(NamedTuple):
+    """A copy of bytes from an offset `begin` of a buffer to an offset of an arena."""
+
+    offset: int
+    begin: int
+    nbytes: int
+
+
+def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
+    """Return each slot's offset in a buffer, and the copies to the arena. Neighbours move in one copy with their gap.
+
+    A gap that is smaller than ALIGNMENT belongs to no weight.
+    """
+    begins: list[int] = []
+    runs: list[Copy] = []
+    for offset, size in slots:
+        last = runs[-1] if runs else None
+        if last and 0 <= (gap := offset - last.offset - last.nbytes) < ALIGNMENT:
+            begins.append(last.begin + last.nbytes + gap)
+            runs[-1] = last._replace(nbytes=last.nbytes + gap + size)
+        else:
+            begin = -(-(last.begin + last.nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
+            begins.append(begin)
+            runs.append(Copy(offset, begin, size))
+    return begins, runs
+
+
+class Region:
+    """One allocation on a device. Streams keep calls and writes in order; the host never waits.
+
+    A call begins with `use()`: its stream then waits for the last `writing()`. That waits for all streams that calls
+    have used; the gate sees to it that no call begins meanwhile. A stream that is neither torch's nor ours may be
+    destroyed by then, so each call in such a stream ends with `leave()`, and writes wait for the call instead.
+    """
+
+    most = BUFFER_BYTES - (1 << 20)  # room for the gaps between slots
+
+    def __init__(self, device: Device, nbytes: int, ring: Ring) -> None:
+        """Raises MemoryError."""
+        self.device = device
+        self.buffer: Buffer = device.allocate(max(1, nbytes))
+        self.address = self.buffer.address
+        self._ring = ring
+        self._written: Event = device.mark(device.staging)  # the memory's previous user may not be done yet
+        self._users: dict[int, tuple[Stream, Event]] = {}
+        self._writer: Stream | None = None
+
+    def use(self) -> bool:
+        """Let the thread's current stream read the memory until the next write.
+
+        Returns whether `leave` must follow the call, because the stream is foreign and not remembered. Raises
+        Unsupported for a stream that cannot be kept in order.
+        """
+        key, written = self.device.current_key(), self._written
+        known = self._users.get(key)
+        if known is not None and known[1] is written:
+            return False
+        stream = self.device.current()
+        foreign = self.device.is_foreign(stream)
+        self.device.wait(stream, written)
+        if foreign:
+            return True
+        if known is None:
+            self.device.lend(self.buffer, stream)
+        self._users[key] = stream, written
+        return False
+
+    def leave(self) -> None:
+        """Let writes, and the next user of the memory, wait for the current stream's work so far."""
+        mark = self.device.mark(self.device.current())
+        for stream in (self.device.staging, self.device.commits):
+            self.device.wait(stream, mark)
+
+    def check_streams(self) -> None:
+        """Raise DeviceError if a write would become a part of a CUDA graph that the application captures."""
+        for stream, _ in list(self._users.values()):
+            check_not_capturing(self.device, stream)
+
+    @contextmanager
+    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
+        """Let the block write, in a stream in order with all calls, which does not become the thread's current stream.
+
+        join: within another such block do nothing; elsewhere calls may begin and run meanwhile. Raises what
+        `check_streams` raises, with nothing done.
+        """
+        if join and self._writer is not None:
+            yield
+            return
+        self.check_streams()
+        stream = self.device.commits if urgent else self.device.staging
+        try:
+            self._writer = stream
+            for key, known in list(self._users.items()):
+                self.device.wait(stream, self.device.mark(known[0]))
+                if not join and self._users.get(key) is known:  # its next call adds it again
+                    del self._users[key]
+            with self.device.on(stream):
+                self.use()
+            yield
+        finally:
+            self._writer = None
+            self._written = self.device.mark(stream)
+
+    @property
+    def holds_calls(self) -> bool:
+        """True during an urgent `writing` block."""
+        return self._writer is self.device.commits
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context whose current stream is that of `writing`."""
+        return self.device.on(self._stream)
+
+    def _take(self) -> AbstractContextManager[LockedBuffer]:
+        ring = self._ring.urgent if self._stream is self.device.commits else self._ring
+        return ring.take(self._stream)
+
+    @property
+    def _stream(self) -> Stream:
+        return self._writer or self.device.staging
+
+    @contextmanager
+    def room(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
+        """Yield page-locked memory, whose content is copied to the slots at the end. Beyond `most`: ordinary memory."""
+        begins, runs = plan_runs(slots)
+        if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
+            large = [memoryview(allocate(slot.nbytes)) for slot in slots]
+            yield large
+            for slot, data in zip(slots, large, strict=True):
+                self.write(slot.offset, data)
+            return
+        with self._take() as buffer:
+            yield [buffer.view[begin : begin + slot.nbytes] for begin, slot in zip(begins, slots, strict=True)]
+            with self.stream():
+                for offset, begin, nbytes in runs:
+                    self.device.copy(self.buffer, offset, buffer, begin, nbytes)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to an offset, through the ring."""
+        for start in range(0, len(data), BUFFER_BYTES):
+            part = data[start : start + BUFFER_BYTES]
+            with self.room([ByteRange(offset + start, len(part))]) as (target,):
+                copy_bytes(target, part)
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from an offset, through the ring; the host waits for them."""
+        for start in range(0, len(target), BUFFER_BYTES):
+            part = target[start : start + BUFFER_BYTES]
+            with self._take() as buffer:
+                self.download(offset + start, buffer, 0, len(part))
+                copy_bytes(part, buffer.view[: len(part)])
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """A copy of bytes."""
+        memory = memoryview(allocate(nbytes))
+        self.read(offset, memory)
+        return memory
+
+    def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
+        """Copy bytes to page-locked memory; the host waits for them."""
+        with self.stream():
+            self.use()
+            self.device.copy(target, at, self.buffer, offset, nbytes)
+            self.device.finish(self.device.mark(self._stream))
+
+    def take_from(self, source: Region, runs: Iterable[Copy]) -> None:
+        """Copy runs of bytes. The host does not wait."""
+        with self.stream():
+            source.use()
+            for offset, begin, nbytes in runs:
+                self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
+
+    def beside(self, nbytes: int) -> Region:
+        """Allocate other memory on the same device. Raises MemoryError."""
+        return Region(self.device, nbytes, self._ring)
+
+    def synchronize(self) -> None:
+        """Let the host wait until all writes are done. Raises what the device reports."""
+        self.device.finish(self._written)
+
+
+class DeviceArena(Region):
+    """Device memory of one full set of weights."""
+
+    piece = 1 << 30
+
+    def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
+        """serves: the arena lives as long as its model, not just for one staging. Raises MemoryError."""
+        super().__init__(device, layout.nbytes, ring)
+        self.layout = layout
+        self.serves = serves
+
+    def write_to(self, other: Arena, workers: WorkerThreads) -> None:
+        step = self.layout.nbytes if isinstance(other, DeviceArena) else BUFFER_BYTES
+        parts = self.layout.whole.split(max(1, step))
+        workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
+
+    def copy_part(self, other: Arena, begin: int, end: int) -> None:
+        """Copy bytes `begin` to `end` of an arena of the same layout. The host waits only for pageable memory."""
+        if isinstance(other, DeviceArena):
+            self.take_from(other, [Copy(begin, begin, end - begin)])
+        else:
+            self.write(begin, other.fetch(begin, end - begin))
+
+    @property
+    def computes_digests(self) -> bool:
+        """True if the device computes digests of this set faster than the host would."""
+        if self.layout.nbytes < LEAST:
+            return False
+        with self.stream():  # the hasher may be measured, which must not wait for calls
+            self.use()
+            return self.device.hasher(self.buffer) is not None
+
+    def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
+        """Return the digests of parts of at most a block each.
+
+        None if they cannot be computed, or if the host computes another digest for one of the largest parts.
+        """
+        hasher = self.device.hasher(self.buffer)
+        if hasher is None:
+            return None
+        with self.stream():
+            self.use()
+            try:
+                digests = hasher.digests(self.buffer, parts)
+            except Exception as error:
+                if not lacks_memory(error):  # the next attempt may have more memory
+                    self.device.distrust_hasher(f"{type(error).__name__}: {error}")
+                return None
+        index, part = max(enumerate(parts), key=lambda item: item[1].nbytes)
+        if digests[index] == blake3(self.fetch(*part)).digest():
+            return digests
+        self.device.distrust_hasher("the device computed a wrong digest for a block of weights")
+        return None

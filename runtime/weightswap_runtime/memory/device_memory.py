@@ -1,0 +1,166 @@
+"""Where sets of weights get a device's memory, and which device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar, get_args
+
+from weightswap_runtime.errors import OutOfMemory, Unsupported
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.threads import WorkerThreads
+
+from .arena import Arena, ArenaLayout, HostArena, HostPatch, Patch, Span, in_chunks
+from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring
+from .host import HostMemory, Memory, StagedIn
+
+T = TypeVar("T")
+RESERVE = 256 << 20  # bytes that a staging at least leaves for calls
+
+
+class DeviceMemory:
+    """A device's memory, with that of the host.
+
+    mode: where single residency stages weights. "device": on the device; "host": in ordinary host memory; "auto": on
+    the device if there is room, else on the host. Whole sets are never page-locked, as the driver takes seconds for
+    that, in which calls wait; they are copied through the ring's buffers.
+    """
+
+    def __init__(self, device: Device, ring: Ring, mode: str) -> None:
+        """Raises OutOfMemory if no memory can be page-locked."""
+        self._device = device
+        self._ring = ring
+        self._mode = mode
+        self.stages_on_host = mode != "device"
+        try:
+            ring.allocate()
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"{device.name}: cannot page-lock host memory, through which weights reach the device ({error})"
+            ) from error
+
+    def arena(self, layout: ArenaLayout) -> DeviceArena:
+        try:
+            return DeviceArena(self._device, layout, self._ring, serves=True)
+        except MemoryError as error:
+            raise self._no_memory(layout.nbytes, "") from error
+
+    def staging(self, layout: ArenaLayout) -> tuple[Arena, StagedIn]:
+        """Allocate on the device if the mode allows it and there is room, else on the host. Raises OutOfMemory."""
+        arena, staged_in = self._on_device(
+            layout.nbytes, lambda: DeviceArena(self._device, layout, self._ring, serves=False)
+        )
+        return arena or HostArena(layout), staged_in
+
+    def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
+        """Copy the patch to the device if the mode allows it and there is room, else return it. Raises OutOfMemory."""
+        on_device, staged_in = self._on_device(
+            patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
+        )
+        return on_device or patch, staged_in
+
+    def _on_device(self, nbytes: int, make: Callable[[], T]) -> tuple[T | None, StagedIn]:
+        """Return the result of `make` on the device, or None, and the reason."""
+        if self._mode == "host":
+            return None, StagedIn("host", 'staging="host" was asked for')
+        free = self._device.free_bytes()
+        numbers = f"{self._device.name} has {free} bytes free, the staging takes {nbytes}"
+        reserve = max(RESERVE, self._device.needed_by_calls())
+        if self._mode == "auto" and free < nbytes + reserve:
+            return None, StagedIn("host", f"{numbers}, and {reserve} are left for calls")
+        if free < nbytes:  # before it fails, torch would free its cache, for which the whole device waits
+            raise self._no_memory(nbytes, 'Load with staging="host", which stages in host memory.')
+        try:
+            return make(), StagedIn("device", numbers)
+        except MemoryError as error:
+            if self._mode == "device":
+                raise self._no_memory(
+                    nbytes, 'Load with staging="host" or "auto", which stage in host memory.'
+                ) from error
+            return None, StagedIn("host", f"{numbers}, but it cannot be allocated ({error})")
+
+    def _no_memory(self, nbytes: int, advice: str) -> OutOfMemory:
+        return OutOfMemory(
+            f"{self._device.name}: {nbytes} bytes are needed, {self._device.free_bytes()} are free. {advice}".rstrip()
+        )
+
+
+class DevicePatch(Patch):
+    """Spans whose bytes are on the arena's device."""
+
+    def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
+        self._region = region
+        self._runs = tuple(runs)
+        self.nbytes = sum(run.nbytes for run in self._runs)
+
+    @classmethod
+    def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
+        """Copy a patch to a region of its size, through the ring. Adjacent spans become one run."""
+        runs: list[Copy] = []
+        parts: list[Span] = []  # with offsets in the region
+        begin = 0
+        for offset, data in sorted(patch.spans, key=lambda span: span.offset):
+            parts.append(Span(begin, data))
+            if runs and runs[-1].offset + runs[-1].nbytes == offset:
+                runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + len(data))
+            else:
+                runs.append(Copy(offset, begin, len(data)))
+            begin += len(data)
+        with region.writing():
+            workers.run_all(lambda part: region.write(part.offset, part.data), in_chunks(parts, BUFFER_BYTES))
+        region.synchronize()
+        return cls(region, runs)
+
+    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
+        """Copy every span to its offset. The host does not wait if the arena is on the device."""
+        if isinstance(arena, DeviceArena):
+            arena.take_from(self._region, self._runs)
+            return
+        for offset, begin, nbytes in self._runs:
+            arena.write(offset, self._region.fetch(begin, nbytes))
+
+    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
+        job.begin("copying", self.nbytes)
+        for offset, begin, nbytes in self._runs:
+            for start, stop in job.steps(0, nbytes):
+                DevicePatch(self._region, [Copy(offset + start, begin + start, stop - start)]).write_to(arena, workers)
+
+    def undo(self, arena: Arena) -> DevicePatch:
+        """Copy what this patch would overwrite in the arena, on the device. Raises MemoryError."""
+        assert isinstance(arena, DeviceArena)
+        region = arena.beside(self.nbytes)
+        with region.writing():
+            region.take_from(arena, [Copy(begin, offset, nbytes) for offset, begin, nbytes in self._runs])
+        return DevicePatch(region, self._runs)
+
+    def saved(self, arena: Arena) -> HostPatch:
+        return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)
+
+
+StagingMode = Literal["auto", "device", "host"]
+HOST = "cpu"
+
+
+def device_name(device: object) -> str:
+    """Return the device's name with its index, such as "cuda:0" for "cuda". Raises Unsupported and MissingExtra."""
+    is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
+    if not isinstance(device, str) and not is_torch:
+        raise Unsupported(f'device={device!r}: expected a string such as "cpu", "cuda" or "cuda:1"')
+    if str(device) == HOST:
+        return HOST
+    from .torch_device import open_accelerator  # needs torch
+
+    return open_accelerator(str(device)).name
+
+
+def open_memory(device: str, staging: str) -> Memory:
+    """Return a device's memory. staging: where single residency stages. Raises Unsupported, and MissingExtra."""
+    if staging not in get_args(StagingMode):
+        raise Unsupported(f"staging={staging!r}: expected {', '.join(map(repr, get_args(StagingMode)))}")
+    if device == HOST:
+        if staging == "device":
+            raise Unsupported('staging="device" is for accelerators; on the CPU weights are staged in host memory')
+        return HostMemory()
+    from .torch_device import open_accelerator, ring_of  # needs torch
+
+    accelerator = open_accelerator(device)
+    return DeviceMemory(accelerator, ring_of(accelerator), staging)

@@ -1,0 +1,134 @@
+"""Loading of an artifact for serving: its engine, the memory for its weights, and the first weights."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+from weightswap_runtime.engines.choosing import EngineName, as_taken, choose_engine, open_engine
+from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Mode
+from weightswap_runtime.format.names import Keys
+from weightswap_runtime.live.receipt import Listener
+from weightswap_runtime.live.residency import ResidencyName
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.variants import MOST
+from weightswap_runtime.memory.device_memory import HOST, StagingMode, device_name, open_memory
+from weightswap_runtime.staging.request import Admit
+
+from .model import Model
+
+PathLike = str | os.PathLike[str]
+
+
+def load(
+    artifact: PathLike | Artifact,
+    weights: PathLike | None = None,
+    *,
+    ignore: str | Sequence[str] = (),
+    keys: Keys | None = None,
+    expect: str | None = None,
+    verify: Mode = "goldens",
+    allow_nonfinite: bool | str | Sequence[str] | None = None,
+    device: str = "cpu",
+    engine: EngineName = "torch",
+    threads: int | None = None,
+    prologue: bool = True,
+    residency: ResidencyName = "double",
+    staging: StagingMode = "auto",
+    cuda_graphs: CudaGraphs | None = None,
+    keep_previous: Literal["host"] | None = None,
+    share: Model | None = None,
+    on_event: Listener | None = None,
+    op_libraries: Sequence[str] = (),
+    max_variants: int = MOST,
+    admit: Admit | None = None,
+) -> Model:
+    """Open an artifact and, if `weights` names a file or a checkpoint, serve it as generation 0.
+
+    artifact: a folder, the URL of one (docs/remote.md), or an opened `Artifact`.
+    residency: "double" holds two sets of weights: commits and rollbacks take constant time, and a staging overwrites
+    the previous weights. "single" holds one: a commit copies in place while calls are held, staging allocates a second
+    set temporarily, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a rollback is then
+    possible in single residency, and in double residency also after a staging that was refused.
+    `weights`, `ignore`, `keys`, `expect`, `verify` and `allow_nonfinite` are those of `Model.stage`.
+
+    device: "cpu", or a torch accelerator such as "cuda" or "cuda:1", as a text or a `torch.device`. On an accelerator,
+    inputs and outputs are torch tensors on that device. staging: where single residency stages on an accelerator:
+    "device", "host", or "auto", which is the device if there is room. cuda_graphs: sizes of calls that are captured
+    once and replayed across swaps, such as [{"batch": 1}], or "auto" for any size. docs/cuda.md describes all three.
+
+    share: a model whose weights this one serves from, too. The artifact must have the same table of weights (names,
+    types, shapes, ties, order in memory), as when one module is exported twice with different inputs. The engines may
+    differ as long as the tables agree. A swap through either model changes both in one commit. `residency`,
+    `keep_previous` and the device are those of the other model, and `weights` are swapped into both.
+    on_event: a listener of events, called in the thread that causes them; see `Event`.
+
+    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this one (its machine code runs
+    in this process); "onnx", for an artifact that was compiled for it (on the CPU it takes and returns numpy arrays and
+    needs no torch); or "auto", the fastest that this machine and the artifact offer. `Model.engine` then names it, and
+    a RuntimeWarning says why machine code that the artifact has for this machine is not used. Methods for which the
+    artifact has no file of the engine run on `torch`, on the same weights and contexts; see `Model.engines`.
+    threads: the threads that one call of the engine `onnx` uses on the CPU; by default one for each core.
+    prologue: let the engine `torch` compute results that depend on weights and constants alone once per staging,
+    instead of in every call. max_variants: how many variants of one group may be resident; see `Model.add_variant`.
+    admit: a callback that is called with the path or URL of each file before it is staged, whoever requests it, and the
+    weights id that the file claims; it raises a SwapError to refuse the file. The served weights have exactly that id.
+    For a variant, whose file claims no id, it is called after reading, with the actual id. It is not called for the
+    files that lead to a delta's base. Watchers and followers call it again for a refused file once
+    the file, its goldens or its signature change, or once `admit.fingerprint()`, if it has that, returns another value.
+    op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
+
+    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
+    """
+    if share is not None:
+        _check_share(share, admit)
+    if op_libraries:
+        from weightswap_runtime.engines.operators import import_libraries  # needs torch
+
+        import_libraries(op_libraries)
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    model_device = device_name(device) if share is None or device != HOST else share.device
+    if share is not None and model_device != share.device:
+        raise Unsupported(
+            f"device={device!r}: the model to share with is on {share.device!r}. Leave device= out, or load this one "
+            "without share="
+        )
+    chosen = choose_engine(engine, opened, model_device)
+    opened = as_taken(chosen, opened)
+    if share is None:
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(model_device, staging))
+    else:
+        store = share._store
+    store.admit = admit or store.admit
+    options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
+    opened_engine = _open_chosen(engine, chosen, opened, model_device, options)
+    model = Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
+    if on_event is not None:
+        model.listen(on_event)
+    if weights is not None:
+        model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
+    return model
+
+
+def _check_share(share: object, admit: Admit | None) -> None:
+    if not isinstance(share, Model):
+        raise Unsupported(f"share={share!r}: expected a model that load() returned")
+    share._check_open()
+    if admit is not None:
+        raise Unsupported("admit, share: models that share weights use the admit= of the first load(); pass it there")
+
+
+def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    """Open the engine; if "auto" chose one that cannot be opened here, open `torch` instead, with a warning."""
+    try:
+        return open_engine(chosen, artifact, device, options)
+    except Unsupported as error:
+        if requested != AUTO or chosen == "torch":
+            raise
+        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=3)
+        return open_engine("torch", artifact, device, options)

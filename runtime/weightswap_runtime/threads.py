@@ -1,0 +1,251 @@
+"""The pool, background threads that end with the interpreter, and awaiting them."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import gc
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Condition
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+MOST_THREADS = 16
+_NOTHING = object()
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error's traceback, whose locals may hold a set of weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class WorkerThreads:
+    """A pool with one thread per processor that this process may use, at most sixteen, including the caller's."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._start()
+
+    def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="weightswap")
+        self._process = os.getpid()
+
+    def run_all(self, function: Callable[[T], None], items: Iterable[T]) -> None:
+        """Call `function` on every item. Return, or raise the first error, only when no call is running any more."""
+        batch = _Batch(function, items)
+        if self._process != os.getpid():  # a forked child has the pool but not its threads
+            self._start()
+        try:
+            with suppress(RuntimeError):  # no thread can be started: the caller does all the work
+                for _ in range(min(self.threads, len(batch)) - 1):
+                    self._pool.submit(batch.help)
+            batch.work()
+        finally:
+            batch.close()
+        error, batch.error = batch.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # a reference cycle through this frame would keep the memory of the error's frames
+
+
+class _Batch(Generic[T]):
+    """Items that several threads work on. After `close()` no thread does."""
+
+    def __init__(self, function: Callable[[T], None], items: Iterable[T]) -> None:
+        self._function = function
+        self._items = deque(items)
+        self._running = 0
+        self._closed = False
+        self._changed = Condition()
+        self.error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def help(self) -> None:
+        """Work on the batch in one of the pool's threads. They are counted; no signal handler ever runs in them."""
+        with self._changed:
+            if self._closed:
+                return
+            self._running += 1
+        self.work()
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def work(self) -> None:
+        """Call the function on items until none are left. An error ends the batch and is kept."""
+        item: object = None
+        try:
+            while self.error is None and (item := self._next()) is not _NOTHING:
+                self._function(item)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            item = None  # the error keeps this frame
+
+    def _next(self) -> object:
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return _NOTHING
+
+    def close(self) -> None:
+        """Let no more threads join, and wait for those at work. An interrupt does not end the wait."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._closed = True
+                    while self._running:
+                        self._changed.wait()
+                break
+            except BaseException as error:
+                interrupt = error
+        self._items.clear()  # another thread's error keeps its frames, and so this batch
+        del self._function
+        if interrupt is not None:
+            self.error = self.error or interrupt
+
+
+PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
+_ending = False
+
+
+class Work(Protocol):
+    """Work of a daemon thread."""
+
+    def is_alive(self) -> bool: ...
+
+    def stop(self) -> None:
+        """Let it end soon."""
+        ...
+
+    def join(self, timeout: float) -> object:
+        """Wait for its end."""
+        ...
+
+
+_known: weakref.WeakSet[Work] = weakref.WeakSet()
+
+
+def stop_at_end(work: Work) -> None:
+    """Register a daemon thread's work to be stopped, and awaited for a while, at the end of the interpreter.
+
+    (A daemon thread that is in C++ code when the interpreter ends may abort the process.) Other threads are ignored.
+    """
+    if threading.current_thread().daemon:
+        _known.add(work)
+
+
+class Background(threading.Thread):
+    """A daemon thread. At the end of the interpreter `stop` is called and the thread joined, with a timeout."""
+
+    def __init__(self, run: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self.stop = stop
+        _known.add(self)
+
+
+def is_lost() -> bool:
+    """Return whether the interpreter is ending and does not wait for the calling thread."""
+    return _ending and threading.current_thread().daemon
+
+
+def _end() -> None:
+    global _ending  # noqa: PLW0603
+    _ending = True
+    works = [work for work in list(_known) if work.is_alive()]
+    for work in works:
+        work.stop()
+    deadline = time.monotonic() + PATIENCE
+    for work in works:
+        work.join(max(0.0, deadline - time.monotonic()))
+
+
+threading._register_atexit(_end)  # type: ignore[attr-defined]  # functions of atexit run only after threads were joined
+
+
+async def done_within(future: Future[Any], seconds: float) -> bool:
+    """Await a future. Return whether it ended in time; if not, or if the task is cancelled, cancel it."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    woken = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    def on_end(_: object) -> None:
+        if threading.get_ident() == thread:  # saves the system call that wakes the loop
+            wake()
+        elif not loop.is_closed():  # it is closed after a stop that did not wait for the future
+            loop.call_soon_threadsafe(wake)
+
+    timer = loop.call_later(seconds, wake)
+    future.add_done_callback(on_end)
+    try:
+        await woken
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    finally:
+        timer.cancel()
+    ended = future.done()
+    if not ended:
+        future.cancel()
+    return ended
+
+
+async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+    """Run a function in a thread of its own and await its result.
+
+    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def start() -> None:
+        try:
+            Background(run, "weightswap-async", stop).start()
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    result = asyncio.wrap_future(outcome)
+    # not in the loop: Thread.start() waits until the thread runs, for milliseconds on a busy machine
+    _thread.start_new_thread(start, ())
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+        stop()
+        with suppress(Exception):
+            await asyncio.shield(result)
+        raise
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Run the block without garbage collections, each of which would traverse all of torch's objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,263 @@
+"""Who may do what: settings, tokens, allowed paths."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.sources.location import printable
+from weightswap_server.errors import Forbidden
+from weightswap_server.settings import Settings
+
+ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
+LEAST = 16  # characters of a token
+ANYBODY = "token"  # the name of an unnamed token
+_LINE = re.compile(r"(?:([\w.@-]{1,64})[ \t]+)?(\S+)")
+_BEARER = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
+
+
+class Tokens:
+    """Named tokens, compared in constant time."""
+
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        """tokens: by name. Raises Unsupported without tokens, and for one that is too short."""
+        if not tokens:
+            raise Unsupported(f"the admin plane needs a token: --admin-token-file FILE, or {ENVIRONMENT}")
+        if short := [name for name, token in tokens.items() if len(token) < LEAST]:
+            raise Unsupported(
+                f"the token {short[0]!r} is shorter than {LEAST} characters; `openssl rand -hex 32` makes a good one"
+            )
+        self._tokens = {name: token.encode() for name, token in tokens.items()}
+
+    def name_of(self, candidate: bytes) -> str | None:
+        """Return the name of a token, or None if it is unknown."""
+        match = None
+        for name, token in self._tokens.items():
+            if hmac.compare_digest(token, candidate):
+                match = name
+        return match
+
+
+def read_tokens(path: str | None) -> Tokens:
+    """Read the tokens of a file, or without one, of the environment. Raises Unsupported."""
+    if path is None:
+        token = os.environ.get(ENVIRONMENT, "").strip()
+        return Tokens({ANYBODY: token} if token else {})
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unsupported(f"{path}: the tokens cannot be read ({error})") from error
+    tokens: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not (text := line.strip()) or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None or (match[1] or ANYBODY) in tokens:
+            raise Unsupported(f"{path}, line {number}: expected a token, or a new name and a token")
+        tokens[match[1] or ANYBODY] = match[2]
+    return Tokens(tokens)
+
+
+class TokenGuard:
+    """An ASGI application that passes requests with a token on to another application, and refuses all others.
+
+    `scope["state"]["who"]` is the token's name. open_paths: paths that need no token, such as a page without data.
+    """
+
+    def __init__(
+        self, app: ASGIApp, tokens: Tokens, refuse: Callable[[Scope], Response], open_paths: frozenset[str]
+    ) -> None:
+        self._app, self._tokens, self._refuse, self._open = app, tokens, refuse, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        who = self._who(scope)
+        if who is None and scope["path"] not in self._open:
+            await self._refuse(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["who"] = who or ""
+        await self._app(scope, receive, send)
+
+    def _who(self, scope: Scope) -> str | None:
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        match = _BEARER.fullmatch(values[0]) if len(values) == 1 else None
+        return self._tokens.name_of(match[1]) if match else None
+
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the admin plane. Times are in seconds, sizes in bytes.
+
+    port, socket: either a TCP port of `host`, 0 for any free one, or the path of a Unix socket.
+    token_file: a token, or lines of a name and a token; None: the environment's WEIGHTSWAP_ADMIN_TOKEN.
+    allow: directories and URL prefixes that operators may name. upload_dir: the directory of uploads; None: no uploads.
+    max_uploads: the most bytes of all uploads together. upload_timeout: the time for one upload.
+    audit_log: a file of JSON lines. staged_timeout: the time after which staged weights are discarded.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    socket: str | None = None
+    token_file: str | None = None
+    allow: tuple[str, ...] = ()
+    upload_dir: str | None = None
+    max_uploads: int = 64 * _GIB
+    upload_timeout: float = 3600.0
+    audit_log: str | None = None
+    staged_timeout: float = 3600.0
+    body_timeout: float = 30.0
+    grace: float = 5.0
+
+    def check(self) -> None:
+        """Raise Unsupported for values out of range, without tokens, and unless there is one of port and socket."""
+        if (self.port is None) == (self.socket is None):
+            raise Unsupported("the admin plane listens on a port or on a socket: give exactly one of them")
+        for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
+        read_tokens(self.token_file)
+
+    @property
+    def http(self) -> Settings:
+        """The HTTP limits of all requests but uploads."""
+        return Settings(
+            host=self.host, max_body=_MIB, body_timeout=self.body_timeout, max_connections=64, grace=self.grace
+        )
+
+
+UPLOAD = "upload:"
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # no percent-encoding: the checked URL is the requested one
+_DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
+_VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
+_GOLDENS = ".goldens.safetensors"
+_MOST_ENTRIES = 10_000
+
+
+class _Prefix(NamedTuple):
+    scheme: str
+    host: str
+    path: str
+
+    def covers(self, url: SplitResult) -> bool:
+        """True if a URL is below the prefix, by whole segments of its path."""
+        same = (url.scheme.lower(), url.netloc.lower()) == (self.scheme, self.host)
+        return same and f"{url.path}/".startswith(self.path)
+
+
+class Allowed:
+    """Allowed directories, with everything in them, and URL prefixes."""
+
+    def __init__(self, entries: Sequence[str], upload_dir: Path | None = None) -> None:
+        """Raises Unsupported for a directory that does not exist, and for a URL that cannot be a prefix."""
+        self._prefixes = [_prefix(entry) for entry in entries if "://" in entry]
+        self._roots = [_root(entry) for entry in entries if "://" not in entry]
+        self._upload_dir = upload_dir
+
+    def weights(self, source: str) -> str:
+        """Return the path, with links resolved, or URL of an operator's `source`. Raises Forbidden."""
+        if source.startswith(UPLOAD):
+            return self._uploaded(source.removeprefix(UPLOAD))
+        if "://" in source:
+            return self._url(source)
+        path = self._path(source)
+        for beside in _read_with(path):
+            self._check_inside(Path(os.path.realpath(beside)), source)
+        return str(path)
+
+    def folder(self, place: str) -> str:
+        """Return the path or URL of a directory to watch or follow. Raises Forbidden."""
+        return self._url(place) if "://" in place else str(self._path(place))
+
+    def _uploaded(self, name: str) -> str:
+        if self._upload_dir is None:
+            raise Forbidden("this server does not accept uploads (--upload-dir)")
+        path = self._upload_dir / name
+        hidden = name.startswith(".")  # unfinished uploads are hidden
+        if not name or hidden or path.parent != self._upload_dir or "\0" in name or path.is_symlink():
+            raise Forbidden(f"{name!r} is not the name of an upload")
+        return str(path)
+
+    def _path(self, source: str) -> Path:
+        if "\0" in source:
+            raise Forbidden("the path contains a null byte")
+        path = Path(os.path.realpath(source))
+        self._check_inside(path, source)
+        return path
+
+    def _check_inside(self, path: Path, source: str) -> None:
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
+
+    def _url(self, source: str) -> str:
+        if source.lower().startswith("file:"):
+            raise Forbidden(f"{printable(source)}: give a local file as a path")
+        url = _plain_url(source)
+        if url is None or source != source.strip():
+            raise Forbidden(
+                f"{printable(source)}: a URL from an operator must have no user, password, fragment, encoded letters, "
+                "dots as parts of its path, and no query except versionId"
+            )
+        if not any(prefix.covers(url) for prefix in self._prefixes):
+            raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
+        return source
+
+
+def _plain_url(text: str) -> SplitResult | None:
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    plain = (
+        url.netloc
+        and "@" not in url.netloc
+        and not url.fragment
+        and _VERSION.fullmatch(url.query)
+        and _PLAIN.fullmatch(url.path)
+        and _PLAIN.fullmatch(url.netloc)
+        and not _DOTS.search(url.path)
+        and "//" not in url.path
+        and "::" not in url.geturl()
+    )
+    return url if plain else None
+
+
+def _prefix(entry: str) -> _Prefix:
+    url = _plain_url(entry)
+    if url is None or url.query or url.scheme.lower() == "file":
+        raise Unsupported(
+            f"--admin-allow {printable(entry)}: expected a directory, or a URL with only a host and a path"
+        )
+    return _Prefix(url.scheme.lower(), url.netloc.lower(), url.path.rstrip("/") + "/")
+
+
+def _root(entry: str) -> Path:
+    path = Path(os.path.realpath(entry))
+    if not path.is_dir():
+        raise Unsupported(f"--admin-allow {entry}: no such directory")
+    return path
+
+
+def _read_with(path: Path) -> Iterator[Path]:
+    """Yield the files that are read beside a file, or the links in a folder: a link may lead elsewhere."""
+    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
+    if folder is None:
+        yield path.with_name(path.name.removesuffix(".safetensors") + _GOLDENS)
+        return
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _MOST_ENTRIES:
+                raise Forbidden(f"{path}: has more than {_MOST_ENTRIES} files beside it")
+            if entry.is_symlink():
+                yield Path(entry.path)

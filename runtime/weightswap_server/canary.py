@@ -1,0 +1,434 @@
+"""A canary: its share, measures, rules, verdict."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import Condition, Lock, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from weightswap_runtime.errors import StageClosed, Unsupported
+from weightswap_runtime.format.expressions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.live.variants import VariantNames
+from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
+
+from .errors import log
+from .methods import Flat, ServedMethod
+from .protocol import Answer
+
+if TYPE_CHECKING:
+    from weightswap_runtime.live.staged import Staged
+    from weightswap_runtime.shared.worker import Trial
+
+
+LAST = 10_000  # the latest answers of each side, which values are computed from
+Outputs = Sequence[tuple[str, TensorBytes]]
+MEASURED = frozenset(
+    {
+        *(f"{side}{name}" for side in ("", "served_") for name in ("requests", "errors", "nonfinite", "p50", "p99")),
+        *("p50_ratio", "p99_ratio", "compared", "differing", "max_abs", "max_rel"),
+    }
+)
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """The measures of one side since the last `take`."""
+
+    requests: int
+    errors: int
+    seconds: list[float]
+    failed: list[bool]
+    nonfinite: list[bool]
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """The differences since the last `take`."""
+
+    compared: int
+    skipped: int
+    max_abs: float
+    max_rel: float
+    differing: list[bool]
+
+
+class Side:
+    """Measures of one set of weights. Latencies are in seconds, from a request's arrival to its answer."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.requests = self.errors = 0
+        self._seconds: deque[float] = deque(maxlen=LAST)
+        self._failed: deque[bool] = deque(maxlen=LAST)
+        self._nonfinite: deque[bool] = deque(maxlen=LAST)
+
+    def answered(self, seconds: float) -> None:
+        with self._lock:
+            self.requests += 1
+            self._seconds.append(seconds)
+            self._failed.append(False)
+
+    def failed(self) -> None:
+        with self._lock:
+            self.requests += 1
+            self.errors += 1
+            self._failed.append(True)
+
+    def examined(self, nonfinite: bool) -> None:
+        """Count an answer that was examined for NaN and infinities."""
+        with self._lock:
+            self._nonfinite.append(nonfinite)
+
+    def take(self) -> Answers:
+        """Return the measures, and begin anew."""
+        with self._lock:
+            seconds, failed, nonfinite = list(self._seconds), list(self._failed), list(self._nonfinite)
+            answers = Answers(self.requests, self.errors, seconds, failed, nonfinite)
+            self._begin()
+        return answers
+
+    def add(self, answers: Answers) -> None:
+        """Add the measures of another process."""
+        with self._lock:
+            self.requests += answers.requests
+            self.errors += answers.errors
+            self._seconds.extend(answers.seconds)
+            self._failed.extend(answers.failed)
+            self._nonfinite.extend(answers.nonfinite)
+
+    def values(self, prefix: str) -> dict[str, float | None]:
+        """Return rates and latencies; a latency is None before the first answer."""
+        with self._lock:
+            seconds, failed, nonfinite = sorted(self._seconds), list(self._failed), list(self._nonfinite)
+        return {
+            f"{prefix}requests": self.requests,
+            f"{prefix}errors": _rate(failed),
+            f"{prefix}nonfinite": _rate(nonfinite),
+            f"{prefix}p50": _quantile(seconds, 0.5),
+            f"{prefix}p99": _quantile(seconds, 0.99),
+        }
+
+
+class Differences:
+    """Differences between the answers of two sets of weights to the same requests.
+
+    max_rel: the largest difference, relative to the largest number of the served output. differing: the share of
+    answers in which that exceeds `tolerance`, or in which integers or shapes differ.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.compared = self.skipped = 0
+        self.max_abs = self.max_rel = 0.0
+        self._differing: deque[bool] = deque(maxlen=LAST)
+
+    def compare(self, served: Outputs, canary: Outputs) -> bool:
+        """Compare the answers to one request. Returns True if they differ."""
+        pairs = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
+        largest = max((absolute for absolute, _ in pairs), default=0.0)
+        relative = max((relative for _, relative in pairs), default=0.0)
+        differs = relative > self._tolerance
+        with self._lock:
+            self.compared += 1
+            self.max_abs, self.max_rel = max(self.max_abs, largest), max(self.max_rel, relative)
+            self._differing.append(differs)
+        return differs
+
+    def skip(self) -> None:
+        """Count an answer that was not examined."""
+        with self._lock:
+            self.skipped += 1
+
+    def take(self) -> Compared:
+        """Return the differences, and begin anew."""
+        with self._lock:
+            compared = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
+            self._begin()
+        return compared
+
+    def add(self, compared: Compared) -> None:
+        """Add the differences of another process."""
+        with self._lock:
+            self.compared += compared.compared
+            self.skipped += compared.skipped
+            self.max_abs, self.max_rel = max(self.max_abs, compared.max_abs), max(self.max_rel, compared.max_rel)
+            self._differing.extend(compared.differing)
+
+    def values(self) -> dict[str, float | None]:
+        with self._lock:
+            any_yet = self.compared > 0
+            return {
+                "compared": self.compared,
+                "differing": _rate(self._differing) if any_yet else None,
+                "max_abs": self.max_abs if any_yet else None,
+                "max_rel": self.max_rel if any_yet else None,
+            }
+
+
+def has_nonfinite(outputs: Outputs) -> bool:
+    """Return True if an output has NaN or an infinity."""
+    return any(not np.isfinite(_floats(content)).all() for _, content in outputs if has_fractions(content.dtype))
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
+
+
+def _rate(outcomes: Sequence[bool]) -> float:
+    return sum(outcomes) / len(outcomes) if outcomes else 0.0
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def _floats(content: TensorBytes) -> np.ndarray:
+    array = as_array(content)
+    return array if array.dtype.itemsize >= 4 else array.astype(np.float32)
+
+
+def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
+    """Return the largest difference, absolute and relative to the largest number of `one`; inf if not comparable."""
+    if not same_type(one, other):
+        return float("inf"), float("inf")
+    first, second = as_array(one), as_array(other)
+    if not has_fractions(one.dtype):
+        return (0.0, 0.0) if np.array_equal(first, second) else (1.0, float("inf"))
+    first, second = _floats(one).astype(np.float64), _floats(other).astype(np.float64)
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(first - second))
+    largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
+    scale = float(np.abs(first, where=np.isfinite(first), out=np.zeros_like(first)).max(initial=0.0))
+    return largest, 0.0 if largest == 0 else largest / scale if scale else float("inf")
+
+
+_FOR = re.compile(r"(.*\S)\s+for\s+(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h)\s*", re.DOTALL)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+Values = Mapping[str, float | None]
+
+
+class Rule:
+    """A rule such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`: it holds once the condition was true at each check
+    for that long. A condition on a value that is not measured yet is false."""
+
+    def __init__(self, text: str, known: frozenset[str]) -> None:
+        """known: the names that it may use. Raises Unsupported."""
+        self.text = text
+        match = _FOR.fullmatch(text)
+        condition, self.seconds = (match[1], float(match[2]) * _SECONDS[match[3]]) if match else (text, 0.0)
+        try:
+            self._condition = parse_condition(condition, fractions=True)
+        except ValueError as error:
+            raise Unsupported(f"the rule {text!r}: {error}; expected e.g. `errors < 0.001 for 5 min`") from error
+        self._names = condition_dims(self._condition)
+        if unknown := sorted(self._names - known):
+            raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are: {', '.join(sorted(known))}")
+        self._since: float | None = None
+
+    def held_for(self, now: float) -> float:
+        """Return the seconds for which the condition has been true at each check."""
+        return 0.0 if self._since is None else now - self._since
+
+    def holds(self, values: Values, now: float) -> bool:
+        """Check the condition once. now: seconds of a monotonic clock."""
+        measured = {name: value for name, value in values.items() if value is not None and name in self._names}
+        if measured.keys() != self._names or not evaluate(self._condition, measured):
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self.seconds
+
+
+DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite + 0.01"
+
+
+class CanaryPlan(NamedTuple):
+    """share: the part of the requests that the canary answers; more may ask for it. shadow: call it beside each request
+    that it does not answer, and compare. tolerance: the relative difference above which answers differ. promote_if,
+    abort_if: rules, or ""."""
+
+    share: float = 0.0
+    shadow: bool = False
+    tolerance: float = 0.01
+    promote_if: str = ""
+    abort_if: str = DEFAULT_ABORT
+
+
+def check_plan(plan: CanaryPlan) -> None:
+    """Raise Unsupported for values out of range, and for wrong rules."""
+    if not 0 <= plan.share <= 1:
+        raise Unsupported(f"share={plan.share}: expected a number from 0 to 1")
+    if not 0 <= plan.tolerance < math.inf:
+        raise Unsupported(f"tolerance={plan.tolerance}: expected a relative difference, 0 or more")
+    for rule in (plan.promote_if, plan.abort_if):
+        if rule:
+            Rule(rule, MEASURED)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The measures of a canary in one process."""
+
+    served: Answers
+    canary: Answers
+    differences: Compared
+
+
+class Judgement:
+    """Measures of a canary and of the weights served beside it, with the rules over them."""
+
+    def __init__(self, plan: CanaryPlan) -> None:
+        """Raises as `check_plan`."""
+        check_plan(plan)
+        self.plan = plan
+        self.served, self.canary, self.differences = Side(), Side(), Differences(plan.tolerance)
+        self.promote = Rule(plan.promote_if, MEASURED) if plan.promote_if else None
+        self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
+
+    def take(self) -> Measured:
+        """Return the measures since the last call, for another process that judges the same weights."""
+        return Measured(self.served.take(), self.canary.take(), self.differences.take())
+
+    def add(self, measured: Measured) -> None:
+        """Add the measures of another process."""
+        self.served.add(measured.served)
+        self.canary.add(measured.canary)
+        self.differences.add(measured.differences)
+
+    def values(self) -> dict[str, float | None]:
+        """Return the measures by the names that rules use."""
+        values = self.canary.values("") | self.served.values("served_") | self.differences.values()
+        values["p50_ratio"] = ratio(values["p50"], values["served_p50"])
+        values["p99_ratio"] = ratio(values["p99"], values["served_p99"])
+        return values
+
+    def verdict(self) -> tuple[str, str] | None:
+        """Return "abort" or "promote" with the rule that holds, or None."""
+        values, now = self.values(), time.monotonic()
+        for name, rule in (("abort", self.abort), ("promote", self.promote)):
+            if rule is not None and rule.holds(values, now):
+                return name, rule.text
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """Return the plan and the measures as plain values."""
+        return {
+            **self.plan._asdict(),
+            "promote_held": self.promote.held_for(time.monotonic()) if self.promote else 0.0,
+            "skipped": self.differences.skipped,
+            "values": self.values(),
+        }
+
+
+HEADER = "x-weightswap-canary"
+_MOST_WAITING = 8  # answers that wait to be examined; more are skipped
+
+
+class Canary(Judgement):
+    """Staged weights that answer some requests. If they fail, the served weights answer instead."""
+
+    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
+        """staged: in a worker, the trial of the weights that its keeper has staged.
+
+        count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        """
+        super().__init__(plan)
+        self.staged = staged
+        self.weights_id = staged.weights_id
+        self.since = time.time()
+        self._count = count
+        self._owed = 0.0
+        self._counting = Lock()
+        self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
+        self._changed = Condition()
+        self._closed = False
+        Thread(target=self._examine_waiting, name="weightswap-canary", daemon=True).start()
+
+    def answers_next(self, wish: str) -> bool:
+        """True if the canary answers the next request. wish: "1" asks for the canary, "0" for the served weights."""
+        if self._closed or wish in ("0", "1"):
+            return wish == "1" and not self._closed
+        with self._counting:
+            self._owed += self.plan.share
+            if self._owed < 1:
+                return False
+            self._owed -= 1
+            return True
+
+    def answered(
+        self,
+        method: ServedMethod,
+        flat: Flat,
+        variants: VariantNames,
+        answer: Answer,
+        seconds: float,
+        *,
+        by_canary: bool,
+    ) -> None:
+        """Count an answer of the canary or of the served weights, and queue it to be examined in another thread."""
+        (self.canary if by_canary else self.served).answered(seconds)
+        with self._changed:
+            if len(self._waiting) >= _MOST_WAITING:
+                self.differences.skip()
+            elif not self._closed:
+                self._waiting.append((method, flat, variants, answer, by_canary))
+                self._changed.notify()
+
+    def failed(self, error: BaseException, requests: int = 1) -> None:
+        """Count requests that the canary has failed to answer, unless it has just ended."""
+        if not isinstance(error, StageClosed):
+            for _ in range(requests):
+                self.canary.failed()
+                self._count("errors", self.weights_id)
+            log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
+
+    def close(self) -> None:
+        """Stop answering and comparing."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify()
+
+    def _examine_waiting(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                work = self._waiting.popleft()
+            try:
+                self._examine(*work)
+            except StageClosed:
+                return
+            except Exception as error:
+                self.failed(error)
+            del work  # or its tensors would stay alive while the queue is empty
+
+    def _examine(
+        self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
+    ) -> None:
+        (self.canary if by_canary else self.served).examined(has_nonfinite(answer.outputs))
+        if by_canary or not self.plan.shadow:
+            return
+        began = time.perf_counter()
+        outputs = method.call(self.staged, flat, variants)
+        if not self.plan.share:  # it has no other answers to measure
+            self.canary.answered(time.perf_counter() - began)
+        self.canary.examined(has_nonfinite(outputs))
+        self._count("compared", self.weights_id)
+        if self.differences.compare(answer.outputs, outputs):
+            self._count("differing", self.weights_id)

@@ -1,1 +1,0 @@
-"""Canaries: staged weights that answer some requests, or are called beside them, before a commit."""

@@ -1,0 +1,207 @@
+"""`delta` and `desired`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from weightswap_runtime.errors import NonFiniteWeights, Superseded, listed, plural
+from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, Hold
+from weightswap_runtime.following.place import DesiredPlace, known_weights
+from weightswap_runtime.format.delta import write_delta
+from weightswap_runtime.sources.location import Url, as_location, printable
+from weightswap_runtime.staging.reading import check_content
+from weightswap_tools.terminal import (
+    JsonOption,
+    LabelOption,
+    errors_as_exit,
+    human_bytes,
+    parse_labels,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+)
+
+delta_command = typer.Typer(add_completion=False)
+
+
+@delta_command.command()
+def delta(
+    base: Annotated[str, typer.Argument(help="The weight file that the servers have, or its URL.")],
+    new: Annotated[str, typer.Argument(help="The weight file that they are to serve next, or its URL.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The delta file to write; an existing file is replaced.")],
+    label: LabelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the changes from one weight file to another, for servers that have the first.
+
+    Both must be packed by weightswap. A server swaps a delta in like a weight file: the cost grows with the bytes that
+    changed, and the result is verified to be exactly the second file's weights.
+    """
+    labels = parse_labels(label)
+    with errors_as_exit(as_json):
+        with progress_bar("comparing") as progress:
+            written = write_delta(base, new, out, labels=labels, progress=progress)
+        if as_json:
+            print_json(written)
+            return
+        share = 100 * written.nbytes / max(1, written.total_bytes)
+        say(f"delta file  {written.path}")
+        say(f"from        {written.base}")
+        say(f"to          {written.weights_id}")
+        say(f"changes     {human_bytes(written.nbytes)} of {human_bytes(written.total_bytes)} ({share:.2f} %)")
+        say(f"in          {plural(len(written.changed), 'tensor')}")
+
+
+desired_command = typer.Typer(add_completion=False)
+Change = Callable[[int], DesiredState]
+
+
+@desired_command.command()
+def desired(
+    place: Annotated[str, typer.Argument(help="The directory that holds desired.json, or its URL.")],
+    weights: Annotated[str | None, typer.Option("--set", help="Desire this weight file, a path or URL.")] = None,
+    rollback_to: Annotated[
+        str | None, typer.Option(help="Desire earlier weights, by a prefix of their id or as `last`, and hold.")
+    ] = None,
+    hold: Annotated[bool, typer.Option("--hold", help="Hold, so that nothing is promoted.")] = False,
+    no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
+    revision: Annotated[int | None, typer.Option(help="The revision to replace; required for changes.")] = None,
+    by: Annotated[str, typer.Option(help="Who makes the change.")] = "",
+    why: Annotated[str, typer.Option(help="The reason for the change.")] = "",
+    allow_other_graph: Annotated[
+        bool, typer.Option("--allow-other-graph", help="Allow a file that was packed for another graph.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show or change which weights a service should serve.
+
+    A change names the revision that it replaces (--revision), so that nobody undoes a change they have not seen. If
+    another revision was written meanwhile, nothing changes and the exit status is 1.
+
+    Local files are read first: damaged ones are refused, and NaN is refused by --rollback-to and reported by --set. The
+    weights are not tried, since this command has no graph; and behind a URL, only headers are read.
+    """
+    with errors_as_exit(as_json):
+        opened = DesiredPlace(place)
+        changes: list[Change] = []
+        said: dict[str, Any] = {"by": by, "why": why}
+        if weights is not None:
+            changes.append(
+                lambda seen: _set(opened, weights, revision=seen, allow_other_graph=allow_other_graph, **said)
+            )
+        if rollback_to is not None:
+            to = None if rollback_to == "last" else rollback_to
+            changes.append(lambda seen: _roll_back(opened, to, revision=seen, hold=not no_hold, **said))
+        if hold:
+            changes.append(lambda seen: opened.hold(revision=seen, **said))
+        if release:
+            changes.append(lambda seen: opened.release(revision=seen))
+        if changes and revision is None:
+            _require_revision(opened, as_json)
+        state = _apply(opened, changes, revision)
+        if as_json:
+            print_json({"place": opened.where, **state.as_dict()})
+        else:
+            _print(opened, state)
+
+
+def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
+    """Set the desired weights. NaN may be intended, so it is said, and not refused."""
+    known, nan = known_weights(weights), _read(weights)
+    state = place.set(weights, known=known, **options)
+    if nan:
+        where = printable(weights)
+        say(f"warning: {where}: {listed(nan)}; processes whose weights have none there refuse it", err=True)
+    return state
+
+
+def _roll_back(place: DesiredPlace, to: str | None, *, revision: int, **options: Any) -> DesiredState:
+    """Roll back to weights that processes may serve. Raises Superseded, NonFiniteWeights, and what `_read` raises."""
+    target = place.rollback_target(to, revision=revision)
+    where = printable(place.locate(target))
+    if any(each.weights_id == target.weights_id for each in place.read().withdrawn):
+        raise Superseded(
+            f"{where}: its weights {target.weights_id[:SHOWN]} were withdrawn. Roll back to others, or desire these "
+            "again with --set."
+        )
+    for base in target.bases or ():
+        _read(place.locate(base))
+    if nan := _read(place.locate(target)):
+        raise NonFiniteWeights(where, nan, "Roll back to others. If these values are intended, desire them with --set.")
+    return place.rollback(to=target.weights_id, revision=revision, **options)
+
+
+def _read(source: str | Path) -> list[str]:
+    """Read a local file, and return the weights with NaN, and their numbers. Raises WeightFileError, DigestMismatch."""
+    if isinstance(as_location(source), Url):
+        return []
+    counts = check_content(source)
+    return [f"{name}: {found.nan} NaN" for name, found in sorted(counts.items()) if found.nan]
+
+
+def _apply(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
+    if len(changes) > 1:
+        raise typer.BadParameter("--set, --rollback-to, --hold and --release are separate changes: give only one")
+    return changes[0](revision) if changes and revision is not None else place.read()
+
+
+def _require_revision(place: DesiredPlace, as_json: bool) -> NoReturn:
+    """Show the current state, and raise BadParameter with its revision."""
+    state = place.read()
+    if not as_json:
+        _print(place, state)
+    raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
+
+
+def _print(place: DesiredPlace, state: DesiredState) -> None:
+    say(f"place       {place.where}")
+    say(f"revision    {state.revision}")
+    if state.weights is None:
+        say("desired     nothing yet")
+    else:
+        say(f"desired     {printable(state.weights.source)}")
+        say(f"weights id  {state.weights.weights_id}{labels_text(state.weights.labels)}")
+        say(f"since       {since_text(state.weights)}")
+    if state.hold is not None:
+        say(f"on hold     {since_text(state.hold)}")
+    print_earlier(state, {})
+
+
+def print_earlier(state: DesiredState, refused: Mapping[str, str]) -> None:
+    """Print what was desired before, and what was withdrawn. refused: why processes refused weights, by their id."""
+    for title, entries in (("history", state.history), ("withdrawn", state.withdrawn)):
+        columns = ["weights id", "source", "since", "by", "why"]
+        rows = [_row(weights) for weights in reversed(entries)]
+        if any(weights.weights_id in refused for weights in entries):
+            columns.append("refused")
+            rows = [[*row, refused.get(of.weights_id, "")] for row, of in zip(rows, reversed(entries), strict=True)]
+        if rows:
+            print_table(title, columns, rows)
+
+
+def _row(weights: DesiredWeights) -> list[str]:
+    source = printable(weights.source)
+    return [weights.weights_id[:SHOWN], source, time_text(weights.since), weights.by, weights.why]
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Return labels as text to append to a weights id; empty if there are none."""
+    text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+    return f"  ({text})" if text else ""
+
+
+def since_text(entry: DesiredWeights | Hold) -> str:
+    """Return since when, by whom and why, as text."""
+    return f"{time_text(entry.since)}{f' by {entry.by}' if entry.by else ''}{f': {entry.why}' if entry.why else ''}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in seconds since the epoch as text."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,1 +1,0 @@
-"""Comparisons shown on a terminal and on a page."""
