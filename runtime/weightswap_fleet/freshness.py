@@ -8,7 +8,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightswap_fleet.node.memory import Board
-from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_server.errors import Failure
 from weightswap_server.http.bodies import refusal
 
@@ -23,7 +23,7 @@ _POLL = 0.002
 class Freshness:
     """The revision that a replica serves."""
 
-    def __init__(self, board: Board, model: Model) -> None:
+    def __init__(self, board: Board, model: ServedModel) -> None:
         self._board, self._model = board, model
 
     @property

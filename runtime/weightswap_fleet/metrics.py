@@ -16,14 +16,14 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.metrics import ModelCollector
-from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_server.workers.child_main import Totals
 
 
 class NodeMetrics:
     """The metrics of one node, in its keeper. Every method may be called from any thread."""
 
-    def __init__(self, name: str, model: Model) -> None:
+    def __init__(self, name: str, model: ServedModel) -> None:
         """name: the label `model`."""
         self._name = name
         self._registry = CollectorRegistry()

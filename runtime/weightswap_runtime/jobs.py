@@ -140,6 +140,12 @@ class Progress(NamedTuple):
     bytes_total: int
 
 
+def check_rate_limit(rate_limit: float | None) -> None:
+    """Raise Unsupported for an invalid number of bytes per second."""
+    if rate_limit is not None and not (is_number(rate_limit) and rate_limit > 0):
+        raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
+
+
 class Job:
     """Shared state of the threads that work on one staging. `rate_limit` in bytes per second; None: unlimited.
 
@@ -147,8 +153,7 @@ class Job:
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:
-        if rate_limit is not None and not (is_number(rate_limit) and rate_limit > 0):
-            raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
+        check_rate_limit(rate_limit)
         self.rate_limit = rate_limit
         self._renew()
         renew_in_children(self)

@@ -35,7 +35,7 @@ from .errors import CallError, MissingExtra, Unsupported
 from .jobs import Progress, renew_in_children
 
 if TYPE_CHECKING:
-    from weightswap_runtime.model.model import Model
+    from weightswap_runtime.model.served import ServedModel
 
 
 CALL_BUCKETS = tuple(value * 10.0**power for power in range(-5, 2) for value in (1, 2.5, 5))  # 10 us to 50 s
@@ -136,7 +136,7 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
     without prometheus_client.
     """
 
-    def __init__(self, model: Model, name: str = "default", registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model: ServedModel, name: str = "default", registry: CollectorRegistry = REGISTRY) -> None:
         self.name = name
         self._model = weakref.ref(model)
         self._tallies = Tallies()
@@ -144,7 +144,7 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
         self._stops = (model.listen(self._tallies.on_event), model.observe(self._tallies.on_call))
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> ServedModel | None:
         """The model; None once it was dropped."""
         return self._model()
 
@@ -157,7 +157,7 @@ class ModelCollector(AbstractContextManager["ModelCollector"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add_to(self, families: Families, model: Model) -> None:
+    def add_to(self, families: Families, model: ServedModel) -> None:
         """Add the model's samples to all metrics."""
         families.add_served(self.name, model)
         families.add_staging(self.name, model.progress)
@@ -191,7 +191,7 @@ class Families:
         self.phase_seconds = new(SummaryMetricFamily, "phase_seconds", "Seconds of the phases of a staging.", "phase")
         self.pause_seconds = new(histogram, "pause_seconds", "Seconds that a commit could keep calls waiting.")
 
-    def add_served(self, name: str, model: Model) -> None:
+    def add_served(self, name: str, model: ServedModel) -> None:
         current, history = model._gate.current, model.history
         info = {"graph_id": model.graph_id}
         if current is not None:

@@ -26,8 +26,7 @@ from weightswap_runtime.format.signature import (
 )
 from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.variants import Choice, VariantNames
-from weightswap_runtime.model.model import Model, engine_of
-from weightswap_runtime.model.served import Pinned
+from weightswap_runtime.model.served import Pinned, ServedModel, engine_of
 from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_array, numpy_dtype
 
 from .errors import BadRequest
@@ -41,7 +40,7 @@ class ServedMethod:
     """One method of a model, called with bytes and returning bytes. `inputs` and `outputs` are the protocol's metadata,
     `dtypes` the numpy dtype of each input by name."""
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: ServedModel, name: str) -> None:
         """Raises Unsupported if an input or output has a dtype that the protocol has no name for."""
         self.name = name
         self._model = model

@@ -20,6 +20,7 @@ from weightswap_runtime.errors import Unsupported, visible
 from weightswap_runtime.live.variants import MOST
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_server.admin.access import AdminSettings
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.http.app import http_app
@@ -89,7 +90,7 @@ class Server:
 
     def __init__(
         self,
-        models: Mapping[str, Model],
+        models: Mapping[str, ServedModel],
         settings: Settings,
         admin: AdminSettings | None = None,
         listener: socket.socket | None = None,

@@ -28,7 +28,8 @@ from weightswap_runtime.format.signature import (
     input_leaves,
     size_at,
 )
-from weightswap_runtime.model.model import Model, engine_of
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.sources.writing import new_file
 from weightswap_runtime.tensors import (
     TensorBytes,

@@ -18,7 +18,7 @@ from tests.zoo.entries import GROUPED, hf
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, Model
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens
-from weightswap_runtime.model.model import engine_of
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 IMAGE = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))

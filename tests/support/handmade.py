@@ -18,7 +18,8 @@ from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, GoldenMismatch, load
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.format.goldens import Goldens, open_goldens
-from weightswap_runtime.model.model import Model, engine_of
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 Document = dict[str, Any]

@@ -22,13 +22,13 @@ from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.live.gate import Version
-from weightswap_runtime.live.residency import Double, Resources, StagedSet
+from weightswap_runtime.live.residency import Double, StagedWeights
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control, Description, Summary, read_description, read_trial
 from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory, Segment, announce
 from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
-from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.staging.request import StagingReport
 from weightswap_runtime.threads import WorkerThreads
 
 WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
@@ -59,9 +59,8 @@ class BareKeeper:
         self.control = Control(segment.control)
         self.gate = KeeperGate(self.control)
         layout = ArenaLayout(WEIGHTS)
-        self.residency = Double(
-            Resources(session, KeptMemory(segment, self.control), layout, self.gate, WorkerThreads(), keep=False)
-        )
+        memory = KeptMemory(segment, self.control)
+        self.residency = Double(session, memory, layout, self.gate, WorkerThreads(), keep=False)
         generation = self.control.generation
         if generation is not None:
             found = read_description(self.control, generation, Description)
@@ -74,7 +73,7 @@ class BareKeeper:
 
     def stage(
         self, number: int, timeout: float | None = 10.0, meanwhile: Callable[[], None] = lambda: None
-    ) -> StagedSet:
+    ) -> StagedWeights:
         """Write a set into the idle arena; `meanwhile` is called when a part of it is written."""
         with self.residency.target(timeout, Job()) as (target, _):
             values = numbers(target)
@@ -82,17 +81,19 @@ class BareKeeper:
                 values[start : start + (1 << 12)] = number
                 if not start:
                     meanwhile()
-        return StagedSet(Contents(Identity(f"weights {number}", {}, {}), "full", "nowhere"), target)
+        weights_id = f"weights {number}"
+        report = StagingReport(weights_id=weights_id, labels={}, kind="full", source="nowhere")
+        return StagedWeights(Identity(weights_id, {}, {}), report, target)
 
-    def try_out(self, number: int, timeout: float | None = 10.0) -> StagedSet:
+    def try_out(self, number: int, timeout: float | None = 10.0) -> StagedWeights:
         """Stage a set, and let workers call it."""
         staged = self.stage(number, timeout)
-        announce(self.control, staged.contents.identity)
+        announce(self.control, staged.identity)
         return staged
 
-    def commit(self, staged: StagedSet) -> int:
+    def commit(self, staged: StagedWeights) -> int:
         """Commit a staged set, and return its generation."""
-        return self.residency.commit(staged, None, lambda: None).version.generation
+        return self.residency.commit(staged, None, lambda: None)[0].generation
 
     def swap(self, timeout: float | None = 10.0) -> int:
         """Stage and commit the next generation."""

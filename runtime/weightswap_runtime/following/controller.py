@@ -29,7 +29,7 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.calls import Caller, Methods
 from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
 from weightswap_runtime.live.session import Member
-from weightswap_runtime.live.staged import Staged, StagingTask
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import Store, fingerprint_of
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
@@ -205,8 +205,6 @@ class Loop:
     ) -> None:
         """Check the options. Raises Unsupported."""
         check_interval(interval)
-        subject.request.check()
-        Job(subject.request.rate_limit)  # checks the limit
         model, self.store, self.member, self.request = subject
         self.promotion = promotion
         self.lookers = lookers
@@ -352,8 +350,7 @@ class ModelTarget:
 
     @contextmanager
     def _staged(self, job: Job, request: SwapRequest) -> Iterator[Staged]:
-        staged = Staged(self._methods, StagingTask(self._store, self._loop.member, request, job))
-        with staged.run():
+        with Staged(self._methods, self._store, self._loop.member, request, job).run() as staged:
             job.check()
             yield staged
 

@@ -1,62 +1,41 @@
-"""Receipts and events."""
+"""What is told about swaps: receipts of commits, and events of everything that happens to weights."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct, field
 
 from weightswap_runtime.errors import text_of, visible
 from weightswap_runtime.format.identity import Nonfinite
 from weightswap_runtime.jobs import Listeners, Stop
-from weightswap_runtime.memory.host import StagedIn
-from weightswap_runtime.staging.request import Kind
+from weightswap_runtime.staging.request import Kind, StagingReport
 
 
-@dataclass(frozen=True)
-class SwapReceipt:
-    """The receipt of one commit. Sizes in bytes, times in seconds.
+class SwapReceipt(StagingReport, frozen=True, kw_only=True):
+    """The receipt of one commit: the report of its staging, and what the commit did. Sizes in bytes, times in seconds.
 
-    kind: "full", "partial", "delta" or "rollback". source: the path, the URL without credentials, or "rollback".
-    only: the patterns of a partial swap; its `labels` are those of the weights before it.
-    by: the requester, as given. ignored: names of the source that are not weights: state, `_extra_state`, and matches
-    of `ignore=`. staged_in: the memory from which a commit in place copied, and why that was chosen.
-    committed_at: seconds since the epoch. bytes_read: read from the source; bytes_copied: copied within the pause.
-    seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens; seconds_paused: how long
-    new calls could wait. verified: "goldens" if recorded outputs were reproduced, "finite" if outputs on recorded
-    inputs were finite, "none" if there was nothing to try. nonfinite: the weights with NaN or infinities where the
-    weights before had none (for the first weights: all with NaN, and those with infinities that require a gradient).
-    contexts: the number of contexts whose state was made with other weights, by outcome: "invalidated", "reset", "kept"
-    or "pinned". variants: the names GROUP/NAME of resident variants by outcome: "kept", or "dropped" because they
-    belong to other weights.
+    A rollback has read nothing; its `kind` and `source` are "rollback".
     """
 
     generation: int
-    weights_id: str
     previous_weights_id: str | None
     graph_id: str
-    kind: Kind
-    source: str
-    by: str
-    labels: dict[str, str]
-    only: tuple[str, ...]
-    ignored: tuple[str, ...]
+    by: str  # the requester, as given
     residency: str
-    staged_in: StagedIn
-    bytes_read: int
-    bytes_copied: int
-    verified: str
-    seconds_staged: float
-    seconds_verified: float
-    seconds_paused: float
-    committed_at: float
-    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
+    bytes_copied: int  # within the pause
+    seconds_paused: float  # how long new calls could wait
+    committed_at: float  # seconds since the epoch
     contexts: dict[str, int] = field(default_factory=dict)
+    """The number of contexts whose state was made with other weights, by outcome: "invalidated", "reset", "kept" or
+    "pinned"."""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names GROUP/NAME of resident variants by outcome: "kept", or "dropped" because they belong to other
+    weights."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as dicts, tuples, texts and numbers alone, as `--json` prints them."""
@@ -94,17 +73,16 @@ _LEVELS: dict[str, int] = {
 }
 
 
-@dataclass(frozen=True)
-class Event:
-    """One event. `time` in seconds since the epoch; `by` is the requester, as given.
+class Event(Struct, frozen=True):
+    """What has happened to the weights of a model.
 
     Every staging begins with "staging" and ends with exactly one of "committed", "refused", "cancelled" and "discarded"
     (a staging whose last reference is dropped may end with none). A listener must not swap. It should store the fields
     that it needs rather than the event: the traceback of `error` keeps the objects of its frames alive. The kinds:
 
     staging: reading has begun.
-    staged: the weights are verified, and not yet served. `weights_id` and `labels` identify them; `seconds_staged`,
-      `seconds_verified` and `nonfinite` are those of `SwapReceipt`; `nbytes` were read.
+    staged: the weights are verified, and not yet served; `weights_id`, `labels`, `seconds_staged`, `seconds_verified`
+      and `nonfinite` are those of `SwapReceipt`.
     refused: `error` says why, and `phase` when; the served weights are as they were. phase: "waiting" for another
       staging (there was no "staging" event then), "opening", "reading", "copying", "verifying"; or "committing": calls
       or pins held the memory of a commit or rollback, or there was nothing to roll back to. After a refused commit the
@@ -121,32 +99,27 @@ class Event:
       says which. Reported once until the file is tried; a commit or "skipped" ends it.
     unreachable: the directory or the place cannot be read; `error` says why. Reported once until it can be read again.
 
-    Variants (`variant` is GROUP/NAME) have the events "variant added", "variant replaced", "variant removed", "variant
-    evicted" and "variant dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
-
-    weights_id: of a staging that is not verified or was refused, the one that was expected; None if none was. source:
-    the path or URL, or "rollback". operation: the kind of the swap, as in `SwapReceipt`; None if it is not known yet.
-    nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since the request of
-    the staging, or of the commit that was refused.
+    Variants have the events "variant added", "variant replaced", "variant removed", "variant evicted" and "variant
+    dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
     """
 
     kind: EventKind
-    source: str
-    by: str
+    source: str  # the path or URL, or "rollback"
+    by: str  # the requester, as given
     graph_id: str
-    weights_id: str | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
+    weights_id: str | None = None  # of a staging that was not verified: the one that was expected, if any
+    nbytes: int = 0  # bytes read; of refused and cancelled stagings, bytes done in their last phase
+    seconds: float = 0.0  # since the request of the staging, or of the commit that was refused
     receipt: SwapReceipt | None = None
     error: BaseException | None = None
-    time: float = field(default_factory=time.time)
-    operation: Kind | None = None
+    time: float = field(default_factory=time.time)  # in seconds since the epoch
+    operation: Kind | None = None  # the kind of the swap, as in `SwapReceipt`; None if it is not known yet
     phase: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     seconds_staged: float = 0.0
     seconds_verified: float = 0.0
     nonfinite: Mapping[str, Nonfinite] = field(default_factory=dict)
-    variant: str = ""
+    variant: str = ""  # GROUP/NAME
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as dicts, tuples, texts and numbers; an error as its class, its text and its problems."""

@@ -1,4 +1,4 @@
-"""One arena or two: staging targets, commit, rollback."""
+"""Where weights are staged, and how they become the served ones: one arena or two, commit, rollback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn, Protocol, get_args
+
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
     RESTART,
@@ -21,7 +23,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena, Patch, copy_ranges, differing
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena, HostPatch, Patch, copy_ranges, differing
 from weightswap_runtime.memory.host import (
     FOR_ONE,
     FOR_PREVIOUS,
@@ -33,75 +35,91 @@ from weightswap_runtime.memory.host import (
     advising,
 )
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.staging.request import Contents, StagedChange
+from weightswap_runtime.staging.request import StagingReport
 from weightswap_runtime.threads import WorkerThreads
 
 from .gate import Gate, Version
 from .session import Session
 
 NewSession = Callable[[Arena], Session]
-
-
-class Resources(NamedTuple):
-    """The resources of a residency. `keep`: whether host memory keeps the weights before the last commit."""
-
-    new_session: NewSession
-    memory: Memory
-    layout: ArenaLayout
-    gate: Gate[Session]
-    workers: WorkerThreads
-    keep: bool
-
-
-class StagingTarget(NamedTuple):
-    """A session that is not served, to stage a full set of weights into, and the kind of its memory."""
-
-    session: Session
-    staged_in: StagedIn
+Commit = tuple[Version[Session], float, int]
+"""The version that is now served, the seconds that new calls could wait for it, and the bytes copied meanwhile."""
 
 
 @dataclass(eq=False)
-class StagedSet:
-    """A full set of weights in a session of its own."""
+class StagedWeights:
+    """A verified set of weights that is not served: in a session of its own, or as a patch of the served ones."""
 
-    contents: Contents
-    session: Session
+    identity: Identity
+    report: StagingReport
+    session: Session | None  # of a patch: made when the weights are tried, as it takes the memory of a full set
+    patch: Patch | None = None
+    build: Callable[[Job], Session] | None = None  # for a patch: makes its session
 
     def trial_session(self, job: Job) -> Session:
-        """Return a session to try the weights in."""
+        """Return a session to try the weights in. Raises OutOfMemory, StageCancelled and WeightsMismatch."""
+        if self.session is None:
+            assert self.build is not None
+            session = self.build(job)
+            session.run_prologues(self.report.source)
+            self.session = session
         return self.session
 
 
-@dataclass(eq=False)
-class StagedPatch:
-    """A full set of weights, as a patch of the served ones. `build` makes a session that holds the full set."""
-
-    contents: Contents
-    patch: Patch
-    build: Callable[[Job], Session]
-    _trial_session: Session | None = None
-
-    def trial_session(self, job: Job) -> Session:
-        """Return a session to try the weights in. It is made on first use, and takes the memory of a full set.
-
-        Raises OutOfMemory, StageCancelled and WeightsMismatch.
-        """
-        if self._trial_session is None:
-            session = self.build(job)
-            session.run_prologues(self.contents.source)
-            self._trial_session = session
-        return self._trial_session
+ResidencyName = Literal["double", "single"]
+RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
 
 
-Candidate = StagedSet | StagedPatch
+class Residency(Protocol):
+    """A strategy for where weights are staged, and how they become the served ones."""
+
+    name: str
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The sessions that calls can reach."""
+        ...
+
+    def target(self, timeout: float | None, job: Job) -> AbstractContextManager[tuple[Session, StagedIn]]:
+        """Let the block write a full set into a session that is not served. Raises LeaseTimeout and OutOfMemory."""
+        ...
+
+    def stage_patch(
+        self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
+    ) -> StagedWeights:
+        """Stage the live set with a patch applied. Raises LeaseTimeout, OutOfMemory and StageCancelled."""
+        ...
+
+    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
+        """Serve staged weights. `check` is called during the wait for calls and pins; it may raise to end it."""
+        ...
+
+    @property
+    def previous(self) -> Version[Session] | None:
+        """The version that a rollback would serve."""
+        ...
+
+    def rollback(self, timeout: float | None) -> Commit:
+        """Serve the previous version. Raises NothingToRollBack."""
+        ...
 
 
-class Committed(NamedTuple):
-    """The version that is now served, the seconds that new calls could wait for it, and the bytes copied."""
+def open_residency(
+    name: str,
+    new_session: NewSession,
+    memory: Memory,
+    layout: ArenaLayout,
+    gate: Gate[Session],
+    workers: WorkerThreads,
+    keep: bool,
+) -> Residency:
+    """Return the residency "double" or "single". keep: whether host memory keeps the weights before the last commit.
 
-    version: Version[Session]
-    seconds_paused: float
-    bytes_copied: int
+    Raises Unsupported for any other name.
+    """
+    if name not in RESIDENCIES:
+        raise Unsupported(f'residency={name!r}: expected "double" or "single"')
+    return (Double if name == "double" else Single)(new_session, memory, layout, gate, workers, keep)
 
 
 def next_generation(gate: Gate[Session]) -> int:
@@ -117,8 +135,16 @@ class Double:
 
     name = "double"
 
-    def __init__(self, resources: Resources) -> None:
-        new_session, memory, layout, self._gate, self._workers, keep = resources
+    def __init__(
+        self,
+        new_session: NewSession,
+        memory: Memory,
+        layout: ArenaLayout,
+        gate: Gate[Session],
+        workers: WorkerThreads,
+        keep: bool,
+    ) -> None:
+        self._gate, self._workers = gate, workers
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # by session, the version that is complete in it
@@ -136,14 +162,16 @@ class Double:
         return self._resident[self.sessions[generation % 2]]
 
     @contextmanager
-    def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
+    def target(self, timeout: float | None, job: Job) -> Iterator[tuple[Session, StagedIn]]:
         idle = self._idle()
         self._gate.wait_idle(idle, timeout, job.check)
         self._before_overwriting(idle, job)
         with idle.arena.writing():
-            yield StagingTarget(idle, IN_PLACE)
+            yield idle, IN_PLACE
 
-    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedSet:
+    def stage_patch(
+        self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
+    ) -> StagedWeights:
         current = self._gate.current
         assert current is not None
         live = current.session.arena
@@ -151,9 +179,9 @@ class Double:
         with self.target(timeout, job) as (idle, _):
             ranges = [live.layout.whole] if before is None else differing(live, before, current.identity.digests)
             copy_ranges(idle.arena, live, ranges, self._workers, job)
-            change.patch.lay_over(idle.arena, self._workers, job)
-        idle.content = change.contents.identity.digests
-        return StagedSet(change.contents, idle)
+            patch.lay_over(idle.arena, self._workers, job)
+        idle.content = identity.digests
+        return StagedWeights(identity, report, idle)
 
     def _before_overwriting(self, session: Session, job: Job) -> None:
         """Save what a staging is about to overwrite in `session`, and forget that it is there."""
@@ -165,22 +193,22 @@ class Double:
         self._resident.pop(session, None)
         session.content = None
 
-    def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
-        assert isinstance(candidate, StagedSet)
-        return self._exchange(candidate.session, candidate.contents.identity)
+    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
+        assert staged.session is not None
+        return self._exchange(staged.session, staged.identity)
 
-    def _exchange(self, session: Session, identity: Identity) -> Committed:
+    def _exchange(self, session: Session, identity: Identity) -> Commit:
         version = Version(session, next_generation(self._gate), identity)
         self._displaced = None
         paused = self._gate.exchange(version)
         self._resident[session] = version
-        return Committed(version, paused, 0)
+        return version, paused, 0
 
     @property
     def previous(self) -> Version[Session] | None:
         return self._resident.get(self._idle()) or self._displaced
 
-    def rollback(self, timeout: float | None) -> Committed:
+    def rollback(self, timeout: float | None) -> Commit:
         idle = self._idle()
         if self._gate.current is None or not (idle in self._resident or self._displaced):
             raise NothingToRollBack(
@@ -209,28 +237,10 @@ class Double:
         idle.content = self._displaced.identity.digests
 
 
-class _Kept(NamedTuple):
-    """The weights before the last commit, as a full set or as the patch that restores them."""
-
-    content: Arena | Patch
-    version: Version[Session]
-
-
-class _Commit(NamedTuple):
-    """The source that a commit copies over the live weights, and the version that this makes.
-
-    `staged_session`: the session of `source`, if it has computed what depends on the weights alone.
-    """
-
-    source: Arena | Patch
-    version: Version[Session]
-    staged_session: Session | None = None
-
-
 class _Undo(NamedTuple):
-    """The means to undo a commit without allocating: the old weights, a function for their prologues, their version."""
+    """What undoes a commit without allocating."""
 
-    content: Arena | Patch
+    content: Arena | Patch  # the old weights
     restore_prologues: Callable[[], None]
     version: Version[Session]
 
@@ -240,34 +250,46 @@ class Single:
 
     name = "single"
 
-    def __init__(self, resources: Resources) -> None:
-        self._new_session, self._memory, self._layout, self._gate, self._workers, self._keep = resources
+    def __init__(
+        self,
+        new_session: NewSession,
+        memory: Memory,
+        layout: ArenaLayout,
+        gate: Gate[Session],
+        workers: WorkerThreads,
+        keep: bool,
+    ) -> None:
+        self._new_session, self._memory, self._layout = new_session, memory, layout
+        self._gate, self._workers, self._keep = gate, workers, keep
         with advising(FOR_ONE):
             self._live = self._new_session(self._memory.arena(self._layout))
-        self._previous: _Kept | None = None
+        # the weights before the last commit, as a full set or as the patch that restores them
+        self._previous: tuple[Arena | Patch, Version[Session]] | None = None
 
     @property
     def sessions(self) -> tuple[Session, ...]:
         return (self._live,)
 
     @contextmanager
-    def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
-        target = self._new_target(timeout, job)
-        with target.session.arena.writing():
-            yield target
-
-    def _new_target(self, timeout: float | None, job: Job) -> StagingTarget:
-        if self._gate.current is not None:
+    def target(self, timeout: float | None, job: Job) -> Iterator[tuple[Session, StagedIn]]:
+        session, staged_in = self._live, IN_PLACE
+        if self._gate.current is None:
+            self._gate.wait_idle(session, timeout, job.check)  # a trial call of an earlier staging may still run
+        else:
             with advising(FOR_STAGING):
                 arena, staged_in = self._memory.staging(self._layout)
-                return StagingTarget(self._new_session(arena), staged_in)
-        self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
-        return StagingTarget(self._live, IN_PLACE)
+                session = self._new_session(arena)
+        with session.arena.writing():
+            yield session, staged_in
 
-    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedPatch:
-        patch, staged_in = self._memory.staged_patch(change.patch, self._workers)
-        contents = change.contents._replace(staged_in=staged_in)
-        return StagedPatch(contents, patch, lambda job: self._new_session(self._copy_with(patch, job)))
+    def stage_patch(
+        self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
+    ) -> StagedWeights:
+        staged, staged_in = self._memory.staged_patch(patch, self._workers)
+        report = replace(report, staged_in=staged_in)
+        return StagedWeights(
+            identity, report, None, staged, lambda job: self._new_session(self._copy_with(staged, job))
+        )
 
     def _copy_with(self, patch: Patch, job: Job) -> Arena:
         """Return a copy of the live arena with a patch applied."""
@@ -277,20 +299,21 @@ class Single:
             patch.lay_over(arena, self._workers, job)
         return arena
 
-    def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
-        version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
-        if isinstance(candidate, StagedPatch):
-            return self._commit_in_place(_Commit(candidate.patch, version), timeout, check)
-        session = candidate.session
+    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
+        version = Version(self._live, next_generation(self._gate), staged.identity)
+        if staged.patch is not None:
+            return self._commit_in_place(staged.patch, version, None, timeout, check)
+        session = staged.session
+        assert session is not None
         if session is not self._live:
-            return self._commit_in_place(_Commit(session.arena, version, session), timeout, check)
-        return Committed(version, self._gate.exchange(version), 0)
+            return self._commit_in_place(session.arena, version, session, timeout, check)
+        return version, self._gate.exchange(version), 0
 
     @property
     def previous(self) -> Version[Session] | None:
-        return self._previous.version if self._previous else None
+        return self._previous[1] if self._previous else None
 
-    def rollback(self, timeout: float | None) -> Committed:
+    def rollback(self, timeout: float | None) -> Commit:
         if self._previous is None:
             why = (
                 "nothing was committed before these weights"
@@ -300,22 +323,31 @@ class Single:
             raise NothingToRollBack(f"{why}. Swap the file that you want.")
         content, old = self._previous
         version = Version(self._live, next_generation(self._gate), old.identity)
-        return self._commit_in_place(_Commit(content, version), timeout)
+        return self._commit_in_place(content, version, None, timeout)
 
-    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check = lambda: None) -> Committed:
-        """Hold the calls, copy, exchange. If the prologue of the new weights fails, undo the commit where possible.
+    def _commit_in_place(
+        self,
+        source: Arena | Patch,
+        version: Version[Session],
+        staged: Session | None,
+        timeout: float | None,
+        check: Check = lambda: None,
+    ) -> Commit:
+        """Hold the calls, copy `source` over the live weights, exchange.
 
-        After any other failure in between, the arena may hold a mixture, so the model refuses its calls.
+        staged: the session of `source`, if it has computed what depends on the weights alone. If that fails for the new
+        weights, the commit is undone where possible. After any other failure in between, the arena may hold a mixture,
+        so the model refuses its calls.
         """
-        kept = self._snapshot(change.source)
-        undo = self._undo(change, kept)
+        kept = self._snapshot(source)
+        undo = self._undo(source, staged, kept)
         with self._gate.hold(self._live, timeout, check) as hold:
             self._live.arena.check_streams()  # a refusal here leaves the model as it is
             with self._failed_until_exchange():
                 before, self._previous = self._previous, kept
-                refusal = self._copy(change, undo)
+                refusal = self._copy(source, version, staged, undo)
                 if refusal is None or undo is None:
-                    self._gate.exchange(change.version)
+                    self._gate.exchange(version)
                 else:
                     self._previous = before
                     self._gate.exchange(undo.version)
@@ -325,8 +357,8 @@ class Single:
                 raise refusal
         finally:
             del refusal  # breaks the cycle with its traceback, which would keep this frame and the staging alive
-        copied = change.source if isinstance(change.source, Patch) else self._layout
-        return Committed(change.version, time.perf_counter() - hold.since, copied.nbytes)
+        copied = source if isinstance(source, Patch) else self._layout
+        return version, time.perf_counter() - hold.since, copied.nbytes
 
     @contextmanager
     def _failed_until_exchange(self) -> Iterator[None]:
@@ -344,12 +376,18 @@ class Single:
                 f"swap or a rollback succeeds.{advice}"
             ) from error
 
-    def _copy(self, change: _Commit, undo: _Undo | None) -> SwapError | None:
-        """Copy the weights and update the prologues; return the error of these if `undo` has restored the old ones."""
+    def _copy(
+        self, source: Arena | Patch, version: Version[Session], staged: Session | None, undo: _Undo | None
+    ) -> SwapError | None:
+        """Copy the weights and what depends on them alone; return the error if `undo` has restored the old ones."""
+        where = f"the weights {version.weights_id[:12]}"
         with self._live.arena.writing(urgent=True):
-            change.source.write_to(self._live.arena, self._workers)
+            source.write_to(self._live.arena, self._workers)
             try:
-                self._update_prologues(change)
+                if staged is None:
+                    self._live.run_prologues(where)
+                else:
+                    self._live.copy_prologues_from(staged, where)
             except (WeightsMismatch, OutOfMemory) as error:
                 if undo is None:
                     raise
@@ -358,27 +396,21 @@ class Single:
                 return error
         return None
 
-    def _update_prologues(self, change: _Commit) -> None:
-        """Copy or compute what depends on the new weights alone."""
-        where = f"the weights {change.version.weights_id[:12]}"
-        if change.staged_session is None:
-            self._live.run_prologues(where)
-        else:
-            self._live.copy_prologues_from(change.staged_session, where)
-
-    def _undo(self, change: _Commit, kept: _Kept | None) -> _Undo | None:
+    def _undo(
+        self, source: Arena | Patch, staged: Session | None, kept: tuple[Arena | Patch, Version[Session]] | None
+    ) -> _Undo | None:
         """Return what undoes the commit if a prologue of the new weights fails. Raises OutOfMemory.
 
         None if no prologue is computed, or if the old weights are not kept.
         """
-        current, staged = self._gate.current, change.staged_session
+        current = self._gate.current
         is_copied = staged is not None and type(staged.arena) is type(self._live.arena)  # not computed
         if is_copied or not self._live.has_prologue or current is None or self._gate.broken is not None:
             return None
-        if isinstance(change.source, Patch):
-            content: Arena | Patch = self._save_ranges(change.source, change.source.undo)
+        if isinstance(source, Patch):
+            content: Arena | Patch = self._save_ranges(source, source.undo)
         elif kept is not None:
-            content = kept.content
+            content = kept[0]
         else:
             return None
         return _Undo(content, self._live.keep_prologues(), current)
@@ -393,69 +425,32 @@ class Single:
                 f"the device did not complete the commit ({type(error).__name__}: {error}). {RESTART}"
             ) from error
 
-    def _snapshot(self, source: Arena | Patch) -> _Kept | None:
+    def _snapshot(self, source: Arena | Patch) -> tuple[Arena | Patch, Version[Session]] | None:
         """Copy the weights that a commit is about to replace, while they are still served."""
         current = self._gate.current
         if not self._keep or current is None:
             return None
-        if self._gate.broken is None:
-            return _Kept(self._save(source), current)
-        previous = self._previous
-        if previous is None or not isinstance(previous.content, Patch) or previous.content is source:
-            return previous
-        # the patch applies only to the present content of the arena, so make it a full set
-        return _Kept(self._copy_with(previous.content, Job()), previous.version)
+        if self._gate.broken is not None:
+            return self._kept_apart(source)
+        if isinstance(source, Patch):
+            return self._save_ranges(source, source.saved), current
+        with advising(FOR_PREVIOUS):
+            arena = HostArena(self._layout)
+        self._live.arena.write_to(arena, self._workers)
+        return arena, current
 
-    def _save(self, source: Arena | Patch) -> Arena | Patch:
-        """Copy the live weights that `source` is about to overwrite, for a rollback."""
-        if not isinstance(source, Patch):
-            with advising(FOR_PREVIOUS):
-                arena = HostArena(self._layout)
-            self._live.arena.write_to(arena, self._workers)
-            return arena
-        return self._save_ranges(source, source.saved)
+    def _kept_apart(self, source: Arena | Patch) -> tuple[Arena | Patch, Version[Session]] | None:
+        """Return what a failed commit has kept, in a form that does not depend on the arena, which may be a mixture."""
+        if self._previous is None or not isinstance(self._previous[0], Patch) or self._previous[0] is source:
+            return self._previous
+        # the patch applies only to the present content of the arena, so make it a full set
+        return self._copy_with(self._previous[0], Job()), self._previous[1]
 
     def _save_ranges(self, patch: Patch, copy: Callable[[Arena], Patch]) -> Patch:
         try:
             return copy(self._live.arena)
         except MemoryError as error:
             raise OutOfMemory(f"no memory to keep the {patch.nbytes} bytes that change ({error})") from error
-
-
-ResidencyName = Literal["double", "single"]
-RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
-
-
-class Residency(Protocol):
-    """A strategy for where weights are staged, and how they become the served ones."""
-
-    name: str
-
-    @property
-    def sessions(self) -> tuple[Session, ...]:
-        """The sessions that calls can reach."""
-        ...
-
-    def target(self, timeout: float | None, job: Job) -> AbstractContextManager[StagingTarget]:
-        """Let the block write a full set into a session that is not served. Raises LeaseTimeout and OutOfMemory."""
-        ...
-
-    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> Candidate:
-        """Stage the live set with a patch applied. Raises LeaseTimeout, OutOfMemory and StageCancelled."""
-        ...
-
-    def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
-        """Serve a candidate. `check` is called during the wait for calls and pins; it may raise to end the commit."""
-        ...
-
-    @property
-    def previous(self) -> Version[Session] | None:
-        """The version that a rollback would serve."""
-        ...
-
-    def rollback(self, timeout: float | None) -> Committed:
-        """Serve the previous version. Raises NothingToRollBack."""
-        ...
 
 
 class Ended:
@@ -471,12 +466,3 @@ class Ended:
         raise ModelClosed
 
     target = stage_patch = commit = rollback = _refuse
-
-
-def open_residency(name: str, resources: Resources) -> Residency:
-    """Return the residency "double" or "single". Raises Unsupported for any other name."""
-    if name == "double":
-        return Double(resources)
-    if name == "single":
-        return Single(resources)
-    raise Unsupported(f'residency={name!r}: expected "double" or "single"')

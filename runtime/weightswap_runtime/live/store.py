@@ -1,17 +1,22 @@
-"""The weights that models serve from: staging, commit, rollback, history."""
+"""The weights that models serve from: stagings beside them, commits, rollbacks, and the history of these.
+
+A `Store` has the memory of a set of weights, the sessions in it and the gate that calls pass. Several models may share
+one store; each artifact on it is a member.
+"""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import Lock, RLock, get_ident
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import (
@@ -31,7 +36,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
-from weightswap_runtime.format.identity import newly_nonfinite
+from weightswap_runtime.format.identity import Identity, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
@@ -42,7 +47,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, printable
 from weightswap_runtime.staging.delta import stage_chain, stage_delta
 from weightswap_runtime.staging.golden_check import verify
-from weightswap_runtime.staging.request import Admit, Base, Contents, Kind, StagedChange, Staging, SwapRequest
+from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full, stage_part
 from weightswap_runtime.tensors import describe
 from weightswap_runtime.threads import WorkerThreads
@@ -50,90 +55,311 @@ from weightswap_runtime.threads import WorkerThreads
 from .context import Contexts
 from .gate import Gate
 from .receipt import Event, EventKind, Events, SwapReceipt
-from .residency import Candidate, Committed, Ended, Residency, Resources, StagedSet, open_residency
+from .residency import Commit, Ended, Residency, StagedWeights, open_residency
 from .session import Member, Session, bind, run_prologue
 from .variants import VariantReceipt, Variants
 
-
-def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
-    """Return the request with the admitted weights id as its `expect`, so a file with other bytes is refused later.
-
-    Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
-    """
-    stamp = delta or weights.stamp
-    if stamp is None:
-        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
-    if request.only:
-        raise Unsupported("only: no file claims the id of a part of a set; swap a full set")
-    if request.expect not in (None, stamp.weights_id):
-        raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
-    admit(weights.location, stamp.weights_id)
-    return request._replace(expect=stamp.weights_id)
-
-
-def fingerprint_of(admit: Admit | None) -> Hashable:
-    """Return what `admit.fingerprint()` returns; None if there is no such method, or if it fails."""
-    try:
-        value: Hashable = admit.fingerprint()  # type: ignore[union-attr]
-    except Exception:  # such as AttributeError, for a function
-        return None
-    return value
-
-
+HISTORY = 100  # receipts that are kept
 Verified = Literal["goldens", "finite", "none"]
 
 
-class MemberGoldens(NamedTuple):
-    """Goldens, and the member whose graphs they are for."""
+class Store:
+    """The arenas, their sessions and their gate. Several models may share one store."""
 
-    member: Member
-    goldens: Goldens
+    def __init__(
+        self,
+        weights: tuple[NamedTensor, ...],
+        residency: str,
+        keep_previous: str | None,
+        memory: Memory,
+        gate: Gate[Session] | None = None,
+    ) -> None:
+        """gate: the gate of a shared segment; None: this process alone serves the weights."""
+        if keep_previous not in (None, "host"):
+            raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
+        self.gate: Gate[Session] = gate or Gate()
+        self.contexts = Contexts()
+        self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
+        self.memory = memory
+        self.turns = Turns()
+        self.events = Events()
+        self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
+        self.inherited = False  # True if the history began in a process that this one has replaced
+        self._renew()
+        renew_in_children(self)
+        self._weights = weights
+        self.workers = WorkerThreads()
+        self.admit: Admit | None = None
+        self._members: dict[int, Member] = {}
+        self._numbers = count()
+        self.stages_on_host = memory.stages_on_host and residency == "single"
+        layout = ArenaLayout(weights)
+        self._open: set[int] = set()  # ids of the members whose models are not closed
+        keep = keep_previous == "host"
+        self._residency: Residency = open_residency(
+            residency, self._new_session, memory, layout, self.gate, self.workers, keep
+        )
 
+    def _renew(self) -> None:
+        """Make new locks: a forked child does not have the threads that held the old ones."""
+        self.closing = RLock()  # reentrant, for signal handlers
+        self.job: Job | None = None  # the job of the staging that is under way
 
-def find_goldens(location: Location, owner: Member, members: Sequence[Member], staging: Staging) -> list[MemberGoldens]:
-    """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
+    def _new_session(self, arena: Arena) -> Session:
+        return Session(arena, {number: member.engine for number, member in list(self._members.items())})
 
-    Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
-    """
-    request, check = staging.request, staging.job.check
-    if request.verify == "off":
-        return []
-    all_goldens = [MemberGoldens(member, member.goldens) for member in members if member.goldens is not None]
-    beside = goldens_beside(location, staging.manifest, allow_other_graph=request.allow_other_graph, check=check)
-    if beside is not None:
-        # a part of a file results in other weights than those that the goldens were recorded for
-        all_goldens.append(MemberGoldens(owner, beside._replace(bundled=bool(request.only))))
-    return all_goldens
+    @property
+    def residency(self) -> str:
+        return self._residency.name
 
+    @property
+    def leases(self) -> int:
+        """The number of calls and pins that hold a lease, on any version."""
+        return sum(map(self.gate.leases, self._residency.sessions))
 
-def verify_candidate(
-    candidate: Candidate, all_goldens: Sequence[MemberGoldens], staging: Staging
-) -> tuple[Verified, float]:
-    """Run all goldens on the candidate's session; return the comparison that was done, and the seconds that it took.
+    def join(self, artifact: Artifact, engine: Engine) -> Member:
+        """Bind an artifact's graphs to the weights. Raises Unsupported if the artifact has other weights."""
+        check_same_weights(self._weights, artifact)
+        with self.turns.claimed(wait=None):
+            member = Member(artifact, engine, next(self._numbers), artifact_goldens(artifact))
+            sessions = self._residency.sessions
+            engines = [bind(engine, session.arena) for session in sessions]
+            live = self.gate.current.session if self.gate.current else None
+            for session, bound in zip(sessions, engines, strict=True):
+                if session is live:
+                    with session.arena.writing(join=True), session.arena.stream():
+                        run_prologue(bound, "the weights that are served")
+            for session, bound in zip(sessions, engines, strict=True):
+                session.add(member.id, bound, prepared=session is live)
+            self._members[member.id] = member
+            self._open.add(member.id)
+        return member
 
-    Raises GoldenMismatch, GoldensError and StageCancelled.
-    """
-    start = time.perf_counter()
-    modes: set[str] = set()
-    if all_goldens:
-        session = candidate.trial_session(staging.job)
-        staging.job.begin("verifying")
-        for member, goldens in all_goldens:
-            bound = session.bound.get(member.id)
-            if bound is None:  # its model was dropped meanwhile
-                continue
-            mode = verify(
-                goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),
-                bound,
-                member.engine,
-                member.artifact.manifest,
-                candidate.contents.identity.weights_id,
-                mode=staging.request.verify,
-                check=staging.job.check,
+    def close(self, member: Member) -> None:
+        """Note that a model was closed. With the last one, all memory is freed as soon as no lease holds it."""
+        with self.closing:
+            self._open.discard(member.id)
+            if not self._open:
+                self.gate.close()
+                self._residency = Ended(self._residency.name)
+
+    def leave(self, member_id: int) -> None:
+        """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""
+        self._open.discard(member_id)
+        self._members.pop(member_id, None)
+        for session in self._residency.sessions:
+            session.bound.pop(member_id, None)
+
+    def stage(self, member: Member, request: SwapRequest, job: Job) -> StagedWeights:
+        """Read and verify the requested weights, beside the served ones. The caller has a claim."""
+        self.job = job
+        try:
+            most = max(each.artifact.manifest.most_header for each in list(self._members.values()))
+            with _memory_errors(printable(request.path)), open_weights(request.path, job.check, most) as weights:
+                return self._stage(member, weights, request, job)
+        except RuntimeError as error:
+            if not is_of_device(error):
+                raise
+            raise DeviceError(f"{printable(request.path)}: {error}. {RESTART}") from error
+        finally:
+            self.job = None
+
+    def _stage(self, member: Member, weights: WeightSet, request: SwapRequest, job: Job) -> StagedWeights:
+        delta = delta_stamp(weights)
+        if self.admit is not None:
+            request = admitted(self.admit, weights, delta, request)
+        owner = self._owner(delta or weights.stamp, member)
+        served = self.gate.current.identity if self.gate.current else None
+        staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.workers, job)
+        goldens = self._goldens(weights.location, owner, staging)  # before large files are read
+        staged = self._staged(weights, delta, staging)
+        if staged.session is not None:  # a patch computes this in its commit, or when it is tried
+            staged.session.run_prologues(staged.report.source)
+            staged.session.synchronize(staged.report.source)
+        self._verify(staged, goldens, staging)
+        return staged
+
+    def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
+        """Return the requester if a file is for its graph or for that of no member, else the member that it is for."""
+        members = list(self._members.values())
+        packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
+        return requester if requester in packed_for or not packed_for else packed_for[0]
+
+    def _goldens(self, location: Location, owner: Member, staging: Staging) -> list[tuple[Member, Goldens]]:
+        """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
+
+        Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
+        """
+        request = staging.request
+        if request.verify == "off":
+            return []
+        members = list(self._members.values())
+        goldens = [(member, member.goldens) for member in members if member.goldens is not None]
+        beside = goldens_beside(
+            location, staging.manifest, allow_other_graph=request.allow_other_graph, check=staging.job.check
+        )
+        if beside is not None:
+            # a part of a file results in other weights than those that the goldens were recorded for
+            goldens.append((owner, beside._replace(bundled=bool(request.only))))
+        return goldens
+
+    def _staged(self, weights: WeightSet, delta: DeltaStamp | None, staging: Staging) -> StagedWeights:
+        """Stage a file as a set of its own, or as a patch of the weights that are served."""
+        request = staging.request
+        if delta and request.onto and not self._serves(delta.base):
+            with self._residency.target(request.timeout, staging.job) as (session, staged_in):
+                identity, report = stage_chain(weights, delta, session.arena, staging)
+        elif delta:
+            arena, served = self._base(weights.where)
+            identity, report, patch = stage_delta(weights, delta, arena, served, staging)
+            return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
+        else:
+            planned = plan(weights, staging.manifest, request)
+            if request.only:
+                identity, report, patch = stage_part(planned, *self._base(weights.where), staging)
+                return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
+            with self._residency.target(request.timeout, staging.job) as (session, staged_in):
+                identity, report = stage_full(planned, session.arena, staging)
+        session.content = identity.digests
+        return StagedWeights(identity, replace(report, staged_in=staged_in), session)
+
+    def _serves(self, weights_id: str) -> bool:
+        return self._current_id == weights_id and self.gate.broken is None
+
+    def _base(self, where: str) -> tuple[Arena, Identity]:
+        """Return the served weights, for a staging that builds on them. Raises BaseMismatch if there are none."""
+        if self.gate.current is None or self.gate.broken is not None:
+            why = "no weights are served yet" if self.gate.current is None else "the model has failed"
+            raise BaseMismatch(
+                f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
             )
-            modes.add(mode)
-    verified: Verified = "goldens" if "goldens" in modes else "finite" if modes else "none"
-    return verified, time.perf_counter() - start
+        return self.gate.current.session.arena, self.gate.current.identity
+
+    def _verify(self, staged: StagedWeights, all_goldens: list[tuple[Member, Goldens]], staging: Staging) -> None:
+        """Run all goldens on the staged weights, and report the comparison that was done.
+
+        Raises GoldenMismatch, GoldensError and StageCancelled.
+        """
+        start = time.perf_counter()
+        modes: set[str] = set()
+        if all_goldens:
+            session = staged.trial_session(staging.job)
+            staging.job.begin("verifying")
+            for member, goldens in all_goldens:
+                bound = session.bound.get(member.id)
+                if bound is None:  # its model was dropped meanwhile
+                    continue
+                mode = verify(
+                    goldens._replace(where=f"{staged.report.source}: tried with {goldens.where}"),
+                    bound,
+                    member.engine,
+                    member.artifact.manifest,
+                    staged.identity.weights_id,
+                    mode=staging.request.verify,
+                    check=staging.job.check,
+                )
+                modes.add(mode)
+        verified: Verified = "goldens" if "goldens" in modes else "finite" if modes else "none"
+        seconds = staged.report.seconds_verified + time.perf_counter() - start
+        staged.report = replace(staged.report, verified=verified, seconds_verified=seconds)
+
+    def commit(
+        self, member: Member, staged: StagedWeights, by: str, timeout: float | None, check: Check
+    ) -> SwapReceipt:
+        """Serve staged weights. `check` is called during the wait for calls and pins."""
+        with self._refusal_events(member, by, staged.report.kind, staged.report.source):
+            before = self._current_id
+            committed = self._residency.commit(staged, timeout, check)
+        return self._receipt(member, staged.report, committed, before, by)
+
+    @property
+    def previous_id(self) -> str | None:
+        """The id of the weights that a rollback would serve."""
+        previous = self._residency.previous
+        return previous.weights_id if previous else None
+
+    def rollback(
+        self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
+    ) -> SwapReceipt:
+        """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
+        with self._refusal_events(member, by, "rollback", "rollback"), self.turns.claimed(wait):
+            if expect is not None and self.previous_id != expect:
+                raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
+            old = self.gate.current
+            committed = self._residency.rollback(timeout)
+            identity = committed[0].identity
+            report = StagingReport(
+                weights_id=identity.weights_id,
+                labels=dict(identity.labels),
+                kind="rollback",
+                source="rollback",
+                nonfinite=newly_nonfinite(self._weights, identity.nonfinite, old.identity.nonfinite if old else None),
+            )
+            return self._receipt(member, report, committed, old.weights_id if old else None, by)
+
+    @property
+    def _current_id(self) -> str | None:
+        return self.gate.current.weights_id if self.gate.current else None
+
+    @contextmanager
+    def _refusal_events(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
+        """Emit an event for an error that ends a commit or a rollback."""
+        start = time.perf_counter()
+        try:
+            with _memory_errors(source):
+                yield
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            if interrupted and self.gate.broken is None:
+                raise
+            kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
+            graph_id, seconds = member.artifact.graph_id, time.perf_counter() - start
+            # no local refers to the error: the cycle with its traceback would keep this frame and the staging alive
+            self.events.emit(
+                Event(kind, source, by, graph_id, error=error, operation=operation, phase="committing", seconds=seconds)
+            )
+            raise
+
+    def _receipt(
+        self, member: Member, report: StagingReport, committed: Commit, before: str | None, by: str
+    ) -> SwapReceipt:
+        version, seconds_paused, bytes_copied = committed
+        receipt = SwapReceipt(
+            **asdict(report),
+            generation=version.generation,
+            previous_weights_id=before,
+            graph_id=member.artifact.graph_id,
+            by=by,
+            residency=self.residency,
+            bytes_copied=bytes_copied,
+            seconds_paused=seconds_paused,
+            committed_at=time.time(),
+            contexts=self.contexts.outdated_by(version.weights_id),
+            variants=self._variants_kept(version.weights_id, by),
+        )
+        self.history.append(receipt)
+        kind: EventKind = "rolled back" if receipt.kind == "rollback" else "committed"
+        self.events.emit(
+            Event(
+                kind,
+                receipt.source,
+                by,
+                receipt.graph_id,
+                receipt.weights_id,
+                receipt=receipt,
+                operation=receipt.kind,
+                labels=receipt.labels,
+                nonfinite=receipt.nonfinite,
+            )
+        )
+        return receipt
+
+    def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
+        """Drop the variants that do not belong to these weights; return the names of those kept and dropped."""
+        names: dict[str, tuple[str, ...]] = {}
+        for variants in list(self.variants):
+            names |= {what: names.get(what, ()) + more for what, more in variants.keep_for(weights_id, by).items()}
+        return names
 
 
 class Turns:
@@ -212,9 +438,6 @@ class Turns:
             return True
 
 
-HISTORY = 100
-
-
 def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
     """Raise Unsupported unless an artifact has exactly these weights, in the same layout."""
     ours = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in weights}
@@ -237,11 +460,29 @@ def _text(weight: NamedTensor | None) -> str:
     return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
 
 
-def _run_prologues(candidate: StagedSet) -> StagedSet:
-    """Compute what depends on the weights alone; a patch does this in its commit, or when it is tried."""
-    candidate.session.run_prologues(candidate.contents.source)
-    candidate.session.synchronize(candidate.contents.source)
-    return candidate
+def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
+    """Return the request with the admitted weights id as its `expect`, so a file with other bytes is refused later.
+
+    Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
+    """
+    stamp = delta or weights.stamp
+    if stamp is None:
+        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
+    if request.only:
+        raise Unsupported("only: no file claims the id of a part of a set; swap a full set")
+    if request.expect not in (None, stamp.weights_id):
+        raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
+    admit(weights.location, stamp.weights_id)
+    return request._replace(expect=stamp.weights_id)
+
+
+def fingerprint_of(admit: Admit | None) -> Hashable:
+    """Return what `admit.fingerprint()` returns; None if there is no such method, or if it fails."""
+    try:
+        value: Hashable = admit.fingerprint()  # type: ignore[union-attr]
+    except Exception:  # such as AttributeError, for a function
+        return None
+    return value
 
 
 @contextmanager
@@ -251,260 +492,6 @@ def _memory_errors(where: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise OutOfMemory(f"{where}: no memory for it ({error})") from error
-
-
-class Store:
-    """The arenas, their sessions and their gate. Several models may share one store."""
-
-    def __init__(
-        self,
-        weights: tuple[NamedTensor, ...],
-        residency: str,
-        keep_previous: str | None,
-        memory: Memory,
-        gate: Gate[Session] | None = None,
-    ) -> None:
-        """gate: the gate of a shared segment; None: this process alone serves the weights."""
-        self.gate: Gate[Session] = gate or Gate()
-        self.contexts = Contexts()
-        self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
-        self.memory = memory
-        self.turns = Turns()
-        self.events = Events()
-        self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
-        self.inherited = False  # True if the history began in a process that this one has replaced
-        self._renew()
-        renew_in_children(self)
-        self._weights = weights
-        self.workers = WorkerThreads()
-        self.admit: Admit | None = None
-        self._members: dict[int, Member] = {}
-        self._numbers = count()
-        self.stages_on_host = memory.stages_on_host and residency == "single"
-        layout = ArenaLayout(weights)
-        self._open: set[int] = set()  # ids of the members whose models are not closed
-        if keep_previous not in (None, "host"):
-            raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
-        resources = Resources(self._new_session, memory, layout, self.gate, self.workers, keep_previous == "host")
-        self._residency: Residency = open_residency(residency, resources)
-
-    def _renew(self) -> None:
-        """Make new locks: a forked child does not have the threads that held the old ones."""
-        self.closing = RLock()  # reentrant, for signal handlers
-        self.job: Job | None = None  # the job of the staging that is under way
-
-    def _new_session(self, arena: Arena) -> Session:
-        return Session(arena, {number: member.engine for number, member in list(self._members.items())})
-
-    @property
-    def residency(self) -> str:
-        return self._residency.name
-
-    @property
-    def leases(self) -> int:
-        """The number of calls and pins that hold a lease, on any version."""
-        return sum(map(self.gate.leases, self._residency.sessions))
-
-    def join(self, artifact: Artifact, engine: Engine) -> Member:
-        """Bind an artifact's graphs to the weights. Raises Unsupported if the artifact has other weights."""
-        check_same_weights(self._weights, artifact)
-        with self.turns.claimed(wait=None):
-            member = Member(artifact, engine, next(self._numbers), artifact_goldens(artifact))
-            sessions = self._residency.sessions
-            engines = [bind(engine, session.arena) for session in sessions]
-            live = self.gate.current.session if self.gate.current else None
-            for session, bound in zip(sessions, engines, strict=True):
-                if session is live:
-                    with session.arena.writing(join=True), session.arena.stream():
-                        run_prologue(bound, "the weights that are served")
-            for session, bound in zip(sessions, engines, strict=True):
-                session.add(member.id, bound, prepared=session is live)
-            self._members[member.id] = member
-            self._open.add(member.id)
-        return member
-
-    def close(self, member: Member) -> None:
-        """Note that a model was closed. With the last one, all memory is freed as soon as no lease holds it."""
-        with self.closing:
-            self._open.discard(member.id)
-            if not self._open:
-                self.gate.close()
-                self._residency = Ended(self._residency.name)
-
-    def leave(self, member_id: int) -> None:
-        """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""
-        self._open.discard(member_id)
-        self._members.pop(member_id, None)
-        for session in self._residency.sessions:
-            session.bound.pop(member_id, None)
-
-    def stage(self, member: Member, request: SwapRequest, job: Job) -> Candidate:
-        """Read and verify the requested weights, beside the served ones. The caller has a claim."""
-        self.job = job
-        try:
-            most = max(each.artifact.manifest.most_header for each in list(self._members.values()))
-            with _memory_errors(printable(request.path)), open_weights(request.path, job.check, most) as weights:
-                return self._stage(member, weights, request, job)
-        except RuntimeError as error:
-            if not is_of_device(error):
-                raise
-            raise DeviceError(f"{printable(request.path)}: {error}. {RESTART}") from error
-        finally:
-            self.job = None
-
-    def _stage(self, member: Member, weights: WeightSet, request: SwapRequest, job: Job) -> Candidate:
-        delta = delta_stamp(weights)
-        if self.admit is not None:
-            request = admitted(self.admit, weights, delta, request)
-        owner = self._owner(delta or weights.stamp, member)
-        served = self.gate.current.identity if self.gate.current else None
-        staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.workers, job)
-        goldens = find_goldens(weights.location, owner, list(self._members.values()), staging)
-        candidate = self._candidate(weights, delta, staging)
-        verified, seconds = verify_candidate(candidate, goldens, staging)
-        candidate.contents = candidate.contents.proven(verified, seconds)
-        return candidate
-
-    def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
-        """Return the requester if a file is for its graph or for that of no member, else the member that it is for."""
-        members = list(self._members.values())
-        packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
-        return requester if requester in packed_for or not packed_for else packed_for[0]
-
-    def _candidate(self, weights: WeightSet, delta: DeltaStamp | None, staging: Staging) -> Candidate:
-        """Stage a file as a set of its own, or as a patch of the weights that are served."""
-        if delta and staging.request.onto and not self._serves(delta.base):
-            return self._staged_set(lambda arena: stage_chain(weights, delta, arena, staging), staging)
-        if delta:
-            return self._staged_patch(stage_delta(weights, delta, self._base(weights.where), staging), staging)
-        planned = plan(weights, staging.manifest, staging.request)
-        if staging.request.only:
-            return self._staged_patch(stage_part(planned, self._base(weights.where), staging), staging)
-        return self._staged_set(lambda arena: stage_full(planned, arena, staging), staging)
-
-    def _serves(self, weights_id: str) -> bool:
-        return self._current_id == weights_id and self.gate.broken is None
-
-    def _staged_set(self, stage: Callable[[Arena], Contents], staging: Staging) -> StagedSet:
-        """Let `stage` write a full set into memory that is not served."""
-        with self._residency.target(staging.request.timeout, staging.job) as (session, staged_in):
-            contents = stage(session.arena)
-        session.content = contents.identity.digests
-        return _run_prologues(StagedSet(contents._replace(staged_in=staged_in), session))
-
-    def _staged_patch(self, change: StagedChange, staging: Staging) -> Candidate:
-        candidate = self._residency.stage_patch(change, staging.request.timeout, staging.job)
-        return _run_prologues(candidate) if isinstance(candidate, StagedSet) else candidate
-
-    def _base(self, where: str) -> Base:
-        """Return the served weights, for a staging that builds on them. Raises BaseMismatch if there are none."""
-        if self.gate.current is None or self.gate.broken is not None:
-            why = "no weights are served yet" if self.gate.current is None else "the model has failed"
-            raise BaseMismatch(
-                f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
-            )
-        return Base(self.gate.current.session.arena, self.gate.current.identity)
-
-    def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None, check: Check) -> SwapReceipt:
-        """Serve a candidate. `check` is called during the wait for calls and pins."""
-        contents = candidate.contents
-        with self._refusal_events(member, by, contents.kind, contents.source):
-            before = self._current_id
-            committed = self._residency.commit(candidate, timeout, check)
-        return self._receipt(member, committed, before, contents, by)
-
-    @property
-    def previous_id(self) -> str | None:
-        """The id of the weights that a rollback would serve."""
-        previous = self._residency.previous
-        return previous.weights_id if previous else None
-
-    def rollback(
-        self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
-    ) -> SwapReceipt:
-        """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
-        with self._refusal_events(member, by, "rollback", "rollback"), self.turns.claimed(wait):
-            if expect is not None and self.previous_id != expect:
-                raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
-            before, old = self._current_id, self.gate.current
-            committed = self._residency.rollback(timeout)
-            identity, before_nonfinite = committed.version.identity, old.identity.nonfinite if old else None
-            nonfinite = newly_nonfinite(self._weights, identity.nonfinite, before_nonfinite)
-            contents = Contents(identity, "rollback", "rollback", nonfinite=nonfinite)
-            return self._receipt(member, committed, before, contents, by)
-
-    @property
-    def _current_id(self) -> str | None:
-        return self.gate.current.weights_id if self.gate.current else None
-
-    @contextmanager
-    def _refusal_events(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
-        """Emit an event for an error that ends a commit or a rollback."""
-        start = time.perf_counter()
-        try:
-            with _memory_errors(source):
-                yield
-        except BaseException as error:
-            interrupted = not isinstance(error, Exception)
-            if interrupted and self.gate.broken is None:
-                raise
-            kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
-            graph_id, seconds = member.artifact.graph_id, time.perf_counter() - start
-            # no local refers to the error: the cycle with its traceback would keep this frame and the staging alive
-            self.events.emit(
-                Event(kind, source, by, graph_id, error=error, operation=operation, phase="committing", seconds=seconds)
-            )
-            raise
-
-    def _receipt(
-        self, member: Member, committed: Committed, before: str | None, contents: Contents, by: str
-    ) -> SwapReceipt:
-        version = committed.version
-        receipt = SwapReceipt(
-            generation=version.generation,
-            weights_id=version.weights_id,
-            previous_weights_id=before,
-            graph_id=member.artifact.graph_id,
-            kind=contents.kind,
-            source=contents.source,
-            by=by,
-            labels=version.labels,
-            only=contents.only,
-            ignored=contents.ignored,
-            residency=self.residency,
-            staged_in=contents.staged_in,
-            bytes_read=contents.bytes_read,
-            bytes_copied=committed.bytes_copied,
-            verified=contents.verified,
-            seconds_staged=contents.seconds_staged,
-            seconds_verified=contents.seconds_verified,
-            seconds_paused=committed.seconds_paused,
-            committed_at=time.time(),
-            nonfinite=dict(contents.nonfinite),
-            contexts=self.contexts.outdated_by(version.weights_id),
-            variants=self._variants_kept(version.weights_id, by),
-        )
-        self.history.append(receipt)
-        event = Event(
-            "rolled back" if receipt.kind == "rollback" else "committed",
-            receipt.source,
-            by,
-            receipt.graph_id,
-            receipt.weights_id,
-            receipt=receipt,
-            operation=receipt.kind,
-            labels=receipt.labels,
-            nonfinite=receipt.nonfinite,
-        )
-        self.events.emit(event)
-        return receipt
-
-    def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
-        """Drop the variants that do not belong to these weights; return the names of those kept and dropped."""
-        names: dict[str, tuple[str, ...]] = {}
-        for variants in list(self.variants):
-            names |= {what: names.get(what, ()) + more for what, more in variants.keep_for(weights_id, by).items()}
-        return names
 
 
 def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -> Variants | None:

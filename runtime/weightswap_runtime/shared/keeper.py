@@ -244,7 +244,7 @@ def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
     Raises StageClosed if the weights were committed or discarded, and WeightFileError if their labels are too long.
     """
     with staged._closing:  # excludes a commit, and a staging that would overwrite the weights
-        return announce(control, staged._opened().contents.identity, terms)
+        return announce(control, staged._opened().identity, terms)
 
 
 def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:

@@ -6,8 +6,9 @@ import os
 import threading
 import time
 import weakref
-from functools import partial, partialmethod
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.errors import ModelFailed, StageClosed, Unsupported
@@ -23,12 +24,13 @@ from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.memory.host import HostMemory
-from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.threads import Background
 
 from .control import Control, Summary, read_description, read_history, read_trial
 from .keeper import OPTIONS, Segment, map_read_only
 
+_OF_THE_KEEPER = {"stage", "swap", "aswap", "astage", "rollback", "watch", "follow", "add_variant", "remove_variant"}
 _RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: a keeper may be killed before it writes it
 
 
@@ -176,10 +178,8 @@ class Trial(Caller):
             self._gate.release(session, lease)
 
 
-class WorkerModel(Model):
-    """A model whose weights the keeper changes. Its own methods that would change them raise Unsupported."""
-
-    takes_weights = False
+class WorkerModel(ServedModel):
+    """A model whose weights the keeper changes."""
 
     def begin(self, gate: WorkerGate, control: Control) -> None:
         """Emit events of commits from now on, but not of those before."""
@@ -196,18 +196,13 @@ class WorkerModel(Model):
         self._commit_events.stop()
         super().close()
 
-    def _refuse(self, what: str, *_: Any, **__: Any) -> NoReturn:
-        raise Unsupported(
-            f"{what}: this process is one of several that serve the same memory, which only their keeper changes. "
-            "Publish to the directory that it watches, or set the desired state at the place that it follows."
-        )
-
-    stage = partialmethod(_refuse, "stage")
-    swap = partialmethod(_refuse, "swap")
-    rollback = partialmethod(_refuse, "rollback")
-    watch = partialmethod(_refuse, "watch")
-    follow = partialmethod(_refuse, "follow")
-    add_variant = partialmethod(_refuse, "add_variant")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _OF_THE_KEEPER:
+            raise Unsupported(
+                f"{name}: this process is one of several that serve the same memory, which only their keeper changes. "
+                "Publish to the directory that it watches, or set the desired state at the place that it follows."
+            )
+        return super().__getattr__(name)
 
 
 class CommitEvents:

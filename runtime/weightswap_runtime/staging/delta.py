@@ -1,4 +1,4 @@
-"""Deltas and chains of them."""
+"""Deltas: their parts are laid over the weights that they start from, and must lead to the weights that they claim."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import BaseMismatch, DamagedFile, DigestMismatch, Unsupported, WeightsMismatch, listed
 from weightswap_runtime.format.delta import DATA, RUNS, DeltaStamp, delta_stamp
-from weightswap_runtime.format.identity import Counts, count_nonfinite, element_bytes, identify
+from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
@@ -23,11 +24,9 @@ from weightswap_runtime.threads import WorkerThreads
 
 from .reading import read_rows, read_scratch, write_rows
 from .request import (
-    Base,
     BaseFile,
-    Contents,
-    StagedChange,
     Staging,
+    StagingReport,
     check_expected,
     check_finite,
     check_graph,
@@ -112,9 +111,10 @@ class _Change(NamedTuple):
             self.differences.append(Counts(0, 0).plus(after).plus(before, -1))
 
 
-def overlay(parts: Mapping[str, ByteRanges], base: Base, workers: WorkerThreads, job: Job) -> Overlay:
+def overlay(
+    parts: Mapping[str, ByteRanges], arena: Arena, before: Identity, workers: WorkerThreads, job: Job
+) -> Overlay:
     """Lay parts over copies of an arena's blocks; the arena is only read. Raises MemoryError and StageCancelled."""
-    arena, before = base
     spans: list[Span] = []
     changes: dict[str, _Change] = {}
     tasks: list[Callable[[], None]] = []
@@ -203,42 +203,43 @@ def _by_weight(change: _Change, part: ByteRanges, arena: Arena, spans: list[Span
     return work
 
 
-def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Staging) -> StagedChange:
+def stage_delta(
+    weights: WeightSet, stamp: DeltaStamp, arena: Arena, served: Identity, staging: Staging
+) -> tuple[Identity, StagingReport, HostPatch]:
     """Lay a delta file's parts over copies of the served blocks that they change, and prove the result's weights id.
 
     Raises BaseMismatch, GraphMismatch, WeightsMismatch, WeightFileError, DigestMismatch, UnexpectedWeights, MemoryError
     and StageCancelled. No arena is written to.
     """
     check_header(stamp, weights.where, staging)
-    served = base.identity.weights_id
-    if stamp.base != served:
+    if stamp.base != served.weights_id:
         raise BaseMismatch(
-            f"{weights.where}: a delta from the weights {stamp.base[:12]}, but {served[:12]} are served. Apply the "
-            "deltas of a chain in order, each to the weights that it starts from, or swap a full weight file."
+            f"{weights.where}: a delta from the weights {stamp.base[:12]}, but {served.weights_id[:12]} are served. "
+            "Apply the deltas of a chain in order, each to the weights that it starts from, or swap a full weight file."
         )
     start = time.perf_counter()
     parts = _read_parts(weights, stamp, staging)
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     staging.job.begin("verifying")
-    changed = overlay(parts, base, staging.workers, staging.job)
-    digests = {**base.identity.digests, **changed.digests}
+    changed = overlay(parts, arena, served, staging.workers, staging.job)
+    digests = {**served.digests, **changed.digests}
     identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
     if identity.weights_id != stamp.weights_id:
         text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it claims"
         raise DigestMismatch(weights.where, [text], "Write the delta again, or copy it again.")
-    contents = Contents(
-        identity=identity,
+    report = StagingReport(
+        weights_id=identity.weights_id,
+        labels=dict(identity.labels),
         kind="delta",
         source=weights.where,
         nonfinite=check_finite(identity, weights.where, staging),
-        ignored=(),
         bytes_read=sum(tensor.nbytes for tensor in weights.tensors.values()),
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
         base=stamp.base,
     )
-    return StagedChange(contents, HostPatch(changed.spans))
+    return identity, report, HostPatch(changed.spans)
 
 
 def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
@@ -281,7 +282,9 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
     return parts
 
 
-def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: Staging) -> Contents:
+def stage_chain(
+    weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: Staging
+) -> tuple[Identity, StagingReport]:
     """Fill an arena with the weights of a delta, from the files of `request.onto`; served weights are not read.
 
     Raises what `stage_full` and `stage_delta` raise; the arena's content is then undefined.
@@ -291,11 +294,12 @@ def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: St
     first = _staging_of(full, staging)
     most = staging.manifest.most_header
     with open_weights(full.path, staging.job.check, most) as opened:
-        contents = stage_full(plan(opened, first.manifest, first.request), arena, first)
+        identity, report = stage_full(plan(opened, first.manifest, first.request), arena, first)
     for delta in deltas:
         with open_weights(delta.path, staging.job.check, most) as opened:
-            contents = _lay_delta(opened, delta_stamp(opened), arena, contents, _staging_of(delta, staging))
-    return _lay_delta(weights, stamp, arena, contents, staging)
+            step = _staging_of(delta, staging)
+            identity, report = _lay_delta(opened, delta_stamp(opened), arena, identity, report, step)
+    return _lay_delta(weights, stamp, arena, identity, report, staging)
 
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
@@ -305,15 +309,21 @@ def _staging_of(base: BaseFile, staging: Staging) -> Staging:
 
 
 def _lay_delta(
-    weights: WeightSet, stamp: DeltaStamp | None, arena: Arena, before: Contents, staging: Staging
-) -> Contents:
-    """Lay a delta over the arena's weights, whose contents are `before`."""
+    weights: WeightSet,
+    stamp: DeltaStamp | None,
+    arena: Arena,
+    identity: Identity,
+    before: StagingReport,
+    staging: Staging,
+) -> tuple[Identity, StagingReport]:
+    """Lay a delta over the arena's weights; return their new identity, and a report that includes what was before."""
     if stamp is None:
         raise BaseMismatch(f"{weights.where}: is no longer a delta; restore it, or swap a full file")
-    contents, patch = stage_delta(weights, stamp, Base(arena, before.identity), staging)
+    identity, report, patch = stage_delta(weights, stamp, arena, identity, staging)
     patch.lay_over(arena, staging.workers, staging.job)
-    return contents._replace(
-        bytes_read=before.bytes_read + contents.bytes_read,
-        seconds_staged=before.seconds_staged + contents.seconds_staged,
-        seconds_verified=before.seconds_verified + contents.seconds_verified,
+    return identity, replace(
+        report,
+        bytes_read=before.bytes_read + report.bytes_read,
+        seconds_staged=before.seconds_staged + report.seconds_staged,
+        seconds_verified=before.seconds_verified + report.seconds_verified,
     )

@@ -1,22 +1,30 @@
-"""The options of a swap, and the result of a staging."""
+"""The options of a swap, and the report of a staging."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+from msgspec import Struct, field
 
 from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights, Unsupported, check_timeout
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.goldens import Mode, check_mode
-from weightswap_runtime.format.identity import Allowed, Identity, Nonfinite, newly_nonfinite, refuse_nonfinite
+from weightswap_runtime.format.identity import (
+    Allowed,
+    Identity,
+    Nonfinite,
+    as_allowed,
+    newly_nonfinite,
+    refuse_nonfinite,
+)
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings
+from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings, check_whole, patterns
 from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, HostPatch
+from weightswap_runtime.jobs import Job, check_rate_limit
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.tensors import DIGEST, tensor_digest
@@ -27,49 +35,88 @@ if TYPE_CHECKING:
 
 
 LEASE_TIMEOUT = 60.0  # seconds
+DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
+READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+PathLike = str | os.PathLike[str]
+Patterns = str | Sequence[str]
 Busy = Literal["refuse", "wait"]
 Kind = Literal["full", "partial", "delta", "rollback"]
 Admit = Callable[[Location, str], None]
 """A callback: takes a path or URL and the weights id that the file claims; raises a SwapError to refuse it."""
-READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+
+
+class WatchOptions(TypedDict, total=False):
+    """The options that every swap has, also those of watchers and followers; `Model.stage` describes them."""
+
+    ignore: Patterns
+    keys: Keys | None
+    allow_other_graph: bool
+    verify: Mode
+    allow_nonfinite: bool | Patterns | None
+    by: str
+    rate_limit: float | None
+    timeout: float | None
+
+
+class SwapOptions(WatchOptions, total=False):
+    """The options of `Model.swap` and `Model.stage`."""
+
+    only: Patterns | None
+    expect: str | None
+    busy: Busy
 
 
 class BaseFile(NamedTuple):
     """File that leads to the base of a delta: a full set, or an earlier delta. `weights_id` is what it results in."""
 
-    path: str | os.PathLike[str]
+    path: PathLike
     weights_id: str
 
 
 class SwapRequest(NamedTuple):
-    """Request of a caller to stage a file.
+    """What a caller wants staged, with the options of `SwapOptions` in the form in which they are used."""
 
-    `only` are patterns of the FQNs to stage; empty means all. `ignore` are patterns of names in the file that are
-    treated as absent. `allow_nonfinite` says which weights may have NaN or infinities that the served ones have not:
-    all, none, or some by name; None means all, without a statement by the caller. `by` is the author of the request.
-    `rate_limit` is in bytes per second. `busy` says what to do while another staging is open. `timeout`, in seconds,
-    limits the waits for that staging and for leases; None means no limit. `onto` are the files to read first for a
-    delta whose base is not served: a full set, then deltas.
-    """
-
-    path: str | os.PathLike[str]
+    path: PathLike
     keys: Keys | None = None
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # patterns of FQNs; empty: all
     expect: str | None = None
     allow_other_graph: bool = False
     verify: Mode = "goldens"
     allow_nonfinite: Allowed = None
     by: str = ""
-    rate_limit: float | None = None
+    rate_limit: float | None = None  # bytes per second
     busy: Busy = "refuse"
-    timeout: float | None = LEASE_TIMEOUT
-    ignore: tuple[str, ...] = ()
-    onto: tuple[BaseFile, ...] = ()
+    timeout: float | None = LEASE_TIMEOUT  # seconds to wait for another staging, and for leases; None: no limit
+    ignore: tuple[str, ...] = ()  # patterns of names in the file
+    onto: tuple[BaseFile, ...] = ()  # files to read first for a delta whose base is not served: a full set, then deltas
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds to wait for another staging; None means not to wait."""
-        return patience(self.busy, self.timeout)
+    @classmethod
+    def of(
+        cls,
+        path: PathLike,
+        options: Mapping[str, Any],
+        manifest: Manifest,
+        composed: tuple[str, ...],
+        onto: Iterable[tuple[PathLike, str]] = (),
+    ) -> SwapRequest:
+        """Return the request that a user's options make. composed: the weights that are parts of quantised tensors.
+
+        Raises Unsupported for invalid values, and TypeError for unknown options.
+        """
+        known = SwapOptions.__annotations__
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the options of a swap are {', '.join(known)}")
+        given = dict(options)
+        if given.get("only") is not None:
+            given["only"] = patterns(given["only"])
+            check_whole(manifest, given["only"], composed)
+        else:
+            given.pop("only", None)
+        given["ignore"] = patterns(given["ignore"], "ignore") if given.get("ignore") else ()
+        given["allow_nonfinite"] = as_allowed(given.get("allow_nonfinite"), manifest)
+        request = cls(path, **given, onto=tuple(starmap(BaseFile, onto)))
+        request.check()
+        return request
 
     def check(self) -> None:
         """Raise Unsupported for invalid values."""
@@ -80,6 +127,12 @@ class SwapRequest(NamedTuple):
         check_mode(self.verify)
         check_busy(self.busy)
         check_timeout(self.timeout)
+        check_rate_limit(self.rate_limit)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds to wait for another staging; None: do not wait."""
+        return patience(self.busy, self.timeout)
 
 
 def check_busy(busy: str) -> None:
@@ -89,68 +142,44 @@ def check_busy(busy: str) -> None:
 
 
 def patience(busy: Busy, timeout: float | None) -> float | None:
-    """Return the seconds to wait for another staging; None means not to wait."""
+    """Return the seconds to wait for another staging; None: do not wait."""
     if busy == "refuse":
         return None
     return math.inf if timeout is None else timeout
 
 
 class Staging(NamedTuple):
-    """Resources of one staging.
-
-    `manifest` is that of the graph for which the file is staged. `replaces` is the identity of the served weights; None
-    if there are none yet. `open_transforms` raises ArtifactError, and MissingExtra without torch.
-    """
+    """What every step of one staging works with."""
 
     request: SwapRequest
-    manifest: Manifest
-    replaces: Identity | None
-    open_transforms: Callable[[], Transforms]
+    manifest: Manifest  # of the graph for which the file is staged
+    replaces: Identity | None  # of the served weights; None if there are none yet
+    open_transforms: Callable[[], Transforms]  # raises ArtifactError, and MissingExtra without torch
     workers: WorkerThreads
     job: Job
 
 
-class Contents(NamedTuple):
-    """Result of a staging.
+class StagingReport(Struct, frozen=True, kw_only=True):
+    """What a staging has read and verified; the receipt of its commit has the same fields."""
 
-    `seconds_staged` is the time of reading and hashing, `seconds_verified` that of comparing. `verified` is the mode in
-    which goldens were verified. `nonfinite` are the weights with NaN or infinities that the served ones have not.
-    `base` is the weights id that a delta starts from.
-    """
-
-    identity: Identity
+    weights_id: str
+    labels: dict[str, str]  # of a partial swap: those of the weights before it
     kind: Kind
-    source: str
+    source: str  # the path, the URL without credentials, or "rollback"
+    base: str = ""  # the weights id that a delta starts from
+    only: tuple[str, ...] = ()  # the patterns of a partial swap
     ignored: tuple[str, ...] = ()
-    bytes_read: int = 0
-    seconds_staged: float = 0.0
-    seconds_verified: float = 0.0
+    """Names of the source that are not weights: state, `_extra_state`, and matches of `ignore=`."""
+    staged_in: StagedIn = IN_PLACE  # the memory from which a commit in place copies, and why that was chosen
+    bytes_read: int = 0  # from the source
     verified: str = "none"
-    only: tuple[str, ...] = ()
-    staged_in: StagedIn = IN_PLACE
-    nonfinite: Mapping[str, Nonfinite] = MappingProxyType({})
-    base: str = ""
-
-    def proven(self, verified: str, seconds: float) -> Contents:
-        """Return the same contents after goldens were verified, which took `seconds`."""
-        return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
-
-
-class Base(NamedTuple):
-    """Weights over which a part or a delta is laid: the arena that holds them, and their identity."""
-
-    arena: Arena
-    identity: Identity
-
-
-class StagedChange(NamedTuple):
-    """Verified full set of weights, expressed as changes of the live arena."""
-
-    contents: Contents
-    patch: HostPatch
-
-
-DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
+    """"goldens" if recorded outputs were reproduced, "finite" if outputs on recorded inputs were finite, "none" if
+    there was nothing to try."""
+    seconds_staged: float = 0.0  # reading and hashing
+    seconds_verified: float = 0.0  # comparing, and running the goldens
+    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
+    """The weights with NaN or infinities where the weights before had none (for the first weights: all with NaN, and
+    those with infinities that require a gradient)."""
 
 
 def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequest) -> None:
@@ -181,7 +210,7 @@ def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequenc
     ]
 
 
-def check_finite(identity: Identity, where: str, staging: Staging) -> Mapping[str, Nonfinite]:
+def check_finite(identity: Identity, where: str, staging: Staging) -> dict[str, Nonfinite]:
     """Return the weights with a kind of non-finite value that they do not have in the served weights.
 
     Raises NonFiniteWeights if they are not allowed.

@@ -1,12 +1,13 @@
-"""A full set or a part of it."""
+"""Full sets of weights, and parts of them: matched by headers alone, read into memory, verified."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
-from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import NAMES, Match, ignored_names, part_of, resolve, tied_names
 from weightswap_runtime.format.weight_set import WeightSet
@@ -17,10 +18,9 @@ from .reading import Findings, compute_weights, read_tensors
 from .request import (
     DAMAGED,
     READINGS,
-    Base,
-    Contents,
-    StagedChange,
+    Kind,
     Staging,
+    StagingReport,
     SwapRequest,
     check_expected,
     check_finite,
@@ -30,25 +30,19 @@ from .request import (
 
 
 class Plan(NamedTuple):
-    """Open files whose names, dtypes and shapes fit the graph, or the requested part of it.
-
-    `ignored` are the names in the files that the caller's `ignore=` matches.
-    """
+    """Open files whose names, dtypes and shapes fit the graph, or the requested part of it."""
 
     weights: WeightSet
     match: Match
-    manifest: Manifest
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def used(self) -> set[str]:
-        """Names in the files of the tensors to read."""
-        used = {name for names in self.match.found.values() for name in names}
-        return used | {name for names in self.match.computed.values() for name in names.values()}
+    manifest: Manifest  # of the requested part
+    ignored: tuple[str, ...] = ()  # the names in the files that the caller's `ignore=` matches
 
     @property
     def nbytes(self) -> int:
-        return sum(self.weights.tensors[name].nbytes for name in self.used)
+        """The bytes to read."""
+        used = {name for names in self.match.found.values() for name in names}
+        used |= {name for names in self.match.computed.values() for name in names.values()}
+        return sum(self.weights.tensors[name].nbytes for name in used)
 
 
 def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
@@ -72,12 +66,47 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     return Plan(weights, match, part, ignored)
 
 
-def fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
+def stage_full(plan: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:
+    """Read a full set into an arena, and verify its digests, ties, weights id, and non-finite values.
+
+    Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, UnexpectedWeights,
+    NonFiniteWeights, and ArtifactError or MissingExtra if the adapter's graph cannot be opened; the arena's content is
+    then undefined.
+    """
+    start = time.perf_counter()
+    findings, read_at = _fill(plan, arena, staging)
+    stamp, where = plan.weights.stamp, plan.weights.where
+    labels = stamp.labels if stamp else {}
+    identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
+    if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
+        text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
+        raise DigestMismatch(where, [text], DAMAGED)
+    return identity, _report("full", plan, identity, staging, start, read_at)
+
+
+def stage_part(
+    plan: Plan, arena: Arena, served: Identity, staging: Staging
+) -> tuple[Identity, StagingReport, HostPatch]:
+    """Read the plan's weights into new memory; all others stay those of `arena`, whose identity is `served`.
+
+    Raises what `stage_full` raises.
+    """
+    part = HostArena(ArenaLayout(plan.manifest.weights))
+    start = time.perf_counter()
+    findings, read_at = _fill(plan, part, staging)
+    kept = {name: counts for name, counts in served.nonfinite.items() if name not in findings.digests}
+    digests = {**served.digests, **findings.digests}
+    # the served labels are kept: they still describe most of the weights
+    identity = identify(staging.manifest.weights, digests, served.labels, kept | findings.nonfinite)
+    report = _report("partial", plan, identity, staging, start, read_at)
+    slots = arena.layout.slots
+    return identity, report, HostPatch(Span(slots[name].offset, part.view(name)) for name in findings.digests)
+
+
+def _fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
     """Read the files into an arena laid out for the plan's weights, and verify digests and ties.
 
-    Returns the findings by weight, and the `perf_counter` time at which reading ended. Raises WeightFileError,
-    MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, and ArtifactError or MissingExtra if the adapter's
-    graph cannot be opened; the arena's content is then undefined.
+    Returns the findings by weight, and the `perf_counter` time at which reading ended.
     """
     weights, match = plan.weights, plan.match
     staging.job.begin("reading", plan.nbytes)
@@ -86,44 +115,14 @@ def fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
     read_at = time.perf_counter()
     staging.job.begin("verifying")
     _verify(weights, match, by_key.digests)
-    findings.add(_by_weight(by_key, match))
+    for name, keys in match.found.items():
+        findings.digests[name] = by_key.digests[keys[0]]
+        if keys[0] in by_key.nonfinite:
+            findings.nonfinite[name] = by_key.nonfinite[keys[0]]
     return findings, read_at
 
 
-def _by_weight(by_key: Findings, match: Match) -> Findings:
-    """Return the findings by FQN instead of the file's names."""
-    first = {name: keys[0] for name, keys in match.found.items()}
-    nonfinite = {name: by_key.nonfinite[key] for name, key in first.items() if key in by_key.nonfinite}
-    return Findings({name: by_key.digests[key] for name, key in first.items()}, nonfinite)
-
-
-def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
-    """Read a full set into an arena, and verify its digests, ties, weights id, and non-finite values.
-
-    Raises what `fill` raises, UnexpectedWeights and NonFiniteWeights.
-    """
-    start = time.perf_counter()
-    findings, read_at = fill(plan, arena, staging)
-    stamp, where = plan.weights.stamp, plan.weights.where
-    labels = stamp.labels if stamp else {}
-    identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
-    if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
-        text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
-        raise DigestMismatch(where, [text], DAMAGED)
-    check_expected(identity.weights_id, where, staging.request)
-    return Contents(
-        identity=identity,
-        kind="full",
-        source=where,
-        nonfinite=check_finite(identity, where, staging),
-        ignored=(*plan.match.ignored, *plan.ignored),
-        bytes_read=plan.nbytes,
-        seconds_staged=read_at - start,
-        seconds_verified=time.perf_counter() - read_at,
-    )
-
-
-def _verify(weights: WeightSet, match: Match, digests: dict[str, Blocks]) -> None:
+def _verify(weights: WeightSet, match: Match, digests: Mapping[str, Blocks]) -> None:
     """Raise DigestMismatch or WeightsMismatch with all wrong digests and broken ties."""
     ties = [
         f"{' and '.join(keys)} are one tensor in the graph, but the file has different values for them"
@@ -136,30 +135,21 @@ def _verify(weights: WeightSet, match: Match, digests: dict[str, Blocks]) -> Non
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
 
 
-def stage_part(plan: Plan, base: Base, staging: Staging) -> StagedChange:
-    """Read the plan's weights into new memory; all others stay the served ones.
-
-    Raises what `fill` raises, UnexpectedWeights and NonFiniteWeights.
-    """
-    part = HostArena(ArenaLayout(plan.manifest.weights))
-    start = time.perf_counter()
-    findings, read_at = fill(plan, part, staging)
-    before, where = base.identity, plan.weights.where
-    kept = {name: counts for name, counts in before.nonfinite.items() if name not in findings.digests}
-    digests = {**before.digests, **findings.digests}
-    # the served labels are kept: they still describe most of the weights
-    identity = identify(staging.manifest.weights, digests, before.labels, kept | findings.nonfinite)
+def _report(
+    kind: Kind, plan: Plan, identity: Identity, staging: Staging, start: float, read_at: float
+) -> StagingReport:
+    """Check that the weights are those that are expected, and finite; return the report of their staging."""
+    where = plan.weights.where
     check_expected(identity.weights_id, where, staging.request)
-    slots = base.arena.layout.slots
-    contents = Contents(
-        identity=identity,
-        kind="partial",
+    return StagingReport(
+        weights_id=identity.weights_id,
+        labels=dict(identity.labels),
+        kind=kind,
         source=where,
-        nonfinite=check_finite(identity, where, staging),
         only=staging.request.only,
-        ignored=plan.ignored,
+        ignored=plan.ignored if staging.request.only else (*plan.match.ignored, *plan.ignored),
         bytes_read=plan.nbytes,
+        nonfinite=check_finite(identity, where, staging),
         seconds_staged=read_at - start,
         seconds_verified=time.perf_counter() - read_at,
     )
-    return StagedChange(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in findings.digests))

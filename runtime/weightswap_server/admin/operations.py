@@ -21,6 +21,7 @@ from weightswap_runtime.following.place import DesiredPlace, Known, check_file
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
+from weightswap_runtime.model.model import Model
 from weightswap_server.canary import Canary, CanaryPlan, check_plan
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
@@ -65,6 +66,7 @@ class ModelOperations:
     """The operations on one model."""
 
     def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
+        assert isinstance(served.model, Model)  # workers have no admin plane
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._entry: Entry | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.variants import Choice
-from weightswap_runtime.model.model import Model, choice_of
+from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_server.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
@@ -76,7 +76,7 @@ class Task:
 class ModelThread:
     """The thread that calls one model. It is only one, as each calling thread has an OpenMP pool of its own."""
 
-    def __init__(self, model: Model, *, max_queue: int, max_delay: float, observe: Observe) -> None:
+    def __init__(self, model: ServedModel, *, max_queue: int, max_delay: float, observe: Observe) -> None:
         self._model = model
         self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
         self.limits: dict[ServedMethod, int] = {}  # the most rows of a batch, by batched method

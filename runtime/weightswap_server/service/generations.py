@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.model.model import choice_of
+from weightswap_runtime.model.served import choice_of
 from weightswap_server.errors import BadRequest, NotReady, TookTooLong
 from weightswap_server.protocol import (
     Answered,

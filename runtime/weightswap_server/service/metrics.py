@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 
 from weightswap_runtime.metrics import ModelCollector
-from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_server.protocol import Answer
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ServerMetrics:
         self.answers = 0  # of any weights
         self._collectors: list[ModelCollector] = []
 
-    def watch(self, name: str, model: Model, thread: ModelThread) -> None:
+    def watch(self, name: str, model: ServedModel, thread: ModelThread) -> None:
         """Add a model's own metrics, and the length of its queue."""
         self._collectors.append(ModelCollector(model, name, self._registry))
         self.queued.labels(name).set_function(lambda: thread.queued)

@@ -16,6 +16,7 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.threads import done_within
 from weightswap_server.canary import Canary, CanaryPlan
@@ -57,7 +58,7 @@ class Served:
     """A model of the server, with its methods, its thread and its canary."""
 
     def __init__(
-        self, name: str, model: Model, settings: Settings, metrics: ServerMetrics, traces: Traces | None
+        self, name: str, model: ServedModel, settings: Settings, metrics: ServerMetrics, traces: Traces | None
     ) -> None:
         self.name = name
         self.model = model
@@ -151,7 +152,7 @@ class Served:
             canary.answered(call.method, call.flat, call.variants, answer, seconds, by_canary=by_canary)
 
     def _on_event(self, event: Event) -> None:
-        if self._traces is not None and self.model.takes_weights:
+        if self._traces is not None and isinstance(self.model, Model):
             self._traces.changed(self.name, event)
         if not self.warm and event.kind == "committed":
             self.thread.do(self._warm_up)
@@ -175,7 +176,7 @@ class Served:
             self.thread.try_out(method, joined([sample] * (limit // rows_of(sample))))
 
 
-def _methods(name: str, model: Model) -> dict[str, ServedMethod]:
+def _methods(name: str, model: ServedModel) -> dict[str, ServedMethod]:
     """Return the methods by their public names: the default one has the model's own name."""
     methods, problems = {}, []
     for method in model.signatures:
@@ -197,7 +198,7 @@ PLATFORM = "weightswap"
 class Service:
     """The models of a server, and the calls of them."""
 
-    def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
+    def __init__(self, models: Mapping[str, ServedModel], settings: Settings) -> None:
         """Raises Unsupported for settings out of range, and for models that the protocol cannot describe."""
         settings.check()
         self.settings = settings

@@ -16,7 +16,8 @@ import numpy as np
 
 from weightswap_runtime.format.signature import call_arguments
 from weightswap_runtime.model.loading import load
-from weightswap_runtime.model.model import Model, engine_of
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import engine_of
 from weightswap_tools.inputs import engine_inputs, named_inputs, random_values, read_tensors
 
 from .running import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes

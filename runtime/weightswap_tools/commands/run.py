@@ -15,7 +15,8 @@ from weightswap_runtime.format.signature import call_arguments, flatten, leaves
 from weightswap_runtime.live.context import OnSwap
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.model.loading import load
-from weightswap_runtime.model.model import Model, engine_of
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_tools.inputs import (

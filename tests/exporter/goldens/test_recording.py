@@ -17,7 +17,7 @@ from tests.support.setups import different
 from weightswap_exporter import export, pack
 from weightswap_runtime import GoldenMismatch, load
 from weightswap_runtime.format.goldens import artifact_goldens, goldens_beside
-from weightswap_runtime.model.model import engine_of
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 

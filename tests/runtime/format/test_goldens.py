@@ -28,7 +28,7 @@ from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.format.goldens import artifact_goldens, encode_goldens, goldens_beside, open_goldens
 from weightswap_runtime.format.manifest import encode_manifest
 from weightswap_runtime.format.weight_set import goldens_path
-from weightswap_runtime.model.model import engine_of
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.tensors import TensorBytes
 

@@ -256,7 +256,7 @@ def test_forked_children_do_not_wait_for_locks_of_other_threads(tiny: TinyArtifa
         model._store.turns._claim_lock,
         model._store.closing,
         staged._closing,
-        staged._task.job._lock,
+        staged._work.job._lock,
     ):
         assert in_a_child(work)  # as if other threads had the locks
     staged.commit()
@@ -322,13 +322,13 @@ def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(tmp_path: Path) -
     delta = write_delta(*files, tmp_path / "d.safetensors").path
     model = load(tiny.path, files[0], residency="single")
     staged = model.stage(delta)
-    candidate = staged._task.candidate
-    assert candidate is not None
+    weights = staged._work.weights
+    assert weights is not None
     slow = Job(1e4)
     threading.Timer(0.05, slow.cancel).start()
     slow._free_at = time.monotonic() + 60
     with pytest.raises(StageCancelled):
-        candidate.trial_session(slow)
+        weights.trial_session(slow)
     assert torch.equal(staged(X), TinyArtifact.eager(1, X))
 
 

@@ -24,8 +24,7 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
-from weightswap_runtime.live import store
-from weightswap_runtime.live.store import Verified, verify_candidate
+from weightswap_runtime.live.store import Store
 
 
 class Encoder(nn.Module):
@@ -97,12 +96,14 @@ def test_goldens_of_a_model_that_is_dropped_meanwhile_do_no_harm(
     files = [pack(nn.Linear(4, 4), first, out=tmp_path / f"v{seed}.safetensors").path for seed in range(2)]
     others: list[Model] = []
 
-    def dropping(*args: Any) -> tuple[Verified, float]:
+    verify = Store._verify
+
+    def dropping(*args: Any) -> None:
         others.clear()
         gc.collect()
-        return verify_candidate(*args)
+        verify(*args)
 
-    monkeypatch.setattr(store, "verify_candidate", dropping)
+    monkeypatch.setattr(Store, "_verify", dropping)
     for only in (None, "bias", "weight"):
         one = load(first, files[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
         others.append(load(second, share=one))

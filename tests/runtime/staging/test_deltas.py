@@ -48,7 +48,7 @@ from weightswap_runtime.live import residency as double
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.reading import write_rows
-from weightswap_runtime.staging.request import Base, Staging, SwapRequest
+from weightswap_runtime.staging.request import Staging, SwapRequest
 from weightswap_runtime.tensors import TensorType, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
@@ -218,13 +218,13 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
             assert stamp is not None
             manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
             staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, WorkerThreads(2), Job())
-            change = stage_delta(opened, stamp, Base(arena, identity), staging)
-        undo = change.patch.undo(arena)
-        change.patch.write_to(arena, WorkerThreads(2))
+            reached, _, changes = stage_delta(opened, stamp, arena, identity, staging)
+        undo = changes.undo(arena)
+        changes.write_to(arena, WorkerThreads(2))
         assert _contents(arena) == _contents(_arena(weights, new))
         wanted = identify(weights, {n: block_digests(v.data) for n, v in new.items()}, {})
-        assert change.contents.identity.digests == wanted.digests
-        assert change.contents.identity.nonfinite == _nonfinite(new)
+        assert reached.digests == wanted.digests
+        assert reached.nonfinite == _nonfinite(new)
         undo.write_to(arena, WorkerThreads(2))
         assert _contents(arena) == _contents(_arena(weights, old))
 

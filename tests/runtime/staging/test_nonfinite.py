@@ -22,7 +22,6 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.staging.delta import ByteRanges, overlay
-from weightswap_runtime.staging.request import Base
 from weightswap_runtime.tensors import DTYPES, block_digests, has_fractions
 from weightswap_runtime.threads import WorkerThreads
 
@@ -303,7 +302,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    found = overlay({"w": parts}, Base(arena, served), WorkerThreads(1), Job()).nonfinite
+    found = overlay({"w": parts}, arena, served, WorkerThreads(1), Job()).nonfinite
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 

@@ -39,7 +39,6 @@ from weightswap_runtime import (
 from weightswap_runtime.following import reconciler as reconciling
 from weightswap_runtime.following.place import Known
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.live.staged import StagingTask
 
 NO_GOLDENS = b"\2" + bytes(7) + b"{}"  # a whole file, which holds none
 
@@ -345,7 +344,7 @@ def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
         assert eventually(lambda: descriptors() <= before)  # the follower may hold its document open at this moment
         assert serves(model, 1)
     gc.collect()
-    assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | StagingTask | Job)] == []
+    assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | Job)] == []
 
 
 def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
