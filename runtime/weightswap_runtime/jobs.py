@@ -1,4 +1,4 @@
-"""One piece of work: progress, cancellation, rate, owner, callbacks."""
+"""Work and who does it: claims of threads, what a fork leaves of them, callbacks, and jobs that can be cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from threading import RLock, local
-from typing import Generic, NamedTuple, ParamSpec, Protocol
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from .errors import StageCancelled, Unsupported, is_number
 from .threads import is_lost
@@ -57,34 +57,42 @@ _process = os.getpid()
 _survivor: object = None  # the token of the thread that survived the last fork
 
 
-def _after_fork() -> None:
-    global _process, _survivor
-    _process, _survivor = os.getpid(), this_thread()
+L = TypeVar("L")
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def fork_safe(lock: L) -> L:
+    """Return the lock; in a forked child it is free if a thread held it that the child does not have."""
+    _locks.add(lock)
+    return lock
 
 
 class Renewable(Protocol):
-    """An object whose locks are replaced in a forked child."""
+    """An object with what a fork invalidates, such as another library's threads."""
 
     def _renew(self) -> None: ...
 
 
-_known: weakref.WeakSet[Renewable] = weakref.WeakSet()
+_renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
 def renew_in_children(thing: Renewable) -> None:
     """Call `thing._renew()` in every child that is forked from now on, before anything else runs there."""
-    _known.add(thing)
+    _renewables.add(thing)
 
 
-def _renew_in_child() -> None:
-    for thing in list(_known):
+def _after_fork() -> None:
+    global _process, _survivor
+    _process, _survivor = os.getpid(), this_thread()
+    for lock in list(_locks):
+        # one of the surviving thread, which forked within a listener, is still held: the thread will release it
+        if not (hasattr(lock, "_is_owned") and lock._is_owned()):
+            lock._at_fork_reinit()
+    for thing in list(_renewables):
         thing._renew()
 
 
-os.register_at_fork(after_in_child=_renew_in_child)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 P = ParamSpec("P")
@@ -97,11 +105,7 @@ class Listeners(Generic[P]):
     def __init__(self, log: logging.Logger) -> None:
         self.all: tuple[Callable[P, object], ...] = ()
         self._log = log
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self._changing = RLock()  # for signal handlers
+        self._changing = fork_safe(RLock())  # reentrant, for signal handlers
 
     def add(self, listener: Callable[P, object]) -> Stop:
         """Add a callback. Return a function that removes it again and is idempotent. Raises Unsupported."""
@@ -155,15 +159,11 @@ class Job:
     def __init__(self, rate_limit: float | None = None) -> None:
         check_rate_limit(rate_limit)
         self.rate_limit = rate_limit
-        self._renew()
-        renew_in_children(self)
+        self._lock = fork_safe(threading.Lock())
         self.cancelled = False
         self.abandoned = False  # set by a listener, in the staging's own thread
         self.progress = Progress("waiting", 0, 0)
         self._free_at = 0.0  # time.monotonic() at which the next piece may begin
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def unit(self, most: int) -> int:
         """Return how many bytes to move at once: `most`, or fewer if that is too large a burst for the rate limit."""

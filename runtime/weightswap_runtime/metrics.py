@@ -18,7 +18,6 @@ try:
 except ImportError as error:
     raise MissingExtra("weightswap_runtime.metrics", "metrics") from error
 
-import os
 import re
 import weakref
 from bisect import bisect_left
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from weightswap_runtime.live.receipt import Event
 
 from .errors import CallError, MissingExtra, Unsupported
-from .jobs import Progress, renew_in_children
+from .jobs import Progress, fork_safe
 
 if TYPE_CHECKING:
     from weightswap_runtime.model.served import ServedModel
@@ -75,11 +74,7 @@ class Tallies:
         self.seconds_staged = 0.0
         self.seconds_verified = 0.0
         self.pauses = Distribution(PAUSE_BUCKETS)
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self.lock = RLock()  # reentrant: a signal handler may call the model while this thread holds it
+        self.lock = fork_safe(RLock())  # reentrant: a signal handler may call the model while this thread holds it
 
     def on_call(self, method: str, seconds: float, error: BaseException | None) -> None:
         outcome = "ok" if error is None else "refused" if isinstance(error, CallError) else "failed"
@@ -292,13 +287,4 @@ def _join(registry: CollectorRegistry, member: ModelCollector) -> _Group:
 
 
 _groups: weakref.WeakKeyDictionary[CollectorRegistry, _Group] = weakref.WeakKeyDictionary()
-_lock = RLock()
-
-
-def _after_fork() -> None:
-    """Replace the lock: a thread that held it in the parent does not exist in the child."""
-    global _lock  # noqa: PLW0603
-    _lock = RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_lock = fork_safe(RLock())

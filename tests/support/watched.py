@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import Watcher
+from weightswap_runtime import Model, Watcher
 
 SOON = 0.01
 
@@ -21,6 +21,15 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(SOON)
     return True
+
+
+def somebody_swaps(model: Model) -> bool:
+    """Return True if another thread has the turn to swap."""
+    lock = model._store.turns._swap_lock
+    is_free = lock.acquire(blocking=False)
+    if is_free:
+        lock.release()
+    return not is_free
 
 
 class Directory:

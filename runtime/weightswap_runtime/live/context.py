@@ -22,7 +22,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import MadeWith, write_context
-from weightswap_runtime.jobs import Claim, ClaimReference, renew_in_children
+from weightswap_runtime.jobs import Claim, ClaimReference, fork_safe
 
 from .gate import Gate, Pin, Version
 from .session import Session
@@ -76,12 +76,8 @@ class Context(AbstractContextManager["Context"]):
         self._user: ClaimReference | None = None
         self._gate = gate
         self._pin = ContextPin()
-        self._renew()
-        renew_in_children(self)
+        self._lock = fork_safe(RLock())  # reentrant, for signal handlers
         self._pinned = gate.acquire(self._pin) if on_swap == "pin" else None
-
-    def _renew(self) -> None:
-        self._lock = RLock()  # reentrant, for signal handlers
 
     @property
     def weights_id(self) -> str | None:
@@ -208,11 +204,7 @@ class Contexts:
 
     def __init__(self) -> None:
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self._lock = RLock()
+        self._lock = fork_safe(RLock())
 
     def add(self, context: Context) -> Context:
         with self._lock:

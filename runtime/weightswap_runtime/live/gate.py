@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 
 from weightswap_runtime.errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights, plural
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, renew_in_children, this_thread
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, fork_safe, this_thread
 
 PATIENCE = 1.0  # seconds for which new calls are held while a commit waits for a pin
 
@@ -84,17 +84,12 @@ class Gate(Generic[S]):
     """A gate that grants leases on the current version. It holds its lock for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
-        self._renew()
-        renew_in_children(self)
+        self._lock = fork_safe(RLock())  # reentrant: a signal handler may call the model while this thread holds it
+        self._changed = Condition(self._lock)
         self._current: Version[S] | None = None
         self._hold: ClaimReference | None = None
         self._failure: str | None = None
         self._closed = False
-
-    def _renew(self) -> None:
-        """Make a new lock: in a forked child, the thread that held the old one may not exist."""
-        self._lock = RLock()  # reentrant: a signal handler may call the model while this thread holds it
-        self._changed = Condition(self._lock)
 
     @property
     def current(self) -> Version[S] | None:

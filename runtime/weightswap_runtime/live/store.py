@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from threading import Lock, RLock, get_ident
+from threading import RLock
 from typing import Literal
 
 import msgspec
@@ -40,7 +40,7 @@ from weightswap_runtime.format.identity import Identity, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, renew_in_children
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
@@ -85,7 +85,8 @@ class Store:
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
         self.inherited = False  # True if the history began in a process that this one has replaced
-        self._renew()
+        self.closing = fork_safe(RLock())  # reentrant, for signal handlers
+        self.job: Job | None = None  # the job of the staging that is under way
         renew_in_children(self)
         self._weights = weights
         self.workers = WorkerThreads()
@@ -101,9 +102,7 @@ class Store:
         )
 
     def _renew(self) -> None:
-        """Make new locks: a forked child does not have the threads that held the old ones."""
-        self.closing = RLock()  # reentrant, for signal handlers
-        self.job: Job | None = None  # the job of the staging that is under way
+        self.job = None  # a forked child does not have its thread
 
     def _new_session(self, arena: Arena) -> Session:
         return Session(arena, {number: member.engine for number, member in list(self._members.items())})
@@ -366,30 +365,20 @@ class Turns:
     """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
 
     def __init__(self) -> None:
-        self._renew()
-        renew_in_children(self)
+        self._swap_lock = fork_safe(RLock())  # of the thread whose turn it is
+        self._claim_lock = fork_safe(RLock())  # reentrant, for signal handlers
         self._staging: ClaimReference | None = None
-
-    def _renew(self) -> None:
-        """Make new locks: a forked child does not have the threads that held the old ones."""
-        self._swap_lock = Lock()
-        self._claim_lock = RLock()  # reentrant, for signal handlers
-        self._swapper: int | None = None
 
     @contextmanager
     def queue(self) -> Iterator[None]:
         """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
-        if self._swapper == get_ident():
+        if self._swap_lock._is_owned():  # type: ignore[attr-defined]
             raise StagingBusy(
                 "a listener runs before its swap has ended, so it cannot swap itself: let another thread do it "
                 "after the listener has returned"
             )
         with self._swap_lock:
-            try:
-                self._swapper = get_ident()
-                yield
-            finally:
-                self._swapper = None
+            yield
 
     @contextmanager
     def wait_for_turn(self, check: Check) -> Iterator[None]:
@@ -397,10 +386,8 @@ class Turns:
         while not self._swap_lock.acquire(timeout=POLL_SECONDS):
             check()
         try:
-            self._swapper = get_ident()
             yield
         finally:
-            self._swapper = None
             self._swap_lock.release()
 
     @contextmanager

@@ -38,7 +38,7 @@ from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.peft import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
 from weightswap_runtime.format.safetensors import LEAST_HEADER
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
-from weightswap_runtime.jobs import Job, renew_in_children
+from weightswap_runtime.jobs import Job, fork_safe
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.location import as_location, printable
@@ -274,11 +274,7 @@ class Variants:
         self._ticks = count(1)
         self._residents: dict[str, dict[str, _Resident]] = {group: {} for group in manifest.variants}
         self.history: deque[VariantReceipt] = deque(maxlen=HISTORY)
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self._lock = RLock()  # reentrant, for signal handlers
+        self._lock = fork_safe(RLock())  # reentrant, for signal handlers
 
     def resident(self) -> dict[str, dict[str, VariantReceipt]]:
         """Return the receipts of each group by name, least recently used first."""

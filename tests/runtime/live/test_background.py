@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,14 +251,24 @@ def test_forked_children_do_not_wait_for_locks_of_other_threads(tiny: TinyArtifa
         model.swap(weight_file(2))
         return serves(model, 2)
 
-    with (
-        model._gate._lock,
-        model._store.turns._claim_lock,
-        model._store.closing,
-        staged._closing,
-        staged._work.job._lock,
-    ):
-        assert in_a_child(work)  # as if other threads had the locks
+    locks = (model._gate._lock, model._store.turns._claim_lock, model._store.closing, staged._closing)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in (*locks, staged._work.job._lock):
+                stack.enter_context(lock)
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_child(work)
+    finally:
+        done.set()
+        thread.join()
     staged.commit()
     assert serves(model, 1)
 

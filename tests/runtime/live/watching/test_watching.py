@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from tests.support.tiny import TinyArtifact, serves
-from tests.support.watched import SOON, Directory, eventually, mark
+from tests.support.watched import SOON, Directory, eventually, mark, somebody_swaps
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
 from weightswap_runtime.following import controller as watching
 from weightswap_runtime.following.intake import Intake
@@ -172,7 +172,7 @@ def test_a_swap_by_hand_in_between_is_waited_for(model: Model, directory: Direct
     with model.watch(directory.path, SOON) as watcher:
         with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))) as staged:
             directory.write(1)
-            assert eventually(model._store.turns._swap_lock.locked)
+            assert eventually(lambda: somebody_swaps(model))
             staged.commit()
         assert eventually(lambda: model.generation == 1)
         assert serves(model, 1)

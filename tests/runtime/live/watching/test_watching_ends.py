@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.tiny import TinyArtifact, serves
-from tests.support.watched import SOON, Directory, environment, eventually
+from tests.support.watched import SOON, Directory, environment, eventually, somebody_swaps
 from weightswap_runtime import Event, Model, StageCancelled, Watcher, load
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.store import Store
@@ -85,7 +85,7 @@ def test_stop_does_not_wait_for_a_staging_by_hand(model: Model, directory: Direc
     directory.write(1)
     with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))):
         watcher = model.watch(directory.path, SOON)
-        assert eventually(model._store.turns._swap_lock.locked)
+        assert eventually(lambda: somebody_swaps(model))
         assert watcher.stop(30)
     assert model.generation is None
 
