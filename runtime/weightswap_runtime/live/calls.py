@@ -1,4 +1,4 @@
-"""How methods are called."""
+"""How methods are called: their arguments are checked and flattened, run on leased weights, and observed."""
 
 from __future__ import annotations
 
@@ -19,51 +19,9 @@ from weightswap_runtime.jobs import Claim, Listeners
 from .context import Context
 from .variants import Choice, VariantNames, Variants
 
-
-def check_position(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
-    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside the cache.
-
-    A position on a device is not checked, as reading it would make the call wait for the device.
-    """
-    ids, *_, position = flat
-    if not getattr(position, "is_cpu", True):
-        return
-    first, tokens = int(position), ids.shape[1]
-    if not 0 <= first <= generation.length - tokens:
-        problem = f"{tokens} tokens at position {first} do not fit in a cache of {generation.length}"
-        raise InputMismatch(method, [f"{problem}; start again in a new context, or export with a larger length"])
-
-
 T = TypeVar("T")
 CallObserver = Callable[[str, float, BaseException | None], object]
 _log = logging.getLogger("weightswap.calls")
-_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
-
-
-class Methods:
-    """The methods of an artifact, with their signatures, input checks, variants and observers."""
-
-    def __init__(self, manifest: Manifest, engine: Engine, member: int, variants: Variants | None = None) -> None:
-        self.variants = variants
-        self.member = member  # the id of the engine in every session
-        self.engine = engine
-        self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)
-        self.inputs = {
-            name: CallCheck(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
-            for name, method in manifest.methods.items()
-        }
-        self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
-        self.single = {name for name, signature in self.signatures.items() if isinstance(signature.output, Tensor)}
-        self._generation = manifest.generation
-        names = list(self.inputs)
-        self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
-
-    def flatten(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Check the arguments of a call and return its flat inputs. Raises InputMismatch."""
-        flat = self.inputs[name].flatten(args, kwargs)
-        if self._generation is not None and name in STEPS:
-            check_position(name, flat, self._generation)
-        return flat
 
 
 class Caller:
@@ -169,6 +127,49 @@ class Caller:
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         raise NotImplementedError
+
+
+class Methods:
+    """The methods of an artifact, with their signatures, input checks, variants and observers."""
+
+    def __init__(self, manifest: Manifest, engine: Engine, member: int, variants: Variants | None = None) -> None:
+        self.variants = variants
+        self.member = member  # the id of the engine in every session
+        self.engine = engine
+        self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)
+        self.inputs = {
+            name: CallCheck(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
+            for name, method in manifest.methods.items()
+        }
+        self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
+        self.single = {name for name, signature in self.signatures.items() if isinstance(signature.output, Tensor)}
+        self._generation = manifest.generation
+        names = list(self.inputs)
+        self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
+
+    def flatten(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Check the arguments of a call and return its flat inputs. Raises InputMismatch."""
+        flat = self.inputs[name].flatten(args, kwargs)
+        if self._generation is not None and name in STEPS:
+            _check_position(name, flat, self._generation)
+        return flat
+
+
+def _check_position(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
+    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside the cache.
+
+    A position on a device is not checked, as reading it would make the call wait for the device.
+    """
+    ids, *_, position = flat
+    if not getattr(position, "is_cpu", True):
+        return
+    first, tokens = int(position), ids.shape[1]
+    if not 0 <= first <= generation.length - tokens:
+        problem = f"{tokens} tokens at position {first} do not fit in a cache of {generation.length}"
+        raise InputMismatch(method, [f"{problem}; start again in a new context, or export with a larger length"])
+
+
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
 
 def run_chosen(

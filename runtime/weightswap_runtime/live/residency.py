@@ -41,9 +41,12 @@ from weightswap_runtime.threads import WorkerThreads
 from .gate import Gate, Version
 from .session import Session
 
+
 NewSession = Callable[[Arena], Session]
 Commit = tuple[Version[Session], float, int]
 """The version that is now served, the seconds that new calls could wait for it, and the bytes copied meanwhile."""
+ResidencyName = Literal["double", "single"]
+RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
 
 
 @dataclass(eq=False)
@@ -64,10 +67,6 @@ class StagedWeights:
             session.run_prologues(self.report.source)
             self.session = session
         return self.session
-
-
-ResidencyName = Literal["double", "single"]
-RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
 
 
 class Residency(Protocol):
@@ -120,11 +119,6 @@ def open_residency(
     if name not in RESIDENCIES:
         raise Unsupported(f'residency={name!r}: expected "double" or "single"')
     return (Double if name == "double" else Single)(new_session, memory, layout, gate, workers, keep)
-
-
-def next_generation(gate: Gate[Session]) -> int:
-    """Return the generation of the next commit."""
-    return gate.current.generation + 1 if gate.current else 0
 
 
 class Double:
@@ -235,14 +229,6 @@ class Double:
         idle.run_prologues("the previous weights")
         self._resident[idle] = self._displaced
         idle.content = self._displaced.identity.digests
-
-
-class _Undo(NamedTuple):
-    """What undoes a commit without allocating."""
-
-    content: Arena | Patch  # the old weights
-    restore_prologues: Callable[[], None]
-    version: Version[Session]
 
 
 class Single:
@@ -453,6 +439,14 @@ class Single:
             raise OutOfMemory(f"no memory to keep the {patch.nbytes} bytes that change ({error})") from error
 
 
+class _Undo(NamedTuple):
+    """What undoes a commit without allocating."""
+
+    content: Arena | Patch  # the old weights
+    restore_prologues: Callable[[], None]
+    version: Version[Session]
+
+
 class Ended:
     """The residency after all models were closed; it has no memory."""
 
@@ -466,3 +460,8 @@ class Ended:
         raise ModelClosed
 
     target = stage_patch = commit = rollback = _refuse
+
+
+def next_generation(gate: Gate[Session]) -> int:
+    """Return the generation of the next commit."""
+    return gate.current.generation + 1 if gate.current else 0

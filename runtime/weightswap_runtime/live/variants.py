@@ -1,4 +1,4 @@
-"""Variants that calls choose."""
+"""Variants: sets of tensors, such as LoRA adapters, that calls choose by name over one set of weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from weightswap_runtime.engines.engine import Chosen, Engine
@@ -27,7 +28,6 @@ from weightswap_runtime.errors import (
     listed,
 )
 from weightswap_runtime.format.identity import (
-    Identity,
     Nonfinite,
     count_nonfinite,
     identify,
@@ -56,198 +56,37 @@ from weightswap_runtime.tensors import (
 from weightswap_runtime.threads import WorkerThreads
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-class StagedVariant(NamedTuple):
-    """The tensors of a variant, in an arena of their own. `nonfinite`: those with NaN or infinities."""
-
-    arena: Arena
-    identity: Identity
-    source: str
-    bytes_read: int
-    seconds: float
-    nonfinite: Mapping[str, Nonfinite]
-
-
-def stage_variant(
-    rows: Sequence[NamedTensor],
-    memory: Memory,
-    workers: WorkerThreads,
-    request: SwapRequest,
-    admit: Admit | None = None,
-    base: Sequence[NamedTensor] = (),
-) -> StagedVariant:
-    """Read and verify a variant: a PEFT directory, or a safetensors file with the FQNs of `rows`.
-
-    request: only its path, `expect`, `allow_nonfinite` and `rate_limit` are used. admit: called last, with the weights
-    id of the variant that was read. base: the weights over which calls choose it.
-
-    Raises what `admit` raises, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
-    OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
-    """
-    start, job = time.perf_counter(), Job(request.rate_limit)
-    folder, file = weights_in(as_location(request.path))
-    config = read_config(folder)
-    try:
-        most = LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows)
-        with open_weights(request.path if config is None else file, most_header=most) as weights:
-            if config is None:
-                sources = _match_names(weights, rows)
-            else:
-                sources = match_peft(weights.tensors, rows, config, weights.where, [each.name for each in base])
-            arena, findings = _read(weights, sources, memory, workers, job)
-            labels = weights.stamp.labels if weights.stamp else {}
-            location, where = weights.location, weights.where
-            bytes_read = sum(tensor.nbytes for tensor in weights.tensors.values())
-    except MemoryError as error:
-        raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
-    identity = identify(rows, findings.digests, labels, findings.nonfinite)
-    check_expected(identity.weights_id, where, request)
-    nonfinite = newly_nonfinite(rows, identity.nonfinite, {})
-    refuse_nonfinite(nonfinite, request.allow_nonfinite, where)
-    if admit is not None:
-        admit(location, identity.weights_id)
-    return StagedVariant(arena, identity, where, bytes_read, time.perf_counter() - start, nonfinite)
-
-
-def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
-    """Match a file's tensors to the FQNs of the graph. Raises WeightsMismatch."""
-    tensors, problems = weights.tensors, []
-    for row in rows:
-        stored = tensors.get(row.name)
-        if stored is None:
-            problems.append(f"{row.name}: missing, the graph expects {describe(row)}")
-        elif stored.shape != row.shape or not _can_cast(stored.dtype, row.dtype):
-            problems.append(f"{row.name}: the graph expects {describe(row)}, the file has {describe(stored)}")
-    problems += [f"{name}: not in the graph" for name in sorted(tensors.keys() - {r.name for r in rows})]
-    if problems:
-        advice = f"A PEFT directory has {CONFIG_NAME}; any other file uses the graph's names."
-        raise WeightsMismatch(weights.where, problems, advice)
-    return [RowSource(row, row.name) for row in rows]
-
-
-def _can_cast(dtype: str, target: str) -> bool:
-    return dtype == target or {dtype, target} <= set(_FLOATS)
-
-
-def _read(
-    weights: WeightSet, sources: Sequence[RowSource], memory: Memory, workers: WorkerThreads, job: Job
-) -> tuple[Arena, Findings]:
-    """Read the tensors into a new arena that holds the rows."""
-    if wrong := [s.key for s in sources if s.key and not _can_cast(weights.tensors[s.key].dtype, s.row.dtype)]:
-        raise WeightsMismatch(
-            weights.where, [f"{key}: not a floating-point tensor" for key in wrong], "Train it again."
-        )
-    arena = memory.arena(ArenaLayout(each.row for each in sources))
-    as_is = [each for each in sources if _is_as_stored(each, weights)]
-    changed = [each for each in sources if each not in as_is]
-    stored = {each.key: weights.tensors[each.key] for each in changed if each.key is not None}
-    raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
-    with arena.writing(join=True):
-        read = read_tensors(weights, {each.row.name: (str(each.key),) for each in as_is}, arena, workers, job)
-        findings = Findings(
-            {each.row.name: read.digests[str(each.key)] for each in as_is},
-            {each.row.name: read.nonfinite[str(each.key)] for each in as_is if each.key in read.nonfinite},
-        )
-        read.add(read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job))
-        for each in changed:
-            rows = _row_bytes(each, weights, raw)
-            counts = count_nonfinite(each.row.dtype, rows)
-            findings.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
-            lay(arena, each.row, rows, job)
-    if corrupt := digest_problems(weights.stamp, read.digests):
-        raise DigestMismatch(weights.where, corrupt, DAMAGED)
-    arena.synchronize()
-    return arena, findings
-
-
-def _is_as_stored(source: RowSource, weights: WeightSet) -> bool:
-    """Return whether the bytes of a row are those of the file."""
-    return source.key is not None and source.factor == 1.0 and same_type(weights.tensors[source.key], source.row)
-
-
-def _row_bytes(source: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
-    """Return the row-major bytes of a row: the values that were read, multiplied, cast and padded with zeros."""
-    row = source.row
-    padded = np.zeros(row.shape, numpy_dtype(row.dtype))
-    if source.key is not None:
-        stored = weights.tensors[source.key]
-        values = as_array(TensorBytes(stored.dtype, stored.shape, raw.view(source.key)))
-        with np.errstate(over="ignore", invalid="ignore"):  # values that are then not finite are refused later
-            if source.factor != 1.0:
-                wide: NDArray[Any] = values.astype(np.float64 if stored.dtype == "F64" else np.float32)
-                factor: NDArray[Any] = np.asarray(source.factor, wide.dtype)
-                values = wide * factor
-            padded[tuple(map(slice, stored.shape))] = values.astype(padded.dtype)
-    return array_content(padded).data
-
-
-HISTORY = 100
-MOST = 16
+HISTORY = 100  # receipts that are kept
+MOST = 16  # resident variants of a group, by default
 VariantNames = Mapping[str, str | None]
 Kind = Literal["added", "replaced", "removed", "evicted", "dropped"]
 
 
-@dataclass(frozen=True)
-class VariantReceipt:
-    """The receipt of one change of a variant. Sizes in bytes, times in seconds.
-
-    kind: "added", "replaced" (calls that chose the name before keep the old variant), "removed", "evicted" (as the
-    least recently used one, for another), or "dropped" (weights other than its `base` were committed). weights_id: the
-    digest of its tensors as the graph takes them; previous_weights_id: that of the variant that had the name before.
-    base: the weights id that it belongs to; None: it works with any. source, by, labels, nonfinite: see `SwapReceipt`.
-    """
+class VariantReceipt(Struct, frozen=True, kw_only=True):
+    """The receipt of one change of a variant."""
 
     group: str
     name: str
     kind: Kind
-    weights_id: str
-    previous_weights_id: str | None
+    """"added", "replaced" (calls that chose the name before keep the old variant), "removed", "evicted" (as the least
+    recently used one, for another), or "dropped" (weights other than its `base` were committed)."""
+    weights_id: str  # the digest of its tensors as the graph takes them
+    previous_weights_id: str | None  # of the variant that had the name before
     graph_id: str
-    base: str | None
-    source: str
-    by: str
+    base: str | None  # the weights id that it belongs to; None: it works with any
+    source: str  # the path, or the URL without credentials
+    by: str  # the requester, as given
     labels: dict[str, str]
-    nbytes: int
+    nbytes: int  # in memory
     bytes_read: int
     seconds_staged: float
-    committed_at: float
-    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
+    committed_at: float  # seconds since the epoch
+    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)  # its tensors with NaN or infinities
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as dicts, tuples, texts and numbers alone."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
-
-
-class _Resident:
-    """One resident variant. `users`: the choices that hold it. `used`: the tick of its last use."""
-
-    __slots__ = ("chosen", "ids", "receipt", "used", "users")
-
-    def __init__(self, chosen: Chosen, receipt: VariantReceipt, used: int) -> None:
-        self.chosen, self.receipt, self.used = chosen, receipt, used
-        self.ids = {receipt.group: receipt.weights_id}
-        self.users: set[weakref.ref[Choice]] = set()  # a WeakSet would take a third of the time of `choose`
-
-
-class Choice:
-    """The variants that a call has chosen. It keeps them when names are reused. `ids`: weights ids by group."""
-
-    __slots__ = ("__weakref__", "_residents", "chosen", "ids")
-
-    def __init__(self, residents: Sequence[_Resident], chosen: Chosen) -> None:
-        self._residents = residents
-        self.chosen = chosen
-        first, *others = residents
-        self.ids: Mapping[str, str] = first.ids if not others else dict(ChainMap(*(each.ids for each in residents)))
-
-    def check_base(self, weights_id: str) -> None:
-        """Raise StaleVariant if a variant belongs to other weights than those of the call."""
-        for resident in self._residents:
-            base = resident.receipt.base
-            if base is not None and base != weights_id:
-                raise StaleVariant(f"{resident.receipt.group}/{resident.receipt.name}", base, weights_id)
 
 
 class Variants:
@@ -330,9 +169,20 @@ class Variants:
         if not isinstance(name, str) or not name:
             raise Unsupported(f"expected a non-empty string as a variant's name, got {name!r}")
         rows = self._manifest.variants[group]
-        staged = stage_variant(rows, self._memory, self._workers, request, admit, self._manifest.weights)
-        chosen = self._engine.variant(rows, staged.arena)
-        receipt = self._receipt(group, name, staged, base, request.by)
+        arena, staged = _stage(rows, self._memory, self._workers, request, admit, self._manifest.weights)
+        chosen = self._engine.variant(rows, arena)
+        receipt = VariantReceipt(
+            **staged,
+            group=group,
+            name=name,
+            kind="added",
+            previous_weights_id=None,
+            graph_id=self._manifest.graph_id,
+            base=base,
+            by=request.by,
+            nbytes=arena.layout.nbytes,
+            committed_at=time.time(),
+        )
         with self._lock:
             residents = self._residents[group]
             old = residents.get(name)
@@ -382,25 +232,6 @@ class Variants:
         with self._lock:
             self._residents = {group: {} for group in self._residents}
 
-    def _receipt(self, group: str, name: str, staged: StagedVariant, base: str | None, by: str) -> VariantReceipt:
-        return VariantReceipt(
-            group=group,
-            name=name,
-            kind="added",
-            weights_id=staged.identity.weights_id,
-            previous_weights_id=None,
-            graph_id=self._manifest.graph_id,
-            base=base,
-            source=staged.source,
-            by=by,
-            labels=dict(staged.identity.labels),
-            nbytes=staged.arena.layout.nbytes,
-            bytes_read=staged.bytes_read,
-            seconds_staged=staged.seconds,
-            committed_at=time.time(),
-            nonfinite=dict(staged.nonfinite),
-        )
-
     def _record_end(self, receipt: VariantReceipt, kind: Kind, by: str) -> VariantReceipt:
         return self._record(
             replace(receipt, kind=kind, previous_weights_id=receipt.weights_id, by=by, committed_at=time.time())
@@ -410,3 +241,151 @@ class Variants:
         self.history.append(receipt)
         self._emit(receipt)
         return receipt
+
+
+class Choice:
+    """The variants that a call has chosen. It keeps them when names are reused. `ids`: weights ids by group."""
+
+    __slots__ = ("__weakref__", "_residents", "chosen", "ids")
+
+    def __init__(self, residents: Sequence[_Resident], chosen: Chosen) -> None:
+        self._residents = residents
+        self.chosen = chosen
+        first, *others = residents
+        self.ids: Mapping[str, str] = first.ids if not others else dict(ChainMap(*(each.ids for each in residents)))
+
+    def check_base(self, weights_id: str) -> None:
+        """Raise StaleVariant if a variant belongs to other weights than those of the call."""
+        for resident in self._residents:
+            base = resident.receipt.base
+            if base is not None and base != weights_id:
+                raise StaleVariant(f"{resident.receipt.group}/{resident.receipt.name}", base, weights_id)
+
+
+class _Resident:
+    """One resident variant. `users`: the choices that hold it. `used`: the tick of its last use."""
+
+    __slots__ = ("chosen", "ids", "receipt", "used", "users")
+
+    def __init__(self, chosen: Chosen, receipt: VariantReceipt, used: int) -> None:
+        self.chosen, self.receipt, self.used = chosen, receipt, used
+        self.ids = {receipt.group: receipt.weights_id}
+        self.users: set[weakref.ref[Choice]] = set()  # a WeakSet would take a third of the time of `choose`
+
+
+def _stage(
+    rows: Sequence[NamedTensor],
+    memory: Memory,
+    workers: WorkerThreads,
+    request: SwapRequest,
+    admit: Admit | None,
+    base: Sequence[NamedTensor],
+) -> tuple[Arena, dict[str, Any]]:
+    """Read and verify a variant: a PEFT directory, or a safetensors file with the FQNs of `rows`.
+
+    request: only its path, `expect`, `allow_nonfinite` and `rate_limit` are used. admit: called last, with the weights
+    id of the variant that was read. base: the weights over which calls choose it. Returns its memory, and fields of its
+    receipt.
+    """
+    start, job = time.perf_counter(), Job(request.rate_limit)
+    folder, file = weights_in(as_location(request.path))
+    config = read_config(folder)
+    try:
+        most = LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows)
+        with open_weights(request.path if config is None else file, most_header=most) as weights:
+            if config is None:
+                sources = _match_names(weights, rows)
+            else:
+                sources = match_peft(weights.tensors, rows, config, weights.where, [each.name for each in base])
+            arena, findings = _read(weights, sources, memory, workers, job)
+            labels = weights.stamp.labels if weights.stamp else {}
+            location, where = weights.location, weights.where
+            bytes_read = sum(tensor.nbytes for tensor in weights.tensors.values())
+    except MemoryError as error:
+        raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
+    identity = identify(rows, findings.digests, labels, findings.nonfinite)
+    check_expected(identity.weights_id, where, request)
+    nonfinite = newly_nonfinite(rows, identity.nonfinite, {})
+    refuse_nonfinite(nonfinite, request.allow_nonfinite, where)
+    if admit is not None:
+        admit(location, identity.weights_id)
+    return arena, {
+        "weights_id": identity.weights_id,
+        "labels": dict(labels),
+        "source": where,
+        "bytes_read": bytes_read,
+        "seconds_staged": time.perf_counter() - start,
+        "nonfinite": nonfinite,
+    }
+
+
+def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
+    """Match a file's tensors to the FQNs of the graph. Raises WeightsMismatch."""
+    tensors, problems = weights.tensors, []
+    for row in rows:
+        stored = tensors.get(row.name)
+        if stored is None:
+            problems.append(f"{row.name}: missing, the graph expects {describe(row)}")
+        elif stored.shape != row.shape or not _can_cast(stored.dtype, row.dtype):
+            problems.append(f"{row.name}: the graph expects {describe(row)}, the file has {describe(stored)}")
+    problems += [f"{name}: not in the graph" for name in sorted(tensors.keys() - {r.name for r in rows})]
+    if problems:
+        advice = f"A PEFT directory has {CONFIG_NAME}; any other file uses the graph's names."
+        raise WeightsMismatch(weights.where, problems, advice)
+    return [RowSource(row, row.name) for row in rows]
+
+
+def _can_cast(dtype: str, target: str) -> bool:
+    return dtype == target or {dtype, target} <= set(_FLOATS)
+
+
+def _read(
+    weights: WeightSet, sources: Sequence[RowSource], memory: Memory, workers: WorkerThreads, job: Job
+) -> tuple[Arena, Findings]:
+    """Read the tensors into a new arena that holds the rows."""
+    if wrong := [s.key for s in sources if s.key and not _can_cast(weights.tensors[s.key].dtype, s.row.dtype)]:
+        raise WeightsMismatch(
+            weights.where, [f"{key}: not a floating-point tensor" for key in wrong], "Train it again."
+        )
+    arena = memory.arena(ArenaLayout(each.row for each in sources))
+    as_is = [each for each in sources if _is_as_stored(each, weights)]
+    changed = [each for each in sources if each not in as_is]
+    stored = {each.key: weights.tensors[each.key] for each in changed if each.key is not None}
+    raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
+    with arena.writing(join=True):
+        read = read_tensors(weights, {each.row.name: (str(each.key),) for each in as_is}, arena, workers, job)
+        findings = Findings(
+            {each.row.name: read.digests[str(each.key)] for each in as_is},
+            {each.row.name: read.nonfinite[str(each.key)] for each in as_is if each.key in read.nonfinite},
+        )
+        read.add(read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job))
+        for each in changed:
+            rows = _row_bytes(each, weights, raw)
+            counts = count_nonfinite(each.row.dtype, rows)
+            findings.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
+            lay(arena, each.row, rows, job)
+    if corrupt := digest_problems(weights.stamp, read.digests):
+        raise DigestMismatch(weights.where, corrupt, DAMAGED)
+    arena.synchronize()
+    return arena, findings
+
+
+def _is_as_stored(source: RowSource, weights: WeightSet) -> bool:
+    """Return whether the bytes of a row are those of the file."""
+    return source.key is not None and source.factor == 1.0 and same_type(weights.tensors[source.key], source.row)
+
+
+def _row_bytes(source: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
+    """Return the row-major bytes of a row: the values that were read, multiplied, cast and padded with zeros."""
+    row = source.row
+    padded = np.zeros(row.shape, numpy_dtype(row.dtype))
+    if source.key is not None:
+        stored = weights.tensors[source.key]
+        values = as_array(TensorBytes(stored.dtype, stored.shape, raw.view(source.key)))
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are then not finite are refused later
+            if source.factor != 1.0:
+                wide: NDArray[Any] = values.astype(np.float64 if stored.dtype == "F64" else np.float32)
+                factor: NDArray[Any] = np.asarray(source.factor, wide.dtype)
+                values = wide * factor
+            padded[tuple(map(slice, stored.shape))] = values.astype(padded.dtype)
+    return array_content(padded).data

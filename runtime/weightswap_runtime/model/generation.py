@@ -1,4 +1,7 @@
-"""Tokens from logits: sampling, tokenizer, streams."""
+"""Generation of tokens with the methods `prefill` and `decode`: prompts, the loop of calls, sampling, texts, streams.
+
+All rows of a batch are decoded together: shorter prompts are padded on the left, so that all are at one position.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,21 @@ from weightswap_runtime.sources.location import Location
 from weightswap_runtime.tensors import array_content, as_array
 
 Scores = NDArray[np.floating[Any]]
+Tokens = NDArray[np.int64]
+TOKENIZER = "tokenizer.json"
+_LONG = 4096  # characters, from which on other threads must run meanwhile
+_END = object()
+StopAt = int | str | Sequence[int]
+Run = Callable[..., Any]
 
 
 class Sampling(NamedTuple):
-    """The options of sampling. temperature 0 takes the most likely token, whatever `top_k` and `top_p` are.
+    """The options of sampling, as in transformers."""
 
-    top_k: sample among this many of the most likely tokens. top_p: sample among the fewest most likely tokens whose
-    probabilities add up to it. repetition_penalty: divides positive logits of past tokens, multiplies negative ones.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float = 1.0
+    temperature: float = 0.0  # 0 takes the most likely token, whatever `top_k` and `top_p` are
+    top_k: int | None = None  # sample among this many of the most likely tokens
+    top_p: float | None = None  # sample among the fewest most likely tokens whose probabilities add up to it
+    repetition_penalty: float = 1.0  # divides positive logits of past tokens, multiplies negative ones
 
     def check(self) -> None:
         """Raise Unsupported for invalid numbers."""
@@ -48,69 +53,15 @@ class Sampling(NamedTuple):
             raise Unsupported(f"repetition_penalty={self.repetition_penalty!r}: expected a positive number")
 
 
-def choose(logits: Scores, seen: Sequence[int], sampling: Sampling, random: np.random.Generator) -> int:
-    """Choose the next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    scores = _penalised(logits, seen, sampling.repetition_penalty)
-    best = scores.argmax()  # NaN wins; -inf forbids a token, but not all of them
-    if not math.isfinite(scores[best]):
-        raise CallError(f"generate: the largest logit of the next token must be finite, got {scores[best]}")
-    if not sampling.temperature:
-        return int(best)
-    return int(random.choice(len(scores), p=probabilities(scores, sampling)))
-
-
-def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
-    if penalty == 1.0 or not seen:
-        return logits
-    tokens = np.unique(np.asarray(seen))
-    scores = logits.copy()
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scores[tokens] = np.where(scores[tokens] < 0, scores[tokens] * penalty, scores[tokens] / penalty)
-    return scores
-
-
-def probabilities(scores: Scores, sampling: Sampling) -> NDArray[np.float64]:
-    """Return the probability of each token, [vocabulary]; temperature must not be 0."""
-    scaled = scores.astype(np.float64)
-    scaled = (scaled - scaled.max()) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
-    if sampling.top_p is not None and sampling.top_p < 1:
-        order = np.argsort(scaled, kind="stable")  # the least likely first
-        scaled[order[:-1][_softmax(scaled[order]).cumsum()[:-1] <= 1 - sampling.top_p]] = -np.inf
-    return _softmax(scaled)
-
-
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    exponentials = np.exp(scores - scores.max())
-    result: NDArray[np.float64] = exponentials / exponentials.sum()
-    return result
-
-
-Tokens = NDArray[np.int64]
-
-
-class Call(Protocol):
-    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary].
-
-    The arrays are written to afterwards; `decode` gets those of its first call again.
-    """
-
-    def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
-
-
 class GenerationRequest(NamedTuple):
-    """A request to generate. most: the maximum number of new tokens of each row; None: until the cache is full.
-
-    stopped: returns whether a row ends after these new tokens, in addition to the artifact's own end tokens.
-    seed: the seed of the sampling.
-    """
+    """What is generated: one row of new tokens for each prompt."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
-    most: int | None = None
+    most: int | None = None  # the maximum number of new tokens of each row; None: until the cache is full
+    # returns whether a row ends after these new tokens, in addition to the artifact's own end tokens
     stopped: Callable[[Sequence[int]], bool] = lambda _: False
-    seed: int | None = None
+    seed: int | None = None  # of the sampling
 
 
 def check(request: GenerationRequest, generation: TextGeneration) -> None:
@@ -138,6 +89,61 @@ def _problems(request: GenerationRequest, generation: TextGeneration) -> Iterato
             f"a prompt of {max(lengths)} tokens and {request.most} new ones do not fit in a cache of "
             f"{generation.length}"
         )
+
+
+def generate_steps(
+    find: Callable[[str], Run], engine: Engine, context: Context, request: GenerationRequest, generation: TextGeneration
+) -> Iterator[list[int | None]]:
+    """Yield the next tokens of all rows, by calls with a context, then close it. find: returns a method by name."""
+    inputs = _Inputs(engine)
+
+    def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
+        tensors = inputs.tensors(method, (ids, mask, positions, position))
+        logits = as_array(engine.content(methods[method](*tensors, context=context)))
+        return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
+
+    def cache_id() -> str | None:
+        return context.weights_id if context.on_swap == "reset" else None
+
+    with context:
+        methods = {name: find(name) for name in STEPS}
+        yield from generate(call, request, generation, cache_id)
+
+
+class Call(Protocol):
+    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary].
+
+    The arrays are written to afterwards; `decode` gets those of its first call again.
+    """
+
+    def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
+
+
+class _Inputs:
+    """Conversion of int64 arrays to an engine's tensors. Those of `decode` are made once and reused on the CPU.
+
+    That is safe: no call keeps its inputs, and a state holds only copies of them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._decode_tensors: list[Any] = []
+        self._decode_memory: list[Tokens] = []  # arrays that alias the tensors
+
+    def tensors(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
+        if method != "decode":
+            return self._new_tensors(arrays)
+        if self._decode_memory:
+            for memory, array in zip(self._decode_memory, arrays, strict=True):
+                np.copyto(memory, array)
+            return self._decode_tensors
+        self._decode_tensors = self._new_tensors(arrays)
+        if all(getattr(tensor, "is_cpu", True) for tensor in self._decode_tensors):
+            self._decode_memory = [as_array(self._engine.content(tensor)) for tensor in self._decode_tensors]
+        return self._decode_tensors
+
+    def _new_tensors(self, arrays: Sequence[Tokens]) -> list[Any]:
+        return [self._engine.tensor(array_content(array)) for array in arrays]
 
 
 def generate(
@@ -222,6 +228,95 @@ class _Rows:
         return token
 
 
+def choose(logits: Scores, seen: Sequence[int], sampling: Sampling, random: np.random.Generator) -> int:
+    """Choose the next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
+    scores = _penalised(logits, seen, sampling.repetition_penalty)
+    best = scores.argmax()  # NaN wins; -inf forbids a token, but not all of them
+    if not math.isfinite(scores[best]):
+        raise CallError(f"generate: the largest logit of the next token must be finite, got {scores[best]}")
+    if not sampling.temperature:
+        return int(best)
+    return int(random.choice(len(scores), p=probabilities(scores, sampling)))
+
+
+def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
+    if penalty == 1.0 or not seen:
+        return logits
+    tokens = np.unique(np.asarray(seen))
+    scores = logits.copy()
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scores[tokens] = np.where(scores[tokens] < 0, scores[tokens] * penalty, scores[tokens] / penalty)
+    return scores
+
+
+def probabilities(scores: Scores, sampling: Sampling) -> NDArray[np.float64]:
+    """Return the probability of each token, [vocabulary]; temperature must not be 0."""
+    scaled = scores.astype(np.float64)
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
+    if sampling.top_p is not None and sampling.top_p < 1:
+        order = np.argsort(scaled, kind="stable")  # the least likely first
+        scaled[order[:-1][_softmax(scaled[order]).cumsum()[:-1] <= 1 - sampling.top_p]] = -np.inf
+    return _softmax(scaled)
+
+
+def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    exponentials = np.exp(scores - scores.max())
+    result: NDArray[np.float64] = exponentials / exponentials.sum()
+    return result
+
+
+class Prompts:
+    """Prompts as `rows` of tokens, with the conversion of their continuations to the form of the prompts."""
+
+    def __init__(self, prompt: Any, tokenizer: Callable[[], Tokenizer]) -> None:
+        """prompt: one or several rows of tokens, or texts. tokenizer: opens one for texts. Raises InputMismatch."""
+        texts = [prompt] if isinstance(prompt, str) else list(prompt) if _is_texts(prompt) else None
+        self._tokenizer = tokenizer() if texts is not None else None
+        if texts is not None and self._tokenizer is not None:
+            self.rows, self.single = [self._tokenizer.encode(text) for text in texts], isinstance(prompt, str)
+        else:
+            self.rows, self.single = rows_of(prompt)
+
+    def stop_check(self, stop: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
+        """Return a predicate: do new tokens end with a stop, or does their text contain one? Raises InputMismatch."""
+        stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
+        if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
+            raise InputMismatch("generate", ["stop: expected tokens, lists of tokens, or strings"])
+        if "" in stops:
+            raise InputMismatch("generate", ["stop: an empty string would end every row at once"])
+        texts = [stop for stop in stops if isinstance(stop, str)]
+        tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
+        tokenizer = self._tokenizer
+        if texts and tokenizer is None:
+            raise InputMismatch(
+                "generate", ["stop: strings need a text prompt; give the prompt as text, or the stop as tokens"]
+            )
+
+        def ended(tokens: Sequence[int]) -> bool:
+            if any(tail and list(tokens[-len(tail) :]) == tail for tail in tails):
+                return True
+            return bool(texts) and tokenizer is not None and any(text in tokenizer.decode(tokens) for text in texts)
+
+        return ended
+
+    def pieces(self, steps: Iterator[list[int | None]]) -> Iterator[Any]:
+        """Return an iterator over the output of each step, for streaming. Raises Unsupported for several texts."""
+        if not self.single:
+            if self._tokenizer is not None:
+                raise Unsupported("stream=True with several texts: stream one at a time, or give tokens")
+            return steps
+        tokens = (token for step in steps for token in step if token is not None)
+        return tokens if self._tokenizer is None else self._tokenizer.pieces(tokens)
+
+    def whole(self, steps: Iterator[list[int | None]]) -> Any:
+        """Run all steps, and return the new tokens of each prompt, or their texts."""
+        rows = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+        outputs = rows if self._tokenizer is None else [self._tokenizer.decode(row) for row in rows]
+        return outputs[0] if self.single else outputs
+
+
 def rows_of(prompt: Any) -> tuple[list[list[int]], bool]:
     """Return prompts (lists, arrays or tensors of one row or several) as lists of tokens, and whether it was one row.
 
@@ -237,8 +332,16 @@ def rows_of(prompt: Any) -> tuple[list[list[int]], bool]:
     return [list(row) for row in rows], single
 
 
-TOKENIZER = "tokenizer.json"
-_LONG = 4096  # characters, from which on other threads must run meanwhile
+def _is_texts(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, str) for item in prompt)
+
+
+def _is_stop(stop: Any) -> bool:
+    return isinstance(stop, str) or all(map(_is_token, stop if isinstance(stop, Sequence) else [stop]))
+
+
+def _is_token(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 class Tokenizer:
@@ -294,73 +397,6 @@ class Tokenizer:
             yield text[len(yielded) :]
 
 
-_END = object()
-StopAt = int | str | Sequence[int]
-Run = Callable[..., Any]
-
-
-class Prompts:
-    """Prompts as `rows` of tokens, with the conversion of their continuations to the form of the prompts."""
-
-    def __init__(self, prompt: Any, tokenizer: Callable[[], Tokenizer]) -> None:
-        """prompt: one or several rows of tokens, or texts. tokenizer: opens one for texts. Raises InputMismatch."""
-        texts = [prompt] if isinstance(prompt, str) else list(prompt) if _is_texts(prompt) else None
-        self._tokenizer = tokenizer() if texts is not None else None
-        if texts is not None and self._tokenizer is not None:
-            self.rows, self.single = [self._tokenizer.encode(text) for text in texts], isinstance(prompt, str)
-        else:
-            self.rows, self.single = rows_of(prompt)
-
-    def stop_check(self, stop: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
-        """Return a predicate: do new tokens end with a stop, or does their text contain one? Raises InputMismatch."""
-        stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
-        if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
-            raise InputMismatch("generate", ["stop: expected tokens, lists of tokens, or strings"])
-        if "" in stops:
-            raise InputMismatch("generate", ["stop: an empty string would end every row at once"])
-        texts = [stop for stop in stops if isinstance(stop, str)]
-        tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
-        tokenizer = self._tokenizer
-        if texts and tokenizer is None:
-            raise InputMismatch(
-                "generate", ["stop: strings need a text prompt; give the prompt as text, or the stop as tokens"]
-            )
-
-        def ended(tokens: Sequence[int]) -> bool:
-            if any(tail and list(tokens[-len(tail) :]) == tail for tail in tails):
-                return True
-            return bool(texts) and tokenizer is not None and any(text in tokenizer.decode(tokens) for text in texts)
-
-        return ended
-
-    def pieces(self, steps: Iterator[list[int | None]]) -> Iterator[Any]:
-        """Return an iterator over the output of each step, for streaming. Raises Unsupported for several texts."""
-        if not self.single:
-            if self._tokenizer is not None:
-                raise Unsupported("stream=True with several texts: stream one at a time, or give tokens")
-            return steps
-        tokens = (token for step in steps for token in step if token is not None)
-        return tokens if self._tokenizer is None else self._tokenizer.pieces(tokens)
-
-    def whole(self, steps: Iterator[list[int | None]]) -> Any:
-        """Run all steps, and return the new tokens of each prompt, or their texts."""
-        rows = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
-        outputs = rows if self._tokenizer is None else [self._tokenizer.decode(row) for row in rows]
-        return outputs[0] if self.single else outputs
-
-
-def _is_stop(stop: Any) -> bool:
-    return isinstance(stop, str) or all(map(_is_token, stop if isinstance(stop, Sequence) else [stop]))
-
-
-def _is_token(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
-
-
-def _is_texts(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, str) for item in prompt)
-
-
 def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     """Open the first tokenizer beside these weights, or that of the artifact. Raises Unsupported and MissingExtra."""
     beside = [folder for source in map(Path, sources) for folder in (source, source.parent)]
@@ -372,52 +408,6 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
             "Give tokens, put one there, or name another (tokenizer=, --tokenizer)"
         )
     return Tokenizer(folder)
-
-
-class _Inputs:
-    """Conversion of int64 arrays to an engine's tensors. Those of `decode` are made once and reused on the CPU.
-
-    That is safe: no call keeps its inputs, and a state holds only copies of them.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._decode_tensors: list[Any] = []
-        self._decode_memory: list[Tokens] = []  # arrays that alias the tensors
-
-    def tensors(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
-        if method != "decode":
-            return self._new_tensors(arrays)
-        if self._decode_memory:
-            for memory, array in zip(self._decode_memory, arrays, strict=True):
-                np.copyto(memory, array)
-            return self._decode_tensors
-        self._decode_tensors = self._new_tensors(arrays)
-        if all(getattr(tensor, "is_cpu", True) for tensor in self._decode_tensors):
-            self._decode_memory = [as_array(self._engine.content(tensor)) for tensor in self._decode_tensors]
-        return self._decode_tensors
-
-    def _new_tensors(self, arrays: Sequence[Tokens]) -> list[Any]:
-        return [self._engine.tensor(array_content(array)) for array in arrays]
-
-
-def generate_steps(
-    find: Callable[[str], Run], engine: Engine, context: Context, request: GenerationRequest, generation: TextGeneration
-) -> Iterator[list[int | None]]:
-    """Yield the next tokens of all rows, by calls with a context, then close it. find: returns a method by name."""
-    inputs = _Inputs(engine)
-
-    def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
-        tensors = inputs.tensors(method, (ids, mask, positions, position))
-        logits = as_array(engine.content(methods[method](*tensors, context=context)))
-        return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
-
-    def cache_id() -> str | None:
-        return context.weights_id if context.on_swap == "reset" else None
-
-    with context:
-        methods = {name: find(name) for name in STEPS}
-        yield from generate(call, request, generation, cache_id)
 
 
 class TokenStream(Iterator[Any], AsyncIterator[Any], AbstractContextManager["TokenStream"]):
