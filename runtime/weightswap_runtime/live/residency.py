@@ -41,7 +41,6 @@ from weightswap_runtime.threads import WorkerThreads
 from .gate import Gate, Version
 from .session import Session
 
-
 NewSession = Callable[[Arena], Session]
 Commit = tuple[Version[Session], float, int]
 """The version that is now served, the seconds that new calls could wait for it, and the bytes copied meanwhile."""
