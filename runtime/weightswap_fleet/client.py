@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from numpy.typing import NDArray
@@ -15,7 +15,15 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from weightswap_fleet.coordinator.agreement import DEADLINES, Deadlines
-from weightswap_fleet.coordinator.controller import controller_of, end_actors, find_spec, metrics, statuses
+from weightswap_fleet.coordinator.controller import (
+    Controller,
+    controller_of,
+    end_actors,
+    find_spec,
+    metrics,
+    send,
+    statuses,
+)
 from weightswap_runtime.errors import DesiredError, Unsupported
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.sources.location import as_location, fixed_text
@@ -24,6 +32,8 @@ from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetUndecided, StaleReplica, UnknownFleet
 from .replica import FleetAnswer
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _Path = str | os.PathLike[str]
 _POLL = 0.05
 _SLACK = 30.0  # seconds beyond those of a change's phases
@@ -54,7 +64,7 @@ class Fleet:
         WeightFileError, and UnknownFleet.
         """
         source = fixed_text(as_location(weights))
-        return cast("FleetReceipt", self._ask("swap", source, by, why, deadlines, timeout=sum(deadlines)))
+        return self._call(sum(deadlines), Controller.swap, source, by, why, deadlines)
 
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Change the weights as a trainer, which never undoes an operator's hold or rollback.
@@ -62,7 +72,7 @@ class Fleet:
         Raises Held, Superseded for weights that were withdrawn, and what `swap` raises.
         """
         source = fixed_text(as_location(weights))
-        return cast("FleetReceipt", self._ask("publish", source, by, why, deadlines, timeout=sum(deadlines)))
+        return self._call(sum(deadlines), Controller.publish, source, by, why, deadlines)
 
     def rollback(
         self,
@@ -79,7 +89,7 @@ class Fleet:
         them in memory reads nothing. hold: promote nothing until `release`. Raises NothingToRollBack, and what `swap`
         raises.
         """
-        return cast("FleetReceipt", self._ask("rollback", to, by, why, hold, deadlines, timeout=sum(deadlines)))
+        return self._call(sum(deadlines), Controller.rollback, to, by, why, hold, deadlines)
 
     def canary(
         self,
@@ -102,44 +112,44 @@ class Fleet:
         if plan is not None and fields:
             raise Unsupported(f"a plan and {', '.join(fields)}: give one or the other")
         plan = FleetPlan(**fields) if plan is None else plan
-        source, timeout = fixed_text(as_location(weights)), deadlines.prepare
-        return cast("TrialReport", self._ask("begin_trial", source, plan, by, why, deadlines, timeout=timeout))
+        source = fixed_text(as_location(weights))
+        return self._call(deadlines.prepare, Controller.begin_trial, source, plan, by, why, deadlines)
 
     def promote(self, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Serve the weights on trial on all nodes, at one revision: all nodes or none. If none, the trial goes on.
 
         Raises StageClosed without a trial, and what `swap` raises.
         """
-        return cast("FleetReceipt", self._ask("promote", by, why, deadlines, timeout=sum(deadlines)))
+        return self._call(sum(deadlines), Controller.promote, by, why, deadlines)
 
     def abort(self, *, by: str = "", why: str = "") -> TrialReport:
         """End the trial, and discard its weights. Raises StageClosed without a trial."""
-        return cast("TrialReport", self._ask("abort", by, why))
+        return self._call(0.0, Controller.abort, by, why)
 
     @property
     def trial(self) -> TrialReport | None:
         """The current trial, or else the last one, as long as the controller remembers it."""
-        return cast("TrialReport | None", self._ask_with_retries("trial"))
+        return self._read(Controller.trial)
 
     def hold(self, *, by: str = "", why: str = "") -> DesiredState:
         """Hold promotions until `release`. Raises RevisionConflict and DesiredError."""
-        return cast("DesiredState", self._ask("hold", by, why))
+        return self._call(0.0, Controller.hold, by, why)
 
     def release(self) -> DesiredState:
         """Allow promotions again. Raises RevisionConflict and DesiredError."""
-        return cast("DesiredState", self._ask("release"))
+        return self._call(0.0, Controller.release)
 
     @property
     def desired(self) -> DesiredState:
         """The desired state, read from the place. Raises DesiredError."""
-        return cast("DesiredState", self._ask_with_retries("desired"))
+        return self._read(Controller.desired)
 
-    def _ask_with_retries(self, method: str) -> Any:
+    def _read(self, method: Callable[[Controller], R]) -> R:
         """Call a method of the controller that changes nothing, again if the controller was restarted."""
         deadline = time.monotonic() + _SLACK
         while True:
             try:
-                return self._ask(method)
+                return self._call(0.0, method)
             except FleetUndecided:  # the controller is restarted
                 if time.monotonic() >= deadline:
                     raise
@@ -185,17 +195,29 @@ class Fleet:
         """Return a client whose answers never go back to an earlier revision."""
         return FleetClient(serve.get_deployment_handle(self.name, _application(self.name)))
 
-    def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
-        """Call a method of the controller. Raises its error, or FleetUndecided if it ended or did not answer."""
+    def _call(
+        self,
+        timeout: float,
+        method: Callable[Concatenate[Controller, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> R:
+        """Call a method of the controller. Raises its error, or FleetUndecided if it ended or did not answer.
+
+        timeout: the seconds that the method itself may take.
+        """
+        sent = send(controller_of(self.name), method, *arguments, **options)
         try:
-            return ray.get(getattr(controller_of(self.name), method).remote(*arguments), timeout=timeout + _SLACK)
+            answer: R = ray.get(sent, timeout=timeout + _SLACK)
         except RayTaskError as error:
             raise error.cause from None
         except (RayActorError, GetTimeoutError) as error:
             raise FleetUndecided(
-                f"{self.name}: the controller ended or did not answer during {method} ({type(error).__name__}). "
-                "The desired state holds what was decided, and all nodes follow it: look there"
+                f"{self.name}: the controller ended or did not answer during {method.__name__} "
+                f"({type(error).__name__}). The desired state holds what was decided, and all nodes "
+                "follow it: look there"
             ) from error
+        return answer
 
 
 def _application(fleet: str) -> str:

@@ -1,39 +1,34 @@
-"""Messages between a fleet's processes, and receipts for its users."""
+"""The messages between a fleet's processes, the methods that carry them, and the receipts for its users."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from blake3 import blake3
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_server.canary import DEFAULT_ABORT, CanaryPlan, check_plan
+from weightswap_server.canary import DEFAULT_ABORT, CanaryPlan, Measured, check_plan
 from weightswap_server.settings import Settings
 
-TRIAL_LEASE = 30.0  # seconds
+TRIAL_LEASE = 30.0  # seconds; if the controller dies, the next one must start within them, or the nodes end the trial
 
 
 class Spec(NamedTuple):
-    """A deployment of a fleet: its artifact, its model's name in requests, and the place of its desired state.
-
-    since: the time of the deployment, in seconds since the epoch; of two deployments of one fleet the later one counts.
-    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two reads of the place. relay: one node
-    reads a URL for all.
-    """
+    """A deployment of a fleet: what all its nodes shall run."""
 
     fleet: str
-    artifact: str
+    artifact: str  # a path
     graph_id: str
-    place: str
-    model: str
-    since: float
-    verify: str = "goldens"
+    place: str  # of the desired state
+    model: str  # its name in requests
+    since: float  # time of the deployment, in seconds since the epoch; of two of one fleet the later one counts
+    verify: str = "goldens"  # this and the next one as for `Model.watch`
     allow_nonfinite: bool | tuple[str, ...] = False
-    require_signature: tuple[str, ...] = ()
-    interval: float = 1.0
-    relay: bool = True
+    require_signature: tuple[str, ...] = ()  # paths of public keys
+    interval: float = 1.0  # seconds between two reads of the place
+    relay: bool = True  # one node reads a URL for all
     op_libraries: tuple[str, ...] = ()
     settings: Settings = Settings()
 
@@ -44,39 +39,27 @@ class Spec(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A change of all nodes together, once all of them can make it.
-
-    id: the change's. revision: that of the place, before the change. lease: seconds without a message after which a
-    node reads the place itself, and discards the weights unless they are desired. proven: the source was desired
-    before, so a node that has the weights in memory need not read it. reader: the node that reads a URL for all; empty:
-    each reads.
-    """
+    """A change of all nodes together, once all of them can make it."""
 
     id: str
-    revision: int
+    revision: int  # of the place, before the change
     source: str
     weights: DesiredWeights
-    lease: float
-    proven: bool = False
-    reader: str = ""
+    lease: float  # seconds without a message after which a node asks the place, and discards what is not desired there
+    is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
+    reader: str = ""  # the node that reads a URL for all; empty: each reads
 
 
 class FleetPlan(NamedTuple):
-    """The plan of a trial of weights before all nodes serve them.
+    """The plan of a trial of weights before all nodes serve them."""
 
-    share: of the requests of each node; with of="nodes", of the nodes, which then answer all of their requests so.
-    steps: shares one after another, each for `step_seconds`; after the last one the weights are promoted, unless there
-    is a rule for that. shadow, tolerance, promote_if, abort_if: as of a server's canary, over the measures of all
-    replicas.
-    """
-
-    share: float = 0.0
-    of: Literal["requests", "nodes"] = "requests"
-    shadow: bool = False
+    share: float = 0.0  # of the requests of each node
+    of: Literal["requests", "nodes"] = "requests"  # "nodes": `share` of the nodes answer all of their requests so
+    shadow: bool = False  # this and the next three as for a server's canary, over the measures of all replicas
     tolerance: float = 0.01
     promote_if: str = ""
     abort_if: str = DEFAULT_ABORT
-    steps: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # shares one after another; then the weights are promoted, unless `promote_if` is set
     step_seconds: float = 60.0
 
     @property
@@ -108,10 +91,7 @@ class FleetPlan(NamedTuple):
 
 
 class TrialOrder(NamedTuple):
-    """A trial on all nodes. id, source, lease, reader: as of an `Order`; weights.since: the start of the trial.
-
-    If the controller dies, the next one must start within the lease, or the nodes end the trial.
-    """
+    """A trial on all nodes. Its fields are as of an `Order`; `weights.since` is the start of the trial."""
 
     id: str
     source: str
@@ -121,71 +101,46 @@ class TrialOrder(NamedTuple):
     reader: str = ""
 
 
-class TrialReport(NamedTuple):
-    """A trial of a fleet.
-
-    shares: of the requests of each node, by name. values: measures, by the names that rules use. promote_held: seconds
-    for which the promotion rule has held; skipped: answers that were not compared. outcome: empty during the trial,
-    then "promoted", "aborted", or "ended" if the nodes have given it up; reason: why.
-    """
-
-    weights_id: str
-    source: str
-    by: str
-    why: str
-    since: float
-    plan: FleetPlan
-    shares: dict[str, float]
-    values: dict[str, float | None]
-    promote_held: float
-    skipped: int
-    outcome: str
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as plain values."""
-        return self._asdict() | {"plan": self.plan._asdict()}
-
-
 class Prepared(NamedTuple):
-    """The answer of a node that has the verified weights of an order. resident: they were still in its memory."""
+    """The answer of a node that has the verified weights of an order."""
 
     seconds: float
-    resident: bool
+    resident: bool  # they were still in its memory
     verified: str
 
 
 class Committed(NamedTuple):
-    """The answer of a node after its commit. at: its time, in seconds since the epoch. seconds: of the pause."""
+    """The answer of a node after its commit."""
 
-    at: float
+    at: float  # by the node's clock, in seconds since the epoch
     generation: int
-    seconds: float
+
+
+class Attachment(NamedTuple):
+    """A replica's access to its node's memory."""
+
+    keeper: int  # process id, through which the descriptors are opened
+    descriptors: tuple[int, ...]
+    slot: int  # its number in the memory's control page
 
 
 class NodeStatus(NamedTuple):
-    """The status of a node. keeper: the keeper's process id; 0: the node does not answer, and only `error` is known.
-
-    revision: that of the served weights; since: the time of their commit, in seconds since the epoch; read: the place's
-    revision when it was last read; replicas: their process ids. preparing, trying: weights ids of an order and a trial;
-    empty if there are none. error: why it does not serve the desired weights, or cannot read the place, else empty.
-    refused: why it has refused weights that it has not served since, by weights id.
-    """
+    """The status of a node. Of one that does not answer, only `node`, `spec` and `error` are known."""
 
     node: str
     spec: Spec
-    keeper: int
+    keeper: int  # the process id of the keeper; 0: the node does not answer
     weights_id: str | None
     generation: int | None
-    revision: int
-    since: float | None
-    read: int
-    reachable: bool
-    preparing: str
-    trying: str
-    replicas: tuple[int, ...]
-    error: str
-    refused: dict[str, str]
+    revision: int  # that of the served weights
+    since: float | None  # time of their commit, in seconds since the epoch
+    read: int  # the place's revision when it was last read
+    reachable: bool  # the place could be read
+    preparing: str  # the weights id of an order; empty without one
+    trying: str  # the weights id on trial; empty without one
+    replicas: tuple[int, ...]  # their process ids
+    error: str  # why it does not serve the desired weights, or cannot read the place; else empty
+    refused: dict[str, str]  # why it has refused weights that it has not served since, by weights id
 
     @classmethod
     def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:
@@ -193,46 +148,74 @@ class NodeStatus(NamedTuple):
         return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error, {})
 
 
+class NodeMethods(Protocol):
+    """What other processes of a fleet may ask of a node's keeper: the controller, and the node's replicas."""
+
+    def attach(self, pid: int, spec: Spec) -> Attachment: ...
+    def report(self, pid: int, metrics: str, spec: Spec) -> None: ...
+    def add_measures(self, text: str) -> None: ...
+    def status(self) -> NodeStatus: ...
+    def metrics(self) -> str: ...
+    def reconcile_soon(self) -> None: ...
+
+    def prepare(self, order: Order) -> Prepared: ...
+    def renew(self, change_id: str) -> bool: ...
+    def commit(self, order_id: str, revision: int) -> Committed: ...
+    def discard(self, order_id: str) -> None: ...
+
+    def prepare_trial(self, order: TrialOrder) -> Prepared: ...
+    def continue_trial(self, trial_id: str, share: float) -> Measured: ...
+    def end_trial(self, trial_id: str) -> None: ...
+    def trial(self) -> TrialOrder | None: ...
+
+
 class NodeReceipt(NamedTuple):
-    """A node's part in a change. committed_at: None if it has read the decision in the place itself."""
+    """A node's part in a change."""
 
     seconds_staged: float
-    resident: bool
+    resident: bool  # the weights were still in its memory
     verified: str
-    committed_at: float | None
+    committed_at: float | None  # in seconds since the epoch; None if it has read the decision in the place itself
     generation: int | None
 
 
 class FleetReceipt(NamedTuple):
-    """A change of a whole fleet.
+    """A change of a whole fleet."""
 
-    kind: "swap", "publish", "rollback", or "none" if the weights were desired already. seconds_staged: until all nodes
-    were ready; seconds_committed: from the decision until all nodes served the weights; skew: seconds between the first
-    and the last node's commit, by their clocks. nodes: by name. late: nodes that did not confirm in time, and why; they
-    follow as soon as they read the place.
-    """
-
-    kind: str
+    kind: str  # "swap", "publish", "rollback", or "none" if the weights were desired already
     revision: int
     weights_id: str
     previous_weights_id: str | None
     source: str
     by: str
     why: str
-    seconds_staged: float
-    seconds_committed: float
-    skew: float
-    nodes: dict[str, NodeReceipt]
-    late: dict[str, str]
+    seconds_staged: float  # until all nodes were ready
+    seconds_committed: float  # from the decision until all nodes served the weights
+    skew: float  # seconds between the first and the last node's commit, by their clocks
+    nodes: dict[str, NodeReceipt]  # by name
+    late: dict[str, str]  # why nodes did not confirm in time; they follow as soon as they read the place
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as plain values."""
         return self._asdict() | {"nodes": {name: receipt._asdict() for name, receipt in self.nodes.items()}}
 
 
-class Seat(NamedTuple):
-    """A replica's access to its node's memory: the keeper's process, its file descriptors, and a slot."""
+class TrialReport(NamedTuple):
+    """A trial of a fleet."""
 
-    keeper: int
-    descriptors: tuple[int, ...]
-    slot: int
+    weights_id: str
+    source: str
+    by: str
+    why: str
+    since: float  # its start, in seconds since the epoch
+    plan: FleetPlan
+    shares: dict[str, float]  # of the requests of each node, by its name
+    values: dict[str, float | None]  # measures, by the names that rules use
+    promote_held: float  # seconds for which the promotion rule has held
+    skipped: int  # answers that were not compared
+    outcome: str  # empty during the trial; then "promoted", "aborted", or "ended" if the nodes have given it up
+    reason: str  # of the outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as plain values."""
+        return self._asdict() | {"plan": self.plan._asdict()}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ray import serve
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from weightswap_fleet.coordinator.controller import controller_of, keeper_of_this_node, metrics
+from weightswap_fleet.coordinator.controller import controller_of, keeper_of_this_node, metrics, send
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.shared.control import Control
@@ -25,7 +25,7 @@ from weightswap_server.http.app import http_app
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .documents import NodeStatus, Spec
+from .documents import Attachment, NodeMethods, NodeStatus, Spec
 from .errors import StaleReplica
 from .freshness import FreshApp, Freshness
 
@@ -79,9 +79,10 @@ class Replica:
             import_libraries(spec.op_libraries)
         self._spec = spec
         controller_of(spec.fleet)  # starts it, so that the first change need not wait
-        seat = ray.get(keeper_of_this_node(spec).ask.remote("take_seat", os.getpid(), spec), timeout=_FIRST_WEIGHTS)
-        self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
-        self._model = join(spec.artifact, self._memory.segment, seat.slot)
+        attaching = send(keeper_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
+        attachment: Attachment = ray.get(attaching, timeout=_FIRST_WEIGHTS)
+        self._memory = NodeMemory.from_process(attachment.keeper, attachment.descriptors, read_only=True)
+        self._model = join(spec.artifact, self._memory.segment, attachment.slot)
         self._service = Service({spec.model: self._model}, spec.settings)
         self._service.all_metrics = lambda: metrics(spec).encode()
         for served in self._service.served:
@@ -103,8 +104,8 @@ class Replica:
         while True:
             time.sleep(_REPORT_INTERVAL)
             text = self._service.metrics.text().decode()
-            sent = [keeper.ask.remote("told", os.getpid(), text, self._spec)]
-            sent += [keeper.ask.remote("tried", measures) for measures in trials.take()]
+            sent = [send(keeper, NodeMethods.report, os.getpid(), text, self._spec)]
+            sent += [send(keeper, NodeMethods.add_measures, measures) for measures in trials.take()]
             ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
 
     def __serve_build_asgi_app__(self) -> FreshApp:
@@ -134,7 +135,8 @@ class Replica:
     async def check_health(self) -> None:
         """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
         try:
-            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM_UP)
+            asked = send(keeper_of_this_node(self._spec), NodeMethods.status)
+            status: NodeStatus = await asyncio.wait_for(asked, _WARM_UP)
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):
             return  # it can serve without a keeper
         if os.getpid() not in status.replicas and status.weights_id is not None:

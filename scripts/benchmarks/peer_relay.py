@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from weightswap_fleet.coordinator.controller import _Transfer
+from weightswap_fleet.coordinator.controller import RemoteRelay, _Transfer
 from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK
@@ -45,9 +45,9 @@ class _Between(_Transfer):
     def __init__(self, giver: ActorHandle[Any] | None = None) -> None:
         self._giver = giver
 
-    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+    def relay_of(self, node: str) -> RemoteRelay:
         assert self._giver is not None
-        return ray.get(self._giver.relayed.remote(method, *arguments))
+        return RemoteRelay(self._giver)
 
 
 class Giver:
@@ -61,8 +61,8 @@ class Giver:
         self._relay._readings.clear()
         self._relay._readings[url] = _Reading(_Memory(self._content), CHUNK, self._transfer.put)
 
-    def relayed(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._relay, method)(*arguments)
+    def chunk(self, url: str, tag: str, number: int) -> Any:
+        return self._relay.chunk(url, tag, number)
 
     def listen(self) -> int:
         """Return the port on which the first client gets the bytes."""

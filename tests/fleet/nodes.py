@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetReceipt, Order, Spec
+from weightswap_fleet.documents import FleetReceipt, NodeMethods, Order, Spec
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_fleet.node.memory import NodeMemory
+from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
 from weightswap_runtime import DesiredPlace, Event, write_delta
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import known_weights
@@ -24,6 +25,8 @@ class Died(BaseException):
     """The death of the coordinator."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost", "slow"
 SLOW = 4.0  # seconds until a slow answer is there
 SOON = Deadlines(prepare=5.0, commit=0.2)
@@ -43,16 +46,37 @@ class MortalPlace(DesiredPlace):
         return written
 
 
+class RemoteRelay:
+    """The relay of another node. before: called with the method's name before each message reaches it."""
+
+    def __init__(self, relay: RelayMethods, before: Callable[[str], None]) -> None:
+        self._relay, self._before = relay, before
+
+    def describe(self, url: str) -> ObjectDescription | None:
+        self._before("describe")
+        return self._relay.describe(url)
+
+    def chunk(self, url: str, tag: str, number: int) -> Any:
+        self._before("chunk")
+        return self._relay.chunk(url, tag, number)
+
+    def settle(self, url: str, tag: str) -> None:
+        self._before("settle")
+        self._relay.settle(url, tag)
+
+
 class Handed:
     """A `relay.Transfer` within the process."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        if node in self._fleet.gone or self._fleet.fate(method, node):
-            raise TimeoutError(f"{node}: did not answer {method}")
-        return self._fleet.keepers[node].relayed(method, *arguments)
+    def relay_of(self, node: str) -> RelayMethods:
+        def check(method: str) -> None:
+            if node in self._fleet.gone or self._fleet.fate(method, node):
+                raise TimeoutError(f"{node}: did not answer {method}")
+
+        return RemoteRelay(self._fleet.relays[node], check)
 
     def put(self, content: bytearray) -> bytes:
         return bytes(content)
@@ -73,6 +97,7 @@ class Fleet:
         self.now = 0.0
         self.spec = Spec("fleet", str(self.tiny.path), self.tiny.manifest.graph_id, str(self.where), "tiny", 0.0)
         self.keepers: dict[str, NodeKeeper] = {}
+        self.relays: dict[str, Relay] = {}
         self._held: dict[str, NodeMemory] = {}  # by replicas, which outlive keepers
         patch.setattr(NodeMemory, "adopt", lambda name: self._adopted(name.rpartition(".")[2]))
         self.commits: list[tuple[int, str]] = []  # the revision that replicas read just then, and the weights
@@ -85,13 +110,14 @@ class Fleet:
 
     def start(self, node: str, deployed: bool = True) -> None:
         """Start a keeper, the first of a node or the next. deployed: a replica has sent it the deployment."""
-        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, Handed(self))
+        relay = self.relays[node] = Relay(node, Handed(self))
+        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, relay)
         keeper.model.listen(lambda event: self._note_commit(keeper, event))
         if node not in self._held:
             self._held[node] = NodeMemory.from_process("self", keeper._memory.descriptors, read_only=True)
         elif deployed:
-            keeper.changes.take(self.spec)
-            keeper.changes.look()
+            keeper.deploy(self.spec)
+            keeper.reconcile()
 
     def _note_commit(self, keeper: NodeKeeper, event: Event) -> None:
         if event.receipt is not None:
@@ -136,33 +162,41 @@ class Fleet:
         where = str(self.file(what) if isinstance(what, int) else what)
         return Agreement(self.place, self).swap(where, known_weights(where), by, reason, deadlines)
 
-    def order(self, number: int, proven: bool = False) -> Order:
+    def order(self, number: int, is_rollback: bool = False) -> Order:
         """Return an order for the weights of a number."""
         path = str(self.file(number))
         weights = DesiredWeights(source=path, weights_id=self.weights_id(number), since=0.0, by="ana")
-        return Order(f"order {number}", self.place.read().revision, path, weights, 10.0, proven)
+        return Order(f"order {number}", self.place.read().revision, path, weights, 10.0, is_rollback)
 
     # as `agreement.Nodes`
 
     def names(self) -> list[str]:
         return [node for node in self.keepers if node not in self.gone]
 
-    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
+    def call(
+        self,
+        names: Sequence[str],
+        timeout: float,
+        method: Callable[Concatenate[NodeMethods, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, R | Exception]:
         if len(self.asked) == self.dies_at:
             raise Died
-        self.asked.append(method)
-        return {name: self._deliver(name, method, arguments, timeout) for name in names}
+        self.asked.append(method.__name__)
+        return {name: self._deliver(name, timeout, method.__name__, *arguments, **options) for name in names}
 
-    def _deliver(self, node: str, method: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+    def _deliver(self, node: str, timeout: float, method: str, *arguments: Any, **options: Any) -> Any:
         fate = self.fate(method, node)
         if fate == "lost" or node in self.gone:
             return TimeoutError(f"{node}: did not answer")
+        keeper: NodeMethods = self.keepers[node]
         try:
-            answer = self.keepers[node].ask(method, *arguments)
+            answer = getattr(keeper, method)(*arguments, **options)
         except Exception as error:
             answer = error
-        if method == "look_soon":
-            self.keepers[node].changes.look()
+        if method == "reconcile_soon":
+            self.keepers[node].reconcile()
         is_late = timeout < SLOW if fate == "slow" else bool(fate)
         return TimeoutError(f"{node}: did not answer") if is_late else answer
 
@@ -173,7 +207,7 @@ def serving_zero(folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> Iterato
     made = Fleet(folder, nodes, patch)
     made.place.set(made.file(0), revision=0)
     for keeper in made.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     made.asked.clear()
     made.commits.clear()
     yield made

@@ -69,7 +69,7 @@ def test_who_was_not_told_is_asked_to_look_or_is_late(fleet: Fleet) -> None:
     assert receipt.late == {}
     assert receipt.nodes["n1"].committed_at is None
     assert set(fleet.served().values()) == {receipt.weights_id}
-    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
     receipt = fleet.swap(2)
     assert receipt.late == {"n1": "is at revision 2"}
 
@@ -83,7 +83,7 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
         if method == "renew" and stalls == "before it asks":
             fleet.now += 100.0
             for keeper in fleet.keepers.values():
-                keeper.changes.look()
+                keeper.reconcile()
         elif method == "renew":
             now += 100.0
         return ""
@@ -153,7 +153,7 @@ def test_what_nobody_can_look_up_is_undecided(fleet: Fleet, monkeypatch: pytest.
     away.rename(fleet.where)
     fleet.now += 100.0
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
 
 
@@ -182,9 +182,9 @@ def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fl
     assert (set(fleet.served().values()), receipt.late) == ({receipt.weights_id}, {})
     fleet.start("n2")
     with pytest.raises(NoWeights, match=r"v1\.safetensors: cannot be opened"):
-        fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+        fleet.keepers["n2"].attach(os.getpid(), fleet.spec)
     (fleet.where / "away").rename(fleet.file(0).with_name("v1.safetensors"))
-    fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+    fleet.keepers["n2"].attach(os.getpid(), fleet.spec)
     assert fleet.keepers["n2"].model.weights_id == receipt.weights_id
 
 
@@ -202,7 +202,7 @@ def desire(fleet: Fleet, source: Path) -> None:
     """Make weights desired by hand, unverified, and let all nodes look."""
     fleet.place.set(source, revision=fleet.place.read().revision)
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
 
 
 def test_a_rollback_of_all_to_what_is_refused_writes_nothing(fleet: Fleet) -> None:
@@ -288,5 +288,5 @@ def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Flee
     assert fleet.place.read().revision == 2
     for keeper in fleet.keepers.values():
         assert keeper.status().preparing == ""
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(0 if what == "hold" else 3)}

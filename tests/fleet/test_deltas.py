@@ -55,7 +55,7 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
     fleet.place.set(write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3)
     read.clear()
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(3)}
     assert "v2.safetensors" not in read
     assert read.pop("d2-3.safetensors")
@@ -68,9 +68,9 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
 
 def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
     """It serves none of them meanwhile."""
-    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
     fleet.swap(1)
-    fleet.keepers["n1"].changes.discard(fleet.keepers["n1"].changes._order.order.id)  # type: ignore[union-attr]
+    fleet.keepers["n1"].discard(fleet.keepers["n1"]._order.order.id)  # type: ignore[union-attr]
     fleet.fate = lambda method, node: ""
     fleet.commits.clear()
     assert fleet.swap(fleet.delta(1, 2)).late == {}

@@ -134,7 +134,7 @@ def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: p
         for each, known in ((before[0], True), (before[1], False), (now[0], True), (now[1], False))
     }
     monkeypatch.setattr(actors, "_keepers", lambda fleet: list(answers))
-    monkeypatch.setattr(actors, "_ask", lambda *arguments, **options: list(answers.values()))
+    monkeypatch.setattr(actors, "_call", lambda *arguments, **options: list(answers.values()))
     first, silent = actors.statuses("fleet")
     assert first == now[0]
     assert (silent.node, silent.weights_id, silent.error) == (now[1].node, None, "TimeoutError: late")

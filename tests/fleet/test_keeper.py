@@ -34,13 +34,13 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
     assert {type(error) for error in refused.value.reasons.values()} == {NonFiniteWeights}
     fleet.place.set(path, revision=1)
     keeper = fleet.keepers["n0"]
-    keeper.changes.look()
+    keeper.reconcile()
     assert "weight: 1 NaN" in keeper.status().error
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, allow_nonfinite=("weight",)))
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, allow_nonfinite=("weight",)))
     fleet.place.set(fleet.file(0), revision=2)
     fleet.place.set(path, revision=3)
-    keeper.changes.look()
+    keeper.reconcile()
     assert keeper.status().revision == 4
 
 
@@ -51,14 +51,14 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
     with pytest.raises(Unsupported, match=r"key\.pem: not a public key"):
-        keeper.take_seat(os.getpid(), later)
+        keeper.attach(os.getpid(), later)
     assert keeper.spec == fleet.spec
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    keeper.take_seat(os.getpid(), later)
+    keeper.attach(os.getpid(), later)
     with pytest.raises(SignatureRefused, match="not signed"):
-        keeper.changes.prepare(fleet.order(1))
+        keeper.prepare(fleet.order(1))
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
-    keeper.take_seat(os.getpid(), fleet.spec)
+    keeper.attach(os.getpid(), fleet.spec)
     assert keeper.spec == later
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
 
@@ -76,15 +76,15 @@ def test_any_of_several_keys_will_do(fleet: Fleet, tmp_path: Path) -> None:
     spec = _spec(fleet, require_signature=publics)
     assert spec.require_signature == tuple(map(str, publics))
     keeper = fleet.keepers["n0"]
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=spec.require_signature))
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, require_signature=spec.require_signature))
     with pytest.raises(SignatureRefused, match="not signed"):
-        keeper.changes.prepare(fleet.order(1))
+        keeper.prepare(fleet.order(1))
     for number, name in ((2, "old"), (3, "new")):
         signature = sign(fleet.weights_id(number), str(tmp_path / f"{name}.private.pem"))
         path = fleet.file(number)
         path.with_name(f"{path.name}.sig").write_bytes(signature)
-        keeper.changes.prepare(fleet.order(number))
-        keeper.changes.discard(f"order {number}")
+        keeper.prepare(fleet.order(number))
+        keeper.discard(f"order {number}")
 
 
 def _spec(fleet: Fleet, **options: Any) -> Spec:
@@ -100,15 +100,15 @@ def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: 
     key = tmp_path / "key.pem"
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
     fleet.place.set(fleet.file(1), revision=1)
     for _ in range(2):
-        keeper.changes.look()
+        keeper.reconcile()
         assert "not signed" in keeper.status().error
-    keeper.changes.bell.clear()
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=2.0))
-    assert keeper.changes.bell.is_set()
-    keeper.changes.look()
+    keeper.wakeup.clear()
+    keeper.attach(os.getpid(), fleet.spec._replace(since=2.0))
+    assert keeper.wakeup.is_set()
+    keeper.reconcile()
     assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
 
 
@@ -120,27 +120,27 @@ def test_what_was_refused_is_tried_again_when_it_is_signed_or_the_key_is_replace
         (tmp_path / f"{name}.private.pem").write_bytes(pem)
         keys[name] = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     key.write_bytes(keys["old"])
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
 
     def sign_with(name: str, number: int) -> None:
         signature = sign(fleet.weights_id(number), str(tmp_path / f"{name}.private.pem"))
         fleet.file(number).with_name(f"{fleet.file(number).name}.sig").write_bytes(signature)
 
     fleet.place.set(fleet.file(1), revision=1)
-    keeper.changes.look()
+    keeper.reconcile()
     assert "not signed" in keeper.status().error
     sign_with("new", 1)
-    keeper.changes.look()
+    keeper.reconcile()
     assert "is not a signature" in keeper.status().error
     sign_with("old", 1)
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
     sign_with("new", 2)
     fleet.place.set(fleet.file(2), revision=2)
-    keeper.changes.look()
+    keeper.reconcile()
     assert "is not a signature" in keeper.status().error
     key.write_bytes(keys["new"])
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(2), "")
 
 
@@ -150,17 +150,17 @@ def test_a_keeper_that_begins_again_nothing_until_it_knows_the_deployment(fleet:
     key = tmp_path / "key.pem"
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
-    fleet.keepers["n0"].take_seat(os.getpid(), later)
+    fleet.keepers["n0"].attach(os.getpid(), later)
     fleet.place.set(fleet.file(1), revision=1)
     fleet.start("n0", deployed=False)
     keeper = fleet.keepers["n0"]
-    keeper.changes.look()
+    keeper.reconcile()
     with pytest.raises(StagingBusy, match="was restarted, and no replica has sent it the deployment"):
-        keeper.changes.prepare(fleet.order(2))
+        keeper.prepare(fleet.order(2))
     assert keeper.model.weights_id == fleet.weights_id(0)
-    keeper.told(os.getpid(), "", later)
+    keeper.report(os.getpid(), "", later)
     assert keeper.spec == later
-    keeper.changes.look()
+    keeper.reconcile()
     assert "not signed" in keeper.status().error
     assert keeper.model.weights_id == fleet.weights_id(0)
 
@@ -173,10 +173,10 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
         assert keeper.model.weights_id is None
         with pytest.raises(NoWeights, match="not signed"):
-            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
+            keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
         assert keeper.model.weights_id is None
     with closing(NodeKeeper(fleet.spec, "n8", again=True)) as keeper:
-        keeper.take_seat(os.getpid(), fleet.spec)
+        keeper.attach(os.getpid(), fleet.spec)
         assert keeper.model.weights_id == fleet.weights_id(0)
 
 
@@ -190,20 +190,18 @@ def test_a_keeper_that_nobody_has_told_ends_soon(told: bool, fleet: Fleet, monke
     monkeypatch.setattr(actors.ray, "kill", lambda _: ended.set())
     with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
         if told:
-            keeper.told(1, "", fleet.spec)
-        actor = object.__new__(actors._Keeper)
-        actor._keeper = keeper
-        threading.Thread(target=actor._end_when_idle, daemon=True).start()
+            keeper.report(1, "", fleet.spec)
+        threading.Thread(target=actors._end_when_idle, args=(keeper,), daemon=True).start()
         if told:
             assert not ended.wait(0.2)
-            monkeypatch.setattr(actors, "IDLE", 0.0)
+            monkeypatch.setattr(actors, "_IDLE", 0.0)
         assert ended.wait(20)
 
 
 def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, 1, monkeypatch)
     with pytest.raises(NoWeights, match="no weights are desired yet"):
-        fleet.keepers["n0"].take_seat(1, fleet.spec)
+        fleet.keepers["n0"].attach(1, fleet.spec)
     fleet.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import TinyArtifact
-from weightswap_fleet.node.memory import NodeMemory, Seats
+from weightswap_fleet.node.memory import NodeMemory, Slots
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.shared.control import Control
 
@@ -106,26 +106,26 @@ def test_a_process_that_has_gone_cannot_be_read(tiny: TinyArtifact, holder: Star
 def test_who_was_killed_holds_nothing_and_has_no_seat(tiny: TinyArtifact, holder: Start, name: str) -> None:
     memory = NodeMemory.create(tiny.manifest.weights, 2, name)
     control = Control(memory.segment.control)
-    seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
+    taken = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
     first, second = holder(memory), holder(memory)
-    slots = [seats.take(process.pid) for process in (first, second)]
+    slots = [taken.take(process.pid) for process in (first, second)]
     for slot, process in zip(slots, (first, second), strict=True):
         control.take_slot(slot, process.pid)
         control.hold(slot, 1)
     with pytest.raises(Unsupported, match="2 replicas on one node"):
-        seats.take(os.getpid())
-    assert seats.processes == (first.pid, second.pid)
+        taken.take(os.getpid())
+    assert taken.processes == (first.pid, second.pid)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    seats.sweep()
-    assert (seats.processes, control.holders(1)) == ((second.pid,), [second.pid])
+    taken.sweep()
+    assert (taken.processes, control.holders(1)) == ((second.pid,), [second.pid])
     third = holder(memory)
-    assert seats.take(third.pid) == slots[0]
+    assert taken.take(third.pid) == slots[0]
     third.kill()
     third.wait()
     with pytest.raises(Unsupported, match="no process"):
-        seats.take(first.pid)
-    seats.close()
+        taken.take(first.pid)
+    taken.close()
     memory.close()
 
 
@@ -140,12 +140,12 @@ def test_the_next_keeper_knows_who_sits_there(tiny: TinyArtifact, holder: Start,
         control.hold(slot, 0)
     dead.kill()
     dead.wait()
-    seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
-    assert (seats.processes, control.holders(0)) == ((living.pid,), [living.pid])
+    taken = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
+    assert (taken.processes, control.holders(0)) == ((living.pid,), [living.pid])
     living.kill()
     living.wait()
-    seats.sweep()
+    taken.sweep()
     assert control.holders(0) == []
     strange.communicate(b"\n")
-    seats.close()
+    taken.close()
     memory.close()

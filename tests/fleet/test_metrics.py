@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from weightswap_fleet.documents import NodeMethods
 from weightswap_fleet.metrics import NodeMetrics, joined
 from weightswap_server.service.metrics import ServerMetrics
 
@@ -48,8 +49,8 @@ def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     for node, keeper in fleet.keepers.items():
         keeper._metrics.update(1, replica("w", 2 if node == "n0" else 7))
     fleet.swap(1)
-    answers = fleet.ask(fleet.names(), "metrics", timeout=1.0)
-    text = joined(answers)
+    answers = fleet.call(fleet.names(), 1.0, NodeMethods.metrics)
+    text = joined({node: answer for node, answer in answers.items() if isinstance(answer, str)})
     requests = read(text, "weightswap_server_requests_total")
     refused = {labels: value for labels, value in requests.items() if ("status", "503") in labels}
     assert {dict(labels)["node"]: value for labels, value in refused.items()} == {"n0": 2, "n1": 7}
@@ -61,5 +62,5 @@ def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
 
 def test_who_has_no_seat_is_not_counted(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.told(1, replica("w", 2), fleet.spec)
+    keeper.report(1, replica("w", 2), fleet.spec)
     assert read(keeper.metrics(), "weightswap_server_requests_total") == {}

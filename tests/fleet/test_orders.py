@@ -19,18 +19,18 @@ from .nodes import SOON, Fleet
 
 def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    assert not keeper.changes.prepare(fleet.order(1)).resident
+    assert not keeper.prepare(fleet.order(1)).resident
     with pytest.raises(StagingBusy, match=r"n0: has an open order by ana for \w+; try again"):
-        keeper.changes.prepare(fleet.order(2))
+        keeper.prepare(fleet.order(2))
     assert keeper.status().preparing == fleet.weights_id(1)
-    keeper.changes.discard("another")
+    keeper.discard("another")
     assert keeper.status().preparing
-    keeper.changes.discard("order 1")
+    keeper.discard("order 1")
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
     with pytest.raises(StageClosed, match="no longer prepared"):
-        keeper.changes.commit("order 1", 2)
-    keeper.changes.prepare(fleet.order(1)._replace(id="again"))
-    done = keeper.changes.commit("again", 2)
+        keeper.commit("order 1", 2)
+    keeper.prepare(fleet.order(1)._replace(id="again"))
+    done = keeper.commit("again", 2)
     assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
 
 
@@ -55,10 +55,10 @@ def change_by(fleet: Fleet, slow: str) -> None:
     if slow == "an order":
         fleet.swap(2)
     elif slow == "a trial":
-        fleet.keepers["n0"].changes.prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
+        fleet.keepers["n0"].prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
     else:
         fleet.place.set(fleet.file(2), revision=2)
-        fleet.keepers["n0"].changes.look()
+        fleet.keepers["n0"].reconcile()
 
 
 @pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
@@ -98,14 +98,14 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
 def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str, event: str) -> None:
     fleet.swap(1)
     keeper = fleet.keepers["n0"]
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
-    keeper.changes.look()
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.reconcile()
     began = staging_slowly(fleet, 15.0)
     ended: list[BaseException | None] = []
 
     def change() -> None:
         try:
-            keeper.changes.prepare(fleet.order(2)) if what == "an order" else change_by(fleet, what)
+            keeper.prepare(fleet.order(2)) if what == "an order" else change_by(fleet, what)
             ended.append(None)
         except StageCancelled as error:
             ended.append(error)
@@ -121,7 +121,7 @@ def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str
     assert not thread.is_alive()
     assert [type(error) for error in ended] == [type(None) if what == "what the place says" else StageCancelled]
     assert (keeper.status().preparing, keeper.status().trying) == ("", "")
-    keeper.changes.look()
+    keeper.reconcile()
     wanted = fleet.place.read().weights
     assert wanted is not None
     assert keeper.model.weights_id == wanted.weights_id
@@ -133,15 +133,15 @@ def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
 
     def prepare() -> None:
         with pytest.raises(StageCancelled):
-            keeper.changes.prepare(wanted)
+            keeper.prepare(wanted)
 
     thread = threading.Thread(target=prepare)
     thread.start()
     assert began.wait(30)
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0))
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0))
     assert keeper.spec.since == 1.0
     assert keeper.status().preparing
-    keeper.changes.discard(wanted.id)
+    keeper.discard(wanted.id)
     thread.join(60)
     assert not thread.is_alive()
 
@@ -150,52 +150,51 @@ def trial(wanted: Order) -> TrialOrder:
     return TrialOrder(wanted.id, wanted.source, wanted.weights, FleetPlan())
 
 
-@pytest.mark.parametrize("proven", [False, True], ids=["an order", "a rollback"])
-def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, proven: bool) -> None:
+@pytest.mark.parametrize("is_rollback", [False, True], ids=["an order", "a rollback"])
+def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, is_rollback: bool) -> None:
     """Messages can overtake each other, and a stopped keeper gets all of them at once."""
-    changes, wanted = fleet.keepers["n0"].changes, fleet.order(2, proven)
-    changes.discard(wanted.id)
-    if proven:
-        changes.prepare(fleet.order(1))
+    keeper, wanted = fleet.keepers["n0"], fleet.order(2, is_rollback)
+    keeper.discard(wanted.id)
+    if is_rollback:
+        keeper.prepare(fleet.order(1))
     with pytest.raises(StageCancelled, match=r"n0: \w+ was discarded"):
-        changes.prepare(wanted)
-    assert changes.preparing == (fleet.weights_id(1) if proven else "")  # which it does not end
-    changes.discard("order 1")
+        keeper.prepare(wanted)
+    assert keeper.preparing == (fleet.weights_id(1) if is_rollback else "")  # which it does not end
+    keeper.discard("order 1")
     assert fleet.swap(2).late == {}
 
 
 def test_a_trial_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet) -> None:
-    changes, wanted = fleet.keepers["n0"].changes, fleet.order(2)
-    changes.end_trial(wanted.id)
+    keeper, wanted = fleet.keepers["n0"], fleet.order(2)
+    keeper.end_trial(wanted.id)
     with pytest.raises(StageCancelled, match=r"n0: \w+ was discarded"):
-        changes.prepare_trial(trial(wanted))
-    assert changes.trial() is None
+        keeper.prepare_trial(trial(wanted))
+    assert keeper.trial() is None
     assert fleet.swap(1).late == {}
 
 
 @pytest.mark.parametrize("what", ["an order", "a trial"])
 def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: Fleet, what: str) -> None:
     keeper, wanted = fleet.keepers["n0"], fleet.order(1)
-    changes = keeper.changes
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
-    keeper.changes.look()
+    keeper.attach(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.reconcile()
     stage = keeper.model.stage
-    giving_up = threading.Thread(target=changes.discard if what == "an order" else changes.end_trial, args=(wanted.id,))
+    giving_up = threading.Thread(target=keeper.discard if what == "an order" else keeper.end_trial, args=(wanted.id,))
 
     def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
         giving_up.start()
-        while wanted.id not in changes._discarded:
+        while wanted.id not in keeper._discarded:
             pass
         return stage(*arguments, rate_limit=15.0, **options)
 
     keeper.model.stage = opened_slowly  # type: ignore[method-assign]
-    prepare = partial(changes.prepare, wanted) if what == "an order" else partial(changes.prepare_trial, trial(wanted))
+    prepare = partial(keeper.prepare, wanted) if what == "an order" else partial(keeper.prepare_trial, trial(wanted))
     with pytest.raises(StageCancelled):
         prepare()
     giving_up.join(60)
-    assert (changes.preparing, changes.trial()) == ("", None)
+    assert (keeper.preparing, keeper.trial()) == ("", None)
     keeper.model.stage = stage  # type: ignore[method-assign]
-    assert not changes.prepare(fleet.order(2)).resident
+    assert not keeper.prepare(fleet.order(2)).resident
 
 
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
@@ -203,19 +202,19 @@ def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes
     """Its coordinator has died, or waits for slow nodes; the order is then discarded."""
     fleet.swap(1)
     for name in nodes:
-        fleet.keepers[name].changes.prepare(fleet.order(2))
+        fleet.keepers[name].prepare(fleet.order(2))
     receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
     for name in nodes:
         with pytest.raises(StageClosed):
-            fleet.keepers[name].changes.commit("order 2", 3)
+            fleet.keepers[name].commit("order 2", 3)
 
 
 def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
     """A node that has not got the commit yet makes it first."""
     fleet.swap(1)
     for keeper in fleet.keepers.values():
-        keeper.changes.prepare(fleet.order(2))
+        keeper.prepare(fleet.order(2))
 
     def decided_meanwhile(method: str, node: str) -> str:
         if (method, node) == ("prepare", "n0"):
@@ -230,45 +229,45 @@ def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
 
 def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.changes.prepare(fleet.order(1))
-    keeper.changes.look()
+    keeper.prepare(fleet.order(1))
+    keeper.reconcile()
     assert keeper.status().preparing
     fleet.now += 11.0
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
 
 
 def test_what_was_decided_is_done_without_a_word_and_without_reading_again(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.changes.prepare(fleet.order(1))
+    keeper.prepare(fleet.order(1))
     fleet.place.set(fleet.file(1), revision=1)
     fleet.file(1).unlink()
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.model.weights_id, keeper.status().revision) == (keeper.status().weights_id, 2)
     assert fleet.place.read().weights.weights_id == keeper.model.weights_id  # type: ignore[union-attr]
 
 
 def test_what_others_have_decided_is_not_the_order(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.changes.prepare(fleet.order(1))
+    keeper.prepare(fleet.order(1))
     fleet.place.set(fleet.file(2), revision=1)
     fleet.commits.clear()
-    keeper.changes.look()
+    keeper.reconcile()
     assert fleet.commits == [(2, fleet.weights_id(2))]
     with pytest.raises(StageClosed):
-        keeper.changes.commit("order 1", 2)
+        keeper.commit("order 1", 2)
     assert keeper.model.weights_id == fleet.weights_id(2)
 
 
 def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fleet) -> None:
     keeper, away = fleet.keepers["n0"], fleet.where.with_name("away")
-    keeper.changes.prepare(fleet.order(1))
+    keeper.prepare(fleet.order(1))
     fleet.where.rename(away)
-    keeper.changes.look()
+    keeper.reconcile()
     assert keeper.status().preparing
-    keeper.changes.commit("order 1", 2)  # whoever says so has seen it written
+    keeper.commit("order 1", 2)  # whoever says so has seen it written
     assert keeper.model.weights_id == fleet.weights_id(1)
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.status().reachable, keeper.model.weights_id) == (False, fleet.weights_id(1))
     away.rename(fleet.where)
 
@@ -278,7 +277,7 @@ def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest
     keeper, answers = fleet.keepers["n0"], threading.Event()
     read = keeper._place._storage.read
     monkeypatch.setattr(keeper._place._storage, "read", lambda check: answers.wait() and read(check))
-    thread = threading.Thread(target=keeper.changes.look)
+    thread = threading.Thread(target=keeper.reconcile)
     thread.start()
     fleet.now += 30.0
     assert (keeper.status().reachable, keeper.status().error) == (True, "")
@@ -301,6 +300,6 @@ def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet
         fleet.file(number).rename(fleet.file(number).with_suffix(".away"))
     keeper = fleet.keepers["n0"]
     weights = fleet.place.read().history[-1]
-    assert keeper.changes.prepare(Order("back", 2, weights.source, weights, 10.0, proven=True)).resident
-    assert keeper.changes.commit("back", 3).generation == 2
+    assert keeper.prepare(Order("back", 2, weights.source, weights, 10.0, is_rollback=True)).resident
+    assert keeper.commit("back", 3).generation == 2
     assert keeper.model.weights_id == weights.weights_id

@@ -33,7 +33,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(tmp_path, 3, monkeypatch)
     made.place.set(made.file(0), revision=0, by="ana", why="the first")
     for keeper in made.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     yield made
     made.close()
 
@@ -94,23 +94,23 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.locator("*").evaluate_all(FAINT)[1] == []
         assert page.locator("button, [role=group], ul").evaluate_all(NAMELESS) == []
 
-        fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+        fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
         receipt = fleet.swap(1, "bo", "better")
         page.get_by_text("not all serve what is desired").wait_for()
         page.wait_for_function("() => document.querySelectorAll('.replicas li.mark').length === 2")
         ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()
         assert [shown == receipt.weights_id[:12] for shown in ids] == [True, False, True]
-        fleet.keepers["n1"].changes.look()
+        fleet.keepers["n1"].reconcile()
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         assert page.get_by_text("later").count() == 2
         assert page.title() == "tagger: revision 2 · weightswap"
         page.locator("section[aria-labelledby=history]").get_by_text("desired before").wait_for()
         fleet.place.set(fleet.damaged(4), revision=2)
         for keeper in fleet.keepers.values():
-            keeper.changes.look()
+            keeper.reconcile()
         fleet.place.rollback(revision=3, hold=False)
         for keeper in fleet.keepers.values():
-            keeper.changes.look()
+            keeper.reconcile()
         withdrawn = page.locator("section[aria-labelledby=history] tr").filter(has_text=fleet.weights_id(4)[:12])
         withdrawn.get_by_text("withdrawn").wait_for()
         withdrawn.get_by_text("refused by n1: ").wait_for()

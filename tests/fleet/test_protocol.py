@@ -27,7 +27,7 @@ NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
 nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
-_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "go_on", "end_trial"]
+_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "continue_trial", "end_trial"]
 fates = st.dictionaries(
     st.tuples(st.sampled_from(_METHODS), nodes),
     st.sampled_from(["lost", "answer lost"]),
@@ -145,7 +145,7 @@ class Protocol(RuleBasedStateMachine):
 
     @property
     def _on_trial(self) -> set[str]:
-        orders = (keeper.changes.trial() for keeper in self.fleet.keepers.values())
+        orders = (keeper.trial() for keeper in self.fleet.keepers.values())
         return {order.id for order in orders if order is not None}
 
     @rule(faults=fates, death=deaths)
@@ -162,9 +162,7 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            on_trial = [
-                order.id for keeper in self.fleet.keepers.values() if (order := keeper.changes.trial()) is not None
-            ]
+            on_trial = [order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None]
             assert self.trial.order.id not in on_trial
             self.trial = None
 
@@ -188,7 +186,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(node=nodes)
     def look(self, node: str) -> None:
-        self.fleet.keepers[node].changes.look()
+        self.fleet.keepers[node].reconcile()
 
     @rule(node=nodes)
     def a_keeper_is_killed(self, node: str) -> None:
@@ -227,7 +225,7 @@ class Protocol(RuleBasedStateMachine):
             assert self.said[status.revision] == status.weights_id
             assert status.revision <= max(self.said)
             assert status.trying != status.weights_id
-            assert status.trying or not keeper.changes._control.trial
+            assert status.trying or not keeper._control.trial
         for revision, weights_id in self.fleet.commits:
             assert self.said[revision] == weights_id
         self.fleet.commits.clear()
@@ -239,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(3):
             self.fleet.now += 1000.0
             for keeper in self.fleet.keepers.values():
-                keeper.changes.look()
+                keeper.reconcile()
         state = self.fleet.place.read()
         assert state.weights is not None
         assert set(self.fleet.served().values()) == {state.weights.weights_id}
@@ -298,7 +296,7 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
     fleet = Fleet(tmp_path, NODES, monkeypatch)
     fleet.place.set(fleet.file(0), revision=0)
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
 
     def meanwhile(method: str, node: str) -> str:
         if method == "prepare" and node == "n2":
@@ -311,6 +309,6 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.asked[-1] == "discard"
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(3)}
     fleet.close()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, 
 from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.opening import open_source
 
-from .nodes import Fleet, serving_zero
+from .nodes import Fleet, RemoteRelay, serving_zero
 
 KEPT = 7  # of which none is given up before all have it
 SOON = Deadlines(prepare=20.0, commit=0.2)
@@ -51,7 +52,10 @@ class Wire:
         self.reached = threading.Event()
         self.relays = {node: Relay(node, self, CHUNK) for node in nodes}
 
-    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+    def relay_of(self, node: str) -> RemoteRelay:
+        return RemoteRelay(self.relays[node], partial(self._pass, node))
+
+    def _pass(self, node: str, method: str) -> None:
         self.asked.append((node, method))
         again = method == "describe" and self.asked.count((node, method)) > 1
         if (released := self.stuck.get("describe again" if again else method)) is not None:
@@ -59,7 +63,6 @@ class Wire:
             released.wait(60)
         if node in self.dead:
             raise TimeoutError(f"{node}: did not answer")
-        return getattr(self.relays[node], method)(*arguments)
 
     def put(self, content: bytearray) -> bytes:
         return bytes(len(content)) if self.damage else bytes(content)
@@ -178,7 +181,7 @@ def test_what_goes_no_other_way(source: str) -> None:
     assert isinstance(relayed.with_name("v1-00001-of-00002.safetensors"), RelayedUrl)  # its shards come the same way
 
 
-@pytest.mark.parametrize("method", ["describe", "give", "settle", "describe again"])
+@pytest.mark.parametrize("method", ["describe", "chunk", "settle", "describe again"])
 def test_a_wait_for_a_reader_ends_when_it_is_told_to(method: str, web: WebServer) -> None:
     """A rollback does not wait for a reader that has stopped."""
     wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
@@ -222,7 +225,7 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
     web.put("v0.safetensors", fleet.file(0).read_bytes())
     fleet.place.set(f"{web.url}/v0.safetensors", revision=1, known=known_weights(fleet.file(0)))
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     url, before = web.put("d.safetensors", delta), web.sent
     known_weights(url)
     known = web.sent - before
@@ -236,8 +239,7 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
 def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node verifies the weights itself, and none changes."""
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
-    taker = fleet.keepers["n2"]._relay
-    assert taker is not None
+    taker = fleet.relays["n2"]
     take = taker.take
 
     def damaged(*arguments: Any) -> memoryview:
@@ -255,6 +257,6 @@ def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: py
 
 def test_a_fleet_whose_reader_gives_nothing_reads_by_itself(fleet: Fleet, web: WebServer) -> None:
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
-    fleet.fate = lambda method, node: "lost" if method == "give" else ""
+    fleet.fate = lambda method, node: "lost" if method == "chunk" else ""
     receipt = fleet.swap(url, deadlines=SOON)
     assert set(fleet.served().values()) == {receipt.weights_id}

@@ -56,7 +56,7 @@ class Storm:
 
     def look(self, dice: random.Random) -> None:
         for keeper in self._fleet.keepers.values():
-            keeper.changes.look()
+            keeper.reconcile()
             keeper.status()
 
     def try_out(self, dice: random.Random) -> None:
@@ -112,7 +112,7 @@ def test_everybody_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         fleet.file(number)
     for number, keeper in enumerate(fleet.keepers.values()):
         keeper.model.stage = slowly(keeper.model.stage, random.Random(number))  # type: ignore[method-assign]
-        keeper.changes.look()
+        keeper.reconcile()
     storm, stop, said = Storm(fleet), threading.Event(), Counter[str]()
     works = [storm.swap, storm.publish, storm.roll_back, storm.set_by_hand, storm.release, storm.look, storm.try_out]
     threads = [

@@ -59,9 +59,9 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
     keeper = fleet.keepers[node]
-    trial = keeper.changes._control.trial if word is None else word
+    trial = keeper._control.trial if word is None else word
     text = msgspec.msgpack.encode(TrialMeasures("tiny", trial, measured))
-    keeper.changes.tried(b64encode(text).decode())
+    keeper.add_measures(b64encode(text).decode())
 
 
 def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
@@ -70,7 +70,7 @@ def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.place.read().revision == 1
     assert trial.shares == dict.fromkeys(fleet.names(), 0.25)
-    assert all(keeper.changes._control.trial for keeper in fleet.keepers.values())
+    assert all(keeper._control.trial for keeper in fleet.keepers.values())
     report = trial.report()
     assert (report.weights_id, report.by, report.outcome) == (fleet.weights_id(1), "ana", "")
     assert report.as_dict()["plan"]["share"] == 0.25
@@ -89,8 +89,8 @@ def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
 
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
     def gives_up(method: str, node: str) -> str:
-        if method == "go_on":
-            fleet.keepers[node].changes.end_trial("trial 1")
+        if method == "continue_trial":
+            fleet.keepers[node].end_trial("trial 1")
         return ""
 
     fleet.fate = gives_up
@@ -151,10 +151,10 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
     keeper = fleet.keepers["n0"]
-    keeper.changes.prepare(Order("left", 1, trial.order.source, trial.order.weights, 10.0))  # whose coordinator dies
+    keeper.prepare(Order("left", 1, trial.order.source, trial.order.weights, 10.0))  # whose coordinator dies
     fleet.now += 11.0
     trial.look()
-    keeper.changes.look()
+    keeper.reconcile()
     assert (keeper.status().preparing, keeper.status().trying) == ("", fleet.weights_id(1))
 
 
@@ -176,11 +176,11 @@ def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
     fleet.place.set(fleet.file(number), revision=1)
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
         assert keeper.status().revision == 2
     assert set(fleet.served().values()) == {fleet.place.read().weights.weights_id}  # type: ignore[union-attr]
     assert set(trying(fleet).values()) == {""}
-    assert not any(keeper.changes._control.trial for keeper in fleet.keepers.values())
+    assert not any(keeper._control.trial for keeper in fleet.keepers.values())
 
 
 def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
@@ -189,11 +189,11 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
     assert trial.look() is None
     fleet.now += 9.0
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(trying(fleet).values()) == {fleet.weights_id(1)}
     fleet.now += 2.0
     for keeper in fleet.keepers.values():
-        keeper.changes.look()
+        keeper.reconcile()
     assert set(trying(fleet).values()) == {""}
     fleet.swap(2)
 
@@ -201,7 +201,7 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
 def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert FleetTrial.find(fleet) is None
     begun(fleet, share=0.5)
-    fleet.keepers["n2"].changes.end_trial("trial 1")
+    fleet.keepers["n2"].end_trial("trial 1")
     found = FleetTrial.find(fleet)
     assert found is not None
     assert (found.order.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
@@ -209,7 +209,7 @@ def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert found.look() is None
     assert found.shares == {"n0": 0.5, "n1": 0.5}
     fleet.now += 9.0
-    fleet.keepers["n0"].changes.look()
+    fleet.keepers["n0"].reconcile()
     assert fleet.keepers["n0"].status().trying
     found.end()
     assert set(trying(fleet).values()) == {""}
@@ -219,12 +219,12 @@ class Staging:
     """A node that stages a trial until `go`, while the trial's leader dies."""
 
     def __init__(self, fleet: Fleet, pool: ThreadPoolExecutor) -> None:
-        self.changes = fleet.keepers["n0"].changes
-        self._weights, self._wait = self.changes._weights, self.changes._weights.wait
+        self.keeper = fleet.keepers["n0"]
+        self._weights, self._wait = self.keeper._weights, self.keeper._weights.wait
         self._weights.wait = self._wait_longer  # type: ignore[method-assign]
         self.go, began = threading.Event(), threading.Event()
         self._began = began
-        self.prepared = pool.submit(self.changes.prepare_trial, trial_of(fleet, share=0.5))
+        self.prepared = pool.submit(self.keeper.prepare_trial, trial_of(fleet, share=0.5))
         assert began.wait(60)
 
     def _wait_longer(self, staged: Staged, is_over: Callable[[], bool]) -> None:
@@ -245,19 +245,19 @@ def staging(fleet: Fleet) -> Iterator[Staging]:
 
 def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, staging: Staging) -> None:
     fleet.now += 9.0
-    assert staging.changes.renew("trial 1")
+    assert staging.keeper.renew("trial 1")
     fleet.now += 9.0
     time.sleep(0.1)
     assert not staging.prepared.done()
     fleet.now += 2.0
     assert isinstance(staging.prepared.exception(60), StageCancelled)
     assert set(trying(fleet).values()) == {""}
-    assert not staging.changes.renew("trial 1")
+    assert not staging.keeper.renew("trial 1")
 
 
 def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
     """Waiting calls would use up the keeper's concurrency."""
-    found, control = FleetTrial.find(fleet), staging.changes._control
+    found, control = FleetTrial.find(fleet), staging.keeper._control
     assert found is not None
     for _ in range(3):
         fleet.now += 9.0
@@ -286,7 +286,7 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
             while renewed.acquire(blocking=False):
                 pass
             assert renewed.acquire(timeout=30)
-            fleet.keepers["n1"].changes.look()
+            fleet.keepers["n1"].reconcile()
         return stage(*arguments, **options)
 
     fleet.fate = count
@@ -306,7 +306,7 @@ def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Flee
     fleet.start("n0")  # the next keeper knows of no trial
     assert trial.look() is None
     assert set(trial.shares) == {"n2"}
-    assert fleet.keepers["n0"].changes._control.trial == 0
+    assert fleet.keepers["n0"]._control.trial == 0
 
 
 def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
@@ -347,7 +347,7 @@ def test_steps(fleet: Fleet) -> None:
 def test_a_share_of_the_nodes(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.34, of="nodes")
     assert trial.shares == {"n0": 1.0, "n1": 1.0, "n2": 0.0}
-    fleet.keepers["n0"].changes.end_trial("trial 1")
+    fleet.keepers["n0"].end_trial("trial 1")
     trial.look()
     trial.look()
     assert trial.shares == {"n1": 1.0, "n2": 0.0}
@@ -391,7 +391,7 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
 def test_going_on_with_what_is_over(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
     with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
-        keeper.changes.go_on("trial 1", 0.1)
-    keeper.changes.end_trial("trial 1")
-    keeper.changes.tried(b64encode(b"late").decode())  # nobody's, and not read
-    assert keeper.changes.trial() is None
+        keeper.continue_trial("trial 1", 0.1)
+    keeper.end_trial("trial 1")
+    keeper.add_measures(b64encode(b"late").decode())  # nobody's, and not read
+    assert keeper.trial() is None

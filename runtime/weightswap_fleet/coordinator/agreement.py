@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from weightswap_fleet.documents import (
     Committed,
     FleetReceipt,
+    NodeMethods,
     NodeReceipt,
-    NodeStatus,
     Order,
     Prepared,
     TrialOrder,
@@ -28,12 +28,15 @@ from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClose
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.following.place import DesiredPlace, Known, described
 from weightswap_runtime.sources.location import printable
-from weightswap_server.canary import Judgement, Measured
+from weightswap_server.canary import Judgement
 
 LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # the least seconds for a node's status
 _POLL = 0.02
 _RENEW = LEAST_LEASE / 4
+P = ParamSpec("P")
+R = TypeVar("R")
+AnyOrder = TypeVar("AnyOrder", Order, TrialOrder)
 _Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
 
@@ -44,8 +47,15 @@ class Nodes(Protocol):
         """Return the names of the present nodes."""
         ...
 
-    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
-        """Call `NodeKeeper.ask` of these nodes concurrently. Returns the result, or the exception, of each.
+    def call(
+        self,
+        names: Sequence[str],
+        timeout: float,
+        method: Callable[Concatenate[NodeMethods, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, R | Exception]:
+        """Call a method of these nodes concurrently. Returns the answer, or the exception, of each.
 
         The exception of a node that does not answer in time is a TimeoutError; of one that has gone, it may be any.
         """
@@ -123,10 +133,17 @@ class Agreement:
     ) -> FleetReceipt:
         began = self._clock()
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
-        proven, reader = kind == "rollback", reader_of(self._nodes)
-        order = Order(uuid.uuid4().hex, state.revision, source, self._place.located(weights), lease, proven, reader)
+        order = Order(
+            uuid.uuid4().hex,
+            state.revision,
+            source,
+            self._place.located(weights),
+            lease,
+            is_rollback=kind == "rollback",
+            reader=reader_of(self._nodes),
+        )
         with renewing(self._nodes, order):
-            prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
+            prepared = prepare_all(self._nodes, NodeMethods.prepare, order, NodeMethods.discard, deadlines.prepare)
             ready = self._clock()
             after = self._decide(order, prepared, decide)
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
@@ -148,16 +165,16 @@ class Agreement:
         )
 
     def _discard(self, order: Order) -> None:
-        self._nodes.ask(self._nodes.names(), "discard", order.id, timeout=LEAST_LEASE)
+        self._nodes.call(self._nodes.names(), LEAST_LEASE, NodeMethods.discard, order.id)
 
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
         """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order."""
         began = self._clock()
-        answers = self._nodes.ask(names, "renew", order.id, timeout=order.lease / 2)
+        answers = self._nodes.call(names, order.lease / 2, NodeMethods.renew, order.id)
         is_late = self._clock() >= began + order.lease
         present = set(self._nodes.names())
         closed = {
-            name: answer if isinstance(answer, BaseException) else StageClosed(f"{name}: has discarded the order")
+            name: answer if isinstance(answer, Exception) else StageClosed(f"{name}: has discarded the order")
             for name, answer in answers.items()
             if name in present and (is_late or answer is not True)
         }
@@ -194,24 +211,23 @@ class Agreement:
     ) -> tuple[dict[str, Committed], dict[str, str]]:
         """Let all nodes commit, also new ones. Returns those that have, and why the others have not yet."""
         deadline = self._clock() + timeout
-        answers = self._nodes.ask(names, "commit", order.id, after.revision, timeout=timeout)
-        committed = {name: answer for name, answer in answers.items() if isinstance(answer, Committed)}
+        answers = self._nodes.call(names, timeout, NodeMethods.commit, order.id, after.revision)
+        committed = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
         while True:
             seconds = max(deadline - self._clock(), _POLL)
             behind = self._behind(after, max(seconds, _STATUS))
             if not behind or self._clock() >= deadline:
                 return committed, behind
-            self._nodes.ask(list(behind), "look_soon", timeout=seconds)
+            self._nodes.call(list(behind), seconds, NodeMethods.reconcile_soon)
             time.sleep(_POLL)
 
     def _behind(self, after: DesiredState, timeout: float) -> dict[str, str]:
         """Return the nodes that do not serve a revision yet, and why."""
-        answers: Mapping[str, Any] = self._nodes.ask(self._nodes.names(), "status", timeout=timeout)
         reasons: dict[str, str] = {}
-        for name, answer in answers.items():
-            if isinstance(answer, BaseException):
+        for name, answer in self._nodes.call(self._nodes.names(), timeout, NodeMethods.status).items():
+            if isinstance(answer, Exception):
                 reasons[name] = f"{type(answer).__name__}: {text_of(answer)}"
-            elif isinstance(answer, NodeStatus) and answer.revision < after.revision:
+            elif answer.revision < after.revision:
                 reasons[name] = answer.error or f"is at revision {answer.revision}"
         return reasons
 
@@ -229,7 +245,7 @@ def renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
 
     def renew() -> None:
         while not done.wait(_RENEW):
-            nodes.ask(nodes.names(), "renew", order.id, timeout=_RENEW)
+            nodes.call(nodes.names(), _RENEW, NodeMethods.renew, order.id)
 
     thread = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
     thread.start()
@@ -240,19 +256,25 @@ def renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
         thread.join()
 
 
-def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str, timeout: float) -> dict[str, Prepared]:
+def prepare_all(
+    nodes: Nodes,
+    prepare: Callable[[NodeMethods, AnyOrder], Prepared],
+    order: AnyOrder,
+    undo: Callable[[NodeMethods, str], None],
+    timeout: float,
+) -> dict[str, Prepared]:
     """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
 
     Raises UnknownFleet if no node is left: what nobody has verified must not become desired.
     """
     names = nodes.names()
-    answers = nodes.ask(names, method, order, timeout=timeout)
+    answers = nodes.call(names, timeout, prepare, order)
     present = set(nodes.names())
-    problems = {name: error for name, error in answers.items() if isinstance(error, BaseException) and name in present}
+    problems = {name: error for name, error in answers.items() if isinstance(error, Exception) and name in present}
     if problems:
-        nodes.ask(names, undo, order.id, timeout=LEAST_LEASE)
+        nodes.call(names, LEAST_LEASE, undo, order.id)
         raise FleetRefused(printable(order.source), problems)
-    prepared = {name: answer for name, answer in answers.items() if isinstance(answer, Prepared)}
+    prepared = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
     if not prepared:
         where = printable(order.source)
         raise UnknownFleet(f"{where}: no node is there to verify it, so nothing was written; try again once one is")
@@ -295,14 +317,14 @@ class FleetTrial:
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
         """Return the latest trial of a former leader, with measures begun anew, and end earlier ones."""
-        answers = nodes.ask(nodes.names(), "trial", timeout=_ANSWER)
+        answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.trial)
         orders = {name: order for name, order in answers.items() if isinstance(order, TrialOrder)}
         if not orders:
             return None
         latest = max(orders.values(), key=lambda order: order.weights.since)
         for name, order in orders.items():
             if order.id != latest.id:
-                nodes.ask([name], "end_trial", order.id, timeout=_ANSWER)
+                nodes.call([name], _ANSWER, NodeMethods.end_trial, order.id)
         trial = cls(latest, nodes)
         trial.shares = {name: 0.0 for name, order in orders.items() if order.id == latest.id}
         return trial
@@ -312,7 +334,7 @@ class FleetTrial:
         nodes that would be all of them. Then no node has the trial."""
         self._check_shares(self._nodes.names())
         with renewing(self._nodes, self.order):
-            ready = prepare_all(self._nodes, "prepare_trial", self.order, "end_trial", timeout)
+            ready = prepare_all(self._nodes, NodeMethods.prepare_trial, self.order, NodeMethods.end_trial, timeout)
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.look()) is not None and verdict.what == "ended":
             raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
@@ -341,8 +363,9 @@ class FleetTrial:
         return None
 
     def _renew(self, names: Sequence[str], share: float) -> None:
-        for name, answer in self._nodes.ask(names, "go_on", self.order.id, share, timeout=_ANSWER).items():
-            if isinstance(answer, Measured):
+        answers = self._nodes.call(names, _ANSWER, NodeMethods.continue_trial, self.order.id, share)
+        for name, answer in answers.items():
+            if not isinstance(answer, Exception):
                 self.shares[name] = share
                 self._judgement.add(answer)
             elif isinstance(answer, StageClosed) or name not in self._nodes.names():
@@ -350,7 +373,7 @@ class FleetTrial:
 
     def end(self) -> None:
         """End the trial on all nodes."""
-        self._nodes.ask(list(self.shares), "end_trial", self.order.id, timeout=_ANSWER)
+        self._nodes.call(list(self.shares), _ANSWER, NodeMethods.end_trial, self.order.id)
 
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
         """Return the report of the trial. outcome, reason: empty while it goes on."""

@@ -1,4 +1,8 @@
-"""The actors: keepers and the controller."""
+"""The controller of a fleet, and the keepers of its nodes, as actors of Ray.
+
+Both are detached and named, so that whoever needs them finds or starts them, and Ray restarts them. The controller's
+state is in the keepers and the place, so it may die at any time.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -18,207 +22,51 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightswap_fleet.documents import TRIAL_LEASE, FleetPlan, FleetReceipt, NodeStatus, Spec, TrialOrder, TrialReport
+from weightswap_fleet.documents import (
+    TRIAL_LEASE,
+    FleetPlan,
+    FleetReceipt,
+    NodeMethods,
+    NodeStatus,
+    Spec,
+    TrialOrder,
+    TrialReport,
+)
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.metrics import joined
 from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
 from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, check_said, text_of
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, described, known_weights
 
 from .agreement import DEADLINES, Agreement, Deadlines, FleetTrial, Verdict, reader_of
 
-NAMESPACE = "weightswap"
+_NAMESPACE = "weightswap"
 _KEEPER, _RELAY = "keeper", "relay"
-SHOWN = 12  # characters of a node's id
-ACTOR_OPTIONS: dict[str, Any] = {
-    "namespace": NAMESPACE,
+_SHOWN = 12  # characters of a node's id
+_ACTOR_OPTIONS: dict[str, Any] = {
+    "namespace": _NAMESPACE,
     "lifetime": "detached",
     "get_if_exists": True,
     "max_restarts": -1,
     "max_concurrency": 16,
-    "num_cpus": 0,
+    "num_cpus": 0,  # a node that has given all of its CPUs to replicas needs a keeper, too
 }
-IDLE, _LOOK = 600.0, 5.0  # seconds
-ANSWER = 5.0  # seconds to wait for quick methods
+_ANSWER = 5.0  # seconds to wait for quick methods
 _CHUNK = 60.0  # seconds to wait for a chunk of weights from another node
-
-
-class _Keeper:
-    """The actor of a `NodeKeeper`."""
-
-    def __init__(self, spec: Spec, node: str) -> None:
-        if spec.op_libraries:
-            from weightswap_runtime.engines.operators import import_libraries  # needs torch
-
-            import_libraries(spec.op_libraries)
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        self._keeper = NodeKeeper(spec, node, transfer=_Transfer(spec), again=again)
-        self._keeper.start()
-        threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
-
-    def _end_when_idle(self) -> None:
-        """Free the memory after a while without replicas, as some may come back.
-
-        A restarted keeper to which no replica has sent its deployment ends soon: it would block changes of the fleet.
-        """
-        since = time.monotonic()
-        while time.monotonic() - since < (IDLE if self._keeper.changes.is_deployed else _LOOK):
-            time.sleep(_LOOK)
-            if self._keeper.status().replicas:
-                since = time.monotonic()
-        ray.kill(ray.get_runtime_context().current_actor)
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call `NodeKeeper.ask`."""
-        return self._keeper.ask(method, *arguments)
-
-
-class _Transfer:
-    """A `Transfer` through Ray's object store, in which any node with a chunk passes it on."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._spec = spec
-
-    def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        keeper = ray.get_actor(_keeper_name(self._spec, node), NAMESPACE)
-        ask = keeper.ask.options(concurrency_group=_RELAY)  # so that waiting for chunks blocks no other method
-        return ray.get(ask.remote("relayed", method, *arguments), timeout=_CHUNK)
-
-    def put(self, content: bytearray) -> Any:
-        return [ray.put(np.frombuffer(content, np.uint8))]  # in a list, as Ray would resolve a bare reference
-
-    def get(self, put: Any) -> memoryview:
-        return memoryview(ray.get(put[0], timeout=_CHUNK))
-
-
-class RayNodes:
-    """The keepers of a fleet's nodes, for one artifact and place; see `agreement.Nodes`."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._spec = spec
-
-    def names(self) -> list[str]:
-        """Return the names of living nodes: the beginnings of their ids."""
-        prefix = _keeper_name(self._spec, "")
-        return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
-
-    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
-        """Call a method of these nodes concurrently. Returns the result, or the exception, of each."""
-        answers = _ask([_keeper_name(self._spec, name) for name in names], method, *arguments, timeout=timeout)
-        return dict(zip(names, answers, strict=True))
-
-
-def _keepers(fleet: str) -> list[str]:
-    """Return the actor names of keepers on living nodes. fleet: "" for all fleets."""
-    living = {node["NodeID"][:SHOWN] for node in ray.nodes() if node["Alive"]}
-    named = ray.util.list_named_actors(all_namespaces=True)
-    ours = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
-    prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
-    return sorted(name for name in ours if name.startswith(prefix) and name.rpartition(":")[2] in living)
-
-
-def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) -> list[Any]:
-    """Call `ask` of actors concurrently. Returns their results in order; an exception instead of a missing one."""
-    calls = [_send(name, method, arguments) for name in actors]
-    sent = [call for call in calls if isinstance(call, ray.ObjectRef)]
-    if sent:
-        ray.wait(sent, num_returns=len(sent), timeout=timeout)
-    late = TimeoutError(f"did not answer {method} within {timeout:g} s")
-    return [_answer(call, late) if isinstance(call, ray.ObjectRef) else call for call in calls]
-
-
-def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:
-    try:
-        return ray.get_actor(actor, NAMESPACE).ask.remote(method, *arguments)
-    except (ValueError, RayError) as error:  # the actor has ended
-        return error
-
-
-def _answer(reference: Any, late: TimeoutError) -> Any:
-    try:
-        return ray.get(reference, timeout=0)
-    except GetTimeoutError:
-        return late
-    except RayTaskError as error:
-        return error.cause
-    except RayError as error:
-        return error
-
-
-def metrics(spec: Spec) -> str:
-    """Return the metrics of all nodes that answer, in Prometheus' text format."""
-    nodes = RayNodes(spec)
-    answers = nodes.ask(nodes.names(), "metrics", timeout=ANSWER)
-    return joined({name: text for name, text in answers.items() if isinstance(text, str)})
-
-
-def statuses(fleet: str) -> list[NodeStatus]:
-    """Return the status of each node, also of those that do not answer. Raises UnknownFleet if none does.
-
-    Keepers of an earlier deployment, of another graph or place, remain for a while, and are left out.
-    """
-    keepers = _keepers(fleet)
-    answers = dict(zip(keepers, _ask(keepers, "status", timeout=ANSWER), strict=True))
-    specs = [answer.spec for answer in answers.values() if isinstance(answer, NodeStatus)]
-    if not specs:
-        if answers:
-            raise UnknownFleet(f"{fleet}: none of its {len(answers)} nodes answers; try again in a moment")
-        others = ", ".join(sorted({name.split(":")[1] for name in _keepers("")})) or "none"
-        raise UnknownFleet(
-            f"{fleet}: no fleet of that name has a node here. Deployed on this cluster: {others}; deploy it first, "
-            "or give another name"
-        )
-    latest = max(specs, key=attrgetter("since"))
-    prefix = _keeper_name(latest, "")
-    return [_status(latest, name, answer) for name, answer in answers.items() if name.startswith(prefix)]
-
-
-def _status(spec: Spec, keeper: str, answer: Any) -> NodeStatus:
-    if isinstance(answer, NodeStatus):
-        return answer
-    return NodeStatus.unknown(keeper.rpartition(":")[2], spec, f"{type(answer).__name__}: {text_of(answer)}")
-
-
-def find_spec(fleet: str) -> Spec:
-    """Return the latest deployment of a fleet that its nodes know. Raises UnknownFleet."""
-    return max((status.spec for status in statuses(fleet)), key=attrgetter("since"))
-
-
-def end_actors(fleet: str) -> None:
-    """End the keepers and the controller of a fleet."""
-    for name in (*_keepers(fleet), controller_name(fleet)):
-        with suppress(ValueError):  # the actor has ended
-            ray.kill(ray.get_actor(name, NAMESPACE))
-
-
-def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
-    """Return the keeper of this process's node, started if there is none."""
-    node = ray.get_runtime_context().get_node_id()
-    options = ACTOR_OPTIONS | {
-        "name": _keeper_name(spec, node[:SHOWN]),
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
-    }
-    actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_Keeper)
-    return actor_class.options(**options).remote(spec, node[:SHOWN])
-
-
-def controller_name(fleet: str) -> str:
-    return f"controller:{fleet}"
-
-
-def _keeper_name(spec: Spec, node: str) -> str:
-    return f"{_KEEPER}:{spec.fleet}:{spec.key}:{node}"
-
-
+_IDLE, _LOOK = 600.0, 5.0  # seconds without replicas after which a keeper ends, and between two looks
 _TRIAL_LOOK = 1.0  # seconds between two looks at a trial
 _ABORT = 20.0  # seconds for which an abort waits for another change
 _log = logging.getLogger("weightswap.fleet")
+F = TypeVar("F")
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Controller:
-    """The controller of a fleet. Its state is in the keepers and the place, so it may die at any time."""
+    """The controller of a fleet, whose methods are those of `client.Fleet`."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
@@ -243,10 +91,13 @@ class Controller:
         return self._agreement().rollback(to, by, why, hold, deadlines)
 
     def hold(self, by: str, why: str) -> DesiredState:
-        return self._write("hold", by=by, why=why)
+        return self._write(lambda place, revision: place.hold(revision=revision, by=by, why=why))
 
     def release(self) -> DesiredState:
-        return self._write("release")
+        return self._write(lambda place, revision: place.release(revision=revision))
+
+    def desired(self) -> DesiredState:
+        return DesiredPlace(find_spec(self._fleet).place).read()
 
     def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
         plan.check()
@@ -255,7 +106,7 @@ class Controller:
             if self._trial is not None:
                 current = self._trial.order.weights
                 raise StagingBusy(
-                    f"{current.weights_id[:SHOWN]} is on trial{f' by {current.by}' if current.by else ''}; promote or "
+                    f"{current.weights_id[:_SHOWN]} is on trial{f' by {current.by}' if current.by else ''}; promote or "
                     "abort it first"
                 )
             spec = find_spec(self._fleet)
@@ -283,6 +134,11 @@ class Controller:
             trial.end()
             return self._conclude(trial, "aborted", ": ".join(filter(None, (f"by {by}" if by else "", why))))
 
+    def trial(self) -> TrialReport | None:
+        """Return the report of the current trial, or else of the last one."""
+        trial = self._trial
+        return trial.report() if trial is not None else self._last
+
     @contextmanager
     def _exclusively(self, began: float, deadlines: Deadlines) -> Iterator[Deadlines]:
         """Exclude other changes from a block, and yield the deadlines less the time of the wait.
@@ -297,10 +153,16 @@ class Controller:
         finally:
             self._changing.release()
 
-    def trial(self) -> TrialReport | None:
-        """Return the report of the current trial, or else of the last one."""
-        trial = self._trial
-        return trial.report() if trial is not None else self._last
+    def _agreement(self) -> Agreement:
+        spec = find_spec(self._fleet)
+        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
+
+    def _write(self, write: Callable[[DesiredPlace, int], DesiredState]) -> DesiredState:
+        spec = find_spec(self._fleet)
+        place, nodes = DesiredPlace(spec.place), RayNodes(spec)
+        state = write(place, place.read().revision)
+        nodes.call(nodes.names(), _ANSWER, NodeMethods.reconcile_soon)
+        return state
 
     def _current_trial(self) -> FleetTrial:
         if self._trial is None:
@@ -319,7 +181,7 @@ class Controller:
                 if self._trial is None and time.monotonic() < self._started + TRIAL_LEASE:
                     self._find_trial()
                 if (trial := self._trial) is not None:
-                    self._judge(trial, trial.look())
+                    self._act_on(trial.look(), trial)
             except Exception:
                 _log.exception("%s: could not check the trial", self._fleet)
 
@@ -328,12 +190,12 @@ class Controller:
             if self._trial is None:
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
-    def _judge(self, trial: FleetTrial, verdict: Verdict | None) -> None:
+    def _act_on(self, verdict: Verdict | None, trial: FleetTrial) -> None:
         """Do what a verdict says. While another change is made, leave it to the next look."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
-            if self._trial is not trial:
+            if self._trial is not trial:  # it was concluded meanwhile
                 return
             if verdict.what == "promote":
                 self._promote_by_rule(trial, verdict.why)
@@ -356,20 +218,6 @@ class Controller:
         else:
             self._conclude(trial, "promoted", rule)
 
-    def _write(self, method: str, **options: Any) -> DesiredState:
-        spec = find_spec(self._fleet)
-        place, nodes = DesiredPlace(spec.place), RayNodes(spec)
-        state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
-        nodes.ask(nodes.names(), "look_soon", timeout=ANSWER)
-        return state
-
-    def desired(self) -> DesiredState:
-        return DesiredPlace(find_spec(self._fleet).place).read()
-
-    def _agreement(self) -> Agreement:
-        spec = find_spec(self._fleet)
-        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
-
 
 def _ended(last: TrialReport | None) -> str:
     if last is None:
@@ -382,6 +230,226 @@ def _known(weights: DesiredWeights) -> Known:
     return Known(weights.weights_id, weights.graph_id, dict(weights.labels), base)
 
 
-def controller_of(fleet: str) -> ActorHandle[Any]:
+def controller_of(fleet: str) -> ActorHandle[Controller]:
     """Return the controller of a fleet, started if there is none."""
-    return ray.remote(Controller).options(**ACTOR_OPTIONS, name=controller_name(fleet)).remote(fleet)
+    return ray.remote(Controller).options(**_ACTOR_OPTIONS, name=_controller_name(fleet)).remote(fleet)
+
+
+def keeper_of_this_node(spec: Spec) -> ActorHandle[NodeKeeper]:
+    """Return the keeper of this process's node, started if there is none."""
+    node = ray.get_runtime_context().get_node_id()
+    options = _ACTOR_OPTIONS | {
+        "name": _keeper_name(spec, node[:_SHOWN]),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
+    }
+    actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_KeeperActor)
+    return actor_class.options(**options).remote(spec, node[:_SHOWN])
+
+
+def _controller_name(fleet: str) -> str:
+    return f"controller:{fleet}"
+
+
+def _keeper_name(spec: Spec, node: str) -> str:
+    return f"{_KEEPER}:{spec.fleet}:{spec.key}:{node}"
+
+
+def send(
+    actor: ActorHandle[T],
+    method: Callable[Concatenate[T, P], R],
+    *arguments: P.args,
+    **options: P.kwargs,
+) -> ray.ObjectRef[R]:
+    """Call a method of an actor; `method`, that of its class or protocol, also says which arguments it takes."""
+    reference: ray.ObjectRef[R] = getattr(actor, method.__name__).remote(*arguments, **options)
+    return reference
+
+
+class RayNodes:
+    """The keepers of a fleet's nodes, for one artifact and place; see `agreement.Nodes`."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def names(self) -> list[str]:
+        """Return the names of living nodes: the beginnings of their ids."""
+        prefix = _keeper_name(self._spec, "")
+        return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
+
+    def call(
+        self,
+        names: Sequence[str],
+        timeout: float,
+        method: Callable[Concatenate[NodeMethods, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, R | Exception]:
+        """Call a method of these nodes concurrently. Returns the answer, or the exception, of each."""
+        keepers = [_keeper_name(self._spec, name) for name in names]
+        return dict(zip(names, _call(keepers, timeout, method, *arguments, **options), strict=True))
+
+
+def _keepers(fleet: str) -> list[str]:
+    """Return the actor names of keepers on living nodes. fleet: "" for all fleets."""
+    living = {node["NodeID"][:_SHOWN] for node in ray.nodes() if node["Alive"]}
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = [actor["name"] for actor in named if actor["namespace"] == _NAMESPACE]
+    prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
+    return sorted(name for name in ours if name.startswith(prefix) and name.rpartition(":")[2] in living)
+
+
+def _call(
+    keepers: Sequence[str],
+    timeout: float,
+    method: Callable[Concatenate[NodeMethods, P], R],
+    *arguments: P.args,
+    **options: P.kwargs,
+) -> list[R | Exception]:
+    """Call a method of keepers concurrently. Returns their answers in order; an exception instead of a missing one."""
+    calls: list[ray.ObjectRef[R] | Exception] = []
+    for name in keepers:
+        try:
+            calls.append(send(ray.get_actor(name, _NAMESPACE), method, *arguments, **options))
+        except (ValueError, RayError) as error:  # the actor has ended
+            calls.append(error)
+    if sent := [call for call in calls if not isinstance(call, Exception)]:
+        ray.wait(sent, num_returns=len(sent), timeout=timeout)
+    late = TimeoutError(f"did not answer {method.__name__} within {timeout:g} s")
+    return [call if isinstance(call, Exception) else _answer(call, late) for call in calls]
+
+
+def _answer(reference: ray.ObjectRef[R], late: TimeoutError) -> R | Exception:
+    answer: R | Exception
+    try:
+        answer = ray.get(reference, timeout=0)
+    except GetTimeoutError:
+        answer = late
+    except RayTaskError as error:
+        answer = error.cause
+    except RayError as error:
+        answer = error
+    return answer
+
+
+def metrics(spec: Spec) -> str:
+    """Return the metrics of all nodes that answer, in Prometheus' text format."""
+    nodes = RayNodes(spec)
+    answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.metrics)
+    return joined({name: text for name, text in answers.items() if isinstance(text, str)})
+
+
+def statuses(fleet: str) -> list[NodeStatus]:
+    """Return the status of each node, also of those that do not answer. Raises UnknownFleet if none does.
+
+    Keepers of an earlier deployment, of another graph or place, remain for a while, and are left out.
+    """
+    keepers = _keepers(fleet)
+    answers = dict(zip(keepers, _call(keepers, _ANSWER, NodeMethods.status), strict=True))
+    specs = [answer.spec for answer in answers.values() if not isinstance(answer, Exception)]
+    if not specs:
+        if answers:
+            raise UnknownFleet(f"{fleet}: none of its {len(answers)} nodes answers; try again in a moment")
+        others = ", ".join(sorted({name.split(":")[1] for name in _keepers("")})) or "none"
+        raise UnknownFleet(
+            f"{fleet}: no fleet of that name has a node here. Deployed on this cluster: {others}; deploy it first, "
+            "or give another name"
+        )
+    latest = max(specs, key=attrgetter("since"))
+    prefix = _keeper_name(latest, "")
+    return [
+        answer
+        if not isinstance(answer, Exception)
+        else NodeStatus.unknown(name.removeprefix(prefix), latest, f"{type(answer).__name__}: {text_of(answer)}")
+        for name, answer in answers.items()
+        if name.startswith(prefix)
+    ]
+
+
+def find_spec(fleet: str) -> Spec:
+    """Return the latest deployment of a fleet that its nodes know. Raises UnknownFleet."""
+    return max((status.spec for status in statuses(fleet)), key=attrgetter("since"))
+
+
+def end_actors(fleet: str) -> None:
+    """End the keepers and the controller of a fleet."""
+    for name in (*_keepers(fleet), _controller_name(fleet)):
+        with suppress(ValueError):  # the actor has ended
+            ray.kill(ray.get_actor(name, _NAMESPACE))
+
+
+# other nodes wait here for chunks of weights; in the actor's own 16 threads they would block orders
+_beside_others: Callable[[F], F] = ray.method(concurrency_group=_RELAY)
+
+
+class _KeeperActor(NodeKeeper):
+    """The actor of a node's keeper, with the `RelayMethods` for the keepers of other nodes."""
+
+    def __init__(self, spec: Spec, node: str) -> None:
+        if spec.op_libraries:
+            from weightswap_runtime.engines.operators import import_libraries  # needs torch
+
+            import_libraries(spec.op_libraries)
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._reader = Relay(node, _Transfer(spec))
+        super().__init__(spec, node, relay=self._reader, again=again)
+        self.start()
+        threading.Thread(target=_end_when_idle, args=(self,), name="weightswap-idle", daemon=True).start()
+
+    @_beside_others
+    def describe(self, url: str) -> ObjectDescription | None:
+        return self._reader.describe(url)
+
+    @_beside_others
+    def chunk(self, url: str, tag: str, number: int) -> Any:
+        return self._reader.chunk(url, tag, number)
+
+    @_beside_others
+    def settle(self, url: str, tag: str) -> None:
+        self._reader.settle(url, tag)
+
+
+def _end_when_idle(keeper: NodeKeeper) -> None:
+    """Free the memory of this process's keeper after a while without replicas, as some may come back.
+
+    A restarted keeper to which no replica has sent its deployment ends soon: it would block changes of the fleet.
+    """
+    since = time.monotonic()
+    while time.monotonic() - since < (_IDLE if keeper.is_deployed else _LOOK):
+        time.sleep(_LOOK)
+        if keeper.status().replicas:
+            since = time.monotonic()
+    ray.kill(ray.get_runtime_context().current_actor)
+
+
+class _Transfer:
+    """A `Transfer` through Ray's object store, in which any node with a chunk passes it on."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def relay_of(self, node: str) -> RelayMethods:
+        return RemoteRelay(ray.get_actor(_keeper_name(self._spec, node), _NAMESPACE))
+
+    def put(self, content: bytearray) -> Any:
+        return [ray.put(np.frombuffer(content, np.uint8))]  # in a list, as Ray would resolve a bare reference
+
+    def get(self, put: Any) -> memoryview:
+        return memoryview(ray.get(put[0], timeout=_CHUNK))
+
+
+class RemoteRelay:
+    """The relay of another node, by its actor."""
+
+    def __init__(self, actor: ActorHandle[Any]) -> None:
+        self._actor = actor
+
+    def describe(self, url: str) -> ObjectDescription | None:
+        found: ObjectDescription | None = ray.get(send(self._actor, RelayMethods.describe, url), timeout=_CHUNK)
+        return found
+
+    def chunk(self, url: str, tag: str, number: int) -> Any:
+        return ray.get(send(self._actor, RelayMethods.chunk, url, tag, number), timeout=_CHUNK)
+
+    def settle(self, url: str, tag: str) -> None:
+        ray.get(send(self._actor, RelayMethods.settle, url, tag), timeout=_CHUNK)

@@ -29,7 +29,7 @@ from weightswap_runtime.following.intake import Told, refused_weights
 from weightswap_runtime.following.place import DesiredPlace, Source
 from weightswap_runtime.following.reconciler import Reconciler
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.live.receipt import Event, SwapReceipt
+from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import fingerprint_of
 from weightswap_runtime.shared.control import Control
@@ -84,9 +84,9 @@ class NodeWeights:
         self._staging: Staged | None = None  # the staging that `wait` waits for
         self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
         self.model.listen(self._note)
-        self.take(spec)
+        self.deploy(spec)
 
-    def take(self, spec: Spec) -> None:
+    def deploy(self, spec: Spec) -> None:
         """Verify later weights as a deployment says. The served ones stay."""
         keys = spec.require_signature
         self.model._store.admit = requires(*keys) if keys else None
@@ -142,17 +142,17 @@ class NodeWeights:
         if (staging := self._staging) is not None:
             staging.cancel_soon()
 
-    def commit(self, staged: Staged, revision: int) -> SwapReceipt:
+    def commit(self, staged: Staged, revision: int) -> None:
         """Commit staged weights of a revision. Raises what `Staged.commit` raises."""
         self._mark_next(revision)
-        return staged.commit()
+        staged.commit()
 
-    def roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
+    def roll_back(self, weights: DesiredWeights, revision: int) -> None:
         """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
         if self.model.previous_weights_id != weights.weights_id:
             raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are no longer in memory")
         self._mark_next(revision)
-        return self.model.rollback(by=weights.by)
+        self.model.rollback(by=weights.by)
 
     def _mark_next(self, revision: int) -> None:
         """Write the next revision before its commit, so that no replica answers with new weights and an older one."""
@@ -187,7 +187,7 @@ class Lease:
 
 
 class NodeTrial:
-    """Staged weights that replicas call from `go_on` on, until `end` or their commit. is_ready: they are staged."""
+    """Staged weights that replicas call from `renew` on, until `end` or their commit. is_ready: they are staged."""
 
     def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
         self.order, self.staged = order, staged
@@ -201,7 +201,7 @@ class NodeTrial:
         """True if an order is of the weights on trial, from the same source, which will be the desired one."""
         return (self.order.weights.weights_id, self.order.source) == (order.weights.weights_id, order.source)
 
-    def go_on(self, share: float) -> Measured:
+    def renew(self, share: float) -> Measured:
         """Continue with a share of the requests, and return the replicas' measures since the last call.
 
         Raises StageClosed if the weights were committed or discarded.
@@ -237,30 +237,38 @@ _log = logging.getLogger("weightswap.fleet")
 class NodeChanges:
     """The changes of one node, one at a time: of an order, a trial, or the place. Thread-safe."""
 
-    def __init__(self, weights: NodeWeights, place: DesiredPlace, control: Control, clock: Callable[[], float]) -> None:
-        """place: of the desired state. control: the page on which trials are announced to replicas."""
+    def __init__(
+        self,
+        weights: NodeWeights,
+        place: NodePlace,
+        control: Control,
+        clock: Callable[[], float],
+        is_deployed: bool,
+    ) -> None:
+        """control: the page on which trials are announced to replicas. is_deployed: the deployment is known; without it
+        nothing changes."""
         self._weights, self._place, self._control, self._clock = weights, place, control, clock
         self._node, self._model = weights.node, weights.model
         self.reconciler = Reconciler(place, weights.spec.interval, clock)
-        self.bell = threading.Event()  # wakes the thread that follows the place
+        self.wakeup = threading.Event()  # wakes the thread that follows the place
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
         self._discarded: deque[str] = deque(maxlen=_MOST_DISCARDED)
-        self.is_deployed = True  # the deployment is known; without it nothing changes
+        self.is_deployed = is_deployed
         self._last_conditions: Hashable = None  # of the last look
         self._turn = threading.RLock()
-        self._taking = threading.Lock()  # not the turn: a starting replica must not wait for a staging
+        self._deploying = threading.Lock()  # not the turn: a starting replica must not wait for a staging
         self.stopped = threading.Event()
 
-    def take(self, spec: Spec) -> None:
-        """Take over a deployment if it is the latest."""
-        with self._taking:
+    def deploy(self, spec: Spec) -> None:
+        """Adopt a deployment if it is the latest."""
+        with self._deploying:
             if spec.since > self._weights.spec.since:
-                self._weights.take(spec)
-                self.look_soon()
+                self._weights.deploy(spec)
+                self.reconcile_soon()
             if not self.is_deployed:
                 self.is_deployed = True
-                self.look_soon()
+                self.reconcile_soon()
 
     @property
     def preparing(self) -> str:
@@ -278,11 +286,11 @@ class NodeChanges:
         StagingBusy if another order is open, or other weights are on trial.
         """
         began = time.perf_counter()
-        if not order.proven:
+        if not order.is_rollback:
             self._check_free()
-        with self._turn_at_once() if order.proven else self._turn:
+        with self._turn_at_once() if order.is_rollback else self._turn:
             self._check_not_discarded(order)
-            if order.proven and self._order is not None and not self._settle(self._order):
+            if order.is_rollback and self._order is not None and not self._settle(self._order):
                 self._drop()
             self._check_free()
             return self._prepare(order, began)
@@ -293,11 +301,11 @@ class NodeChanges:
             open_order = self._open(order)
             open_order.staged, open_order.is_on_trial = self._trial.staged, True
             return Prepared(time.perf_counter() - began, True, open_order.staged.verified)
-        if order.proven:
+        if order.is_rollback:
             self._end_trial()
         self._check_no_trial()
         open_order = self._open(order)
-        if order.proven and weights_id in {self._model.weights_id, self._model.previous_weights_id}:
+        if order.is_rollback and weights_id in {self._model.weights_id, self._model.previous_weights_id}:
             return Prepared(time.perf_counter() - began, True, "none")
         try:
             open_order.staged = self._weights.stage(order.source, order.weights, order.reader)
@@ -391,23 +399,23 @@ class NodeChanges:
         with self._turn:
             open_order = self._order
             if open_order is None or open_order.order.id != order_id:
-                self.look_soon()
+                self.reconcile_soon()
                 raise StageClosed(f"{self._node}: the order {order_id} is no longer prepared")
             return self._commit(open_order, revision)
 
     def _commit(self, open_order: _OpenOrder, revision: int) -> Committed:
-        weights, seconds = open_order.order.weights, 0.0
+        weights = open_order.order.weights
         if open_order.staged is not None:
-            seconds = self._weights.commit(open_order.staged, revision).seconds_paused
+            self._weights.commit(open_order.staged, revision)
             self._trial = None  # a trial's weights are now served
         elif self._model.weights_id != weights.weights_id:
-            seconds = self._weights.roll_back(weights, revision).seconds_paused
+            self._weights.roll_back(weights, revision)
         at, generation = time.time(), self._model.generation
         assert generation is not None
         self._weights.mark(revision)
         self._order = None
-        self.look_soon()
-        return Committed(at, generation, seconds)
+        self.reconcile_soon()
+        return Committed(at, generation)
 
     def discard(self, order_id: str) -> None:
         """Discard an order that is open, is being staged, or has not come yet."""
@@ -426,7 +434,7 @@ class NodeChanges:
             open_order.staged.discard()
 
     def prepare_trial(self, order: TrialOrder) -> Prepared:
-        """Stage and verify the weights of a trial, which `go_on` starts.
+        """Stage and verify the weights of a trial, which `continue_trial` starts.
 
         Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
         """
@@ -453,7 +461,7 @@ class NodeChanges:
                 raise
             return Prepared(time.perf_counter() - began, False, staged.verified)
 
-    def go_on(self, trial_id: str, share: float) -> Measured:
+    def continue_trial(self, trial_id: str, share: float) -> Measured:
         """Let the weights on trial answer a share of the requests, once they are staged. Does not wait for that.
 
         Returns the measures since the last call. Raises StageClosed if the trial is over.
@@ -463,7 +471,7 @@ class NodeChanges:
             trial.lease.renew()
             return trial.measured()
         with self._turn:
-            return self._trial_of(trial_id).go_on(share)
+            return self._trial_of(trial_id).renew(share)
 
     def _trial_of(self, trial_id: str) -> NodeTrial:
         if (trial := self._trial) is None or trial.order.id != trial_id:
@@ -490,16 +498,16 @@ class NodeChanges:
         trial = self._trial
         return trial.order if trial is not None else None
 
-    def tried(self, text: str) -> None:
+    def add_measures(self, text: str) -> None:
         """Add a replica's measures of a trial."""
         if (trial := self._trial) is not None:
             trial.add(text)
 
-    def look_soon(self) -> None:
+    def reconcile_soon(self) -> None:
         """Wake the thread that follows the place."""
-        self.bell.set()
+        self.wakeup.set()
 
-    def look(self) -> None:
+    def reconcile(self) -> None:
         """Do what the place says, unless an order is open and undecided."""
         with self._turn:
             if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
@@ -532,7 +540,7 @@ class NodeChanges:
             self._drop()
         return self._order is None
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Discard an open order, and end a trial."""
         with self._turn:
             self._drop()

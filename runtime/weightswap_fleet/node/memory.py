@@ -109,7 +109,7 @@ class Board:
         self._words[_READ] = revision
 
 
-class Seats:
+class Slots:
     """Slots of replicas, with pidfds that show their ends. Every method may be called from any thread."""
 
     def __init__(self, control: Control, belongs: Callable[[int], bool]) -> None:

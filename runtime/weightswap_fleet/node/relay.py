@@ -32,11 +32,26 @@ _log = logging.getLogger("weightswap.fleet")
 T = TypeVar("T")
 
 
+class ObjectDescription(NamedTuple):
+    """A file that a reader has open."""
+
+    size: int  # bytes
+    tag: str  # the version of its content; empty if the store has no versions
+
+
+class RelayMethods(Protocol):
+    """What a node's relay does for other nodes. A chunk is a reference of `Transfer.put`."""
+
+    def describe(self, url: str) -> ObjectDescription | None: ...
+    def chunk(self, url: str, tag: str, number: int) -> Any: ...
+    def settle(self, url: str, tag: str) -> None: ...
+
+
 class Transfer(Protocol):
     """The connection between nodes, and the store of chunks."""
 
-    def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        """Call a method of another node's relay. Raises its error, or any that tells that it does not answer."""
+    def relay_of(self, node: str) -> RelayMethods:
+        """Return another node's relay. This and its methods raise any error that tells that it does not answer."""
         ...
 
     def put(self, content: bytearray) -> Any:
@@ -48,19 +63,12 @@ class Transfer(Protocol):
         ...
 
 
-class ObjectDescription(NamedTuple):
-    """A file that a reader has open. tag: the version of its content; empty if the store has no versions."""
-
-    size: int
-    tag: str
-
-
 class Relay:
     """The relay of one node: it reads for other nodes, and takes from them. Every method is thread-safe."""
 
-    def __init__(self, node: str, transfer: Transfer, chunk: int = CHUNK) -> None:
-        """node: the name of this one. chunk: in bytes, the same on all nodes."""
-        self.node, self.chunk = node, chunk
+    def __init__(self, node: str, transfer: Transfer, unit: int = CHUNK) -> None:
+        """node: the name of this one. unit: bytes of a chunk, the same on all nodes."""
+        self.node, self.unit = node, unit
         self._transfer = transfer
         self._readings: OrderedDict[str, _Reading] = OrderedDict()
         self._opening = Lock()
@@ -90,7 +98,7 @@ class Relay:
             if reading is not known:
                 return reading
             source = find_source(url)
-            reading = _Reading(source, self.chunk, self._transfer.put) if source is not None else None
+            reading = _Reading(source, self.unit, self._transfer.put) if source is not None else None
             self._readings.pop(url, None)
             if reading is not None:
                 self._readings[url] = reading
@@ -98,7 +106,7 @@ class Relay:
                 self._readings.popitem(last=False)
             return reading
 
-    def give(self, url: str, tag: str, number: int) -> Any:
+    def chunk(self, url: str, tag: str, number: int) -> Any:
         """Return a chunk, as a reference of `Transfer.put`. Raises WeightFileError if the content has changed."""
         return self._reading(url, tag).chunks.get(number)
 
@@ -120,20 +128,18 @@ class Relay:
                 if now > reading.used + IDLE:
                     del self._readings[url]
 
-    def ask(self, reader: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a reader's relay; the reader may be this node."""
-        if reader == self.node:
-            return getattr(self, method)(*arguments)
-        return self._transfer.ask(reader, method, *arguments)
+    def of(self, reader: str) -> RelayMethods:
+        """Return the relay of the reader, which may be this node."""
+        return self if reader == self.node else self._transfer.relay_of(reader)
 
     def take(self, reader: str, url: str, tag: str, number: int) -> memoryview:
         """Return a chunk that the reader reads."""
-        return self._transfer.get(self.ask(reader, "give", url, tag, number))
+        return self._transfer.get(self.of(reader).chunk(url, tag, number))
 
     def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
         """Open a URL through its reader, or directly if the reader does not answer. None if nothing is there."""
         try:
-            described = interruptible(lambda: self.ask(reader, "describe", url), check)
+            described = interruptible(lambda: self.of(reader).describe(url), check)
         except Exception as error:
             if check is not None:
                 check()
@@ -161,7 +167,7 @@ class RelayedObject:
     """A ByteSource of chunks that the reader reads. After the first failure, it is read directly."""
 
     def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
-        self.where, self.unit, self.size = str(Url(url)), relay.chunk, described.size
+        self.where, self.unit, self.size = str(Url(url)), relay.unit, described.size
         self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
         self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.take(reader, url, self._tag, n), TAKEN)
         self._direct: ByteSource | None = None
@@ -183,9 +189,6 @@ class RelayedObject:
                 flat[done : done + len(piece)] = piece
                 done += len(piece)
             offset += len(flat)
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return interruptible(lambda: self._relay.ask(self._reader, method, *arguments), self._check)
 
     def _direct_unless(self, work: Callable[[], object]) -> ByteSource | None:
         """Do the work by the reader, and return None; if the reader fails or has failed, return the direct source."""
@@ -210,13 +213,16 @@ class RelayedObject:
             self._direct = source
 
     def await_stable_mtime(self) -> None:
-        if direct := self._direct_unless(partial(self._ask, "settle", self._url, self._tag)):
+        def settle() -> None:
+            interruptible(lambda: self._relay.of(self._reader).settle(self._url, self._tag), self._check)
+
+        if direct := self._direct_unless(settle):
             direct.await_stable_mtime()
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         if self._direct is None:
             try:
-                description = self._ask("describe", self._url)
+                description = interruptible(lambda: self._relay.of(self._reader).describe(self._url), self._check)
             except Exception as error:
                 self._read_directly(error)
             else:

@@ -155,11 +155,12 @@ class _Fleet:
     def ask_one_more(self) -> float:
         """Return the milliseconds that each further keeper adds to a request that is sent to all at the same time."""
         from weightswap_fleet.coordinator.controller import RayNodes, find_spec
+        from weightswap_fleet.documents import NodeMethods
 
         nodes = RayNodes(find_spec(self._fleet.name))
         all_of_them = nodes.names()
         one, every = (
-            seconds(partial(nodes.ask, names, "renew", "", timeout=5.0)) for names in (all_of_them[:1], all_of_them)
+            seconds(partial(nodes.call, names, 5.0, NodeMethods.renew, "")) for names in (all_of_them[:1], all_of_them)
         )
         return (every - one) * 1e3 / (len(all_of_them) - 1)
 

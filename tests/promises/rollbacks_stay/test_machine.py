@@ -100,7 +100,7 @@ class Node:
 
     def look(self) -> None:
         self.now += 1000.0
-        self._keeper.changes.look()
+        self._keeper.reconcile()
 
     def close(self) -> None:
         self._keeper.close()
