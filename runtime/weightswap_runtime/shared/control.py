@@ -1,4 +1,13 @@
-"""The control page: words, leases, descriptions, history."""
+"""The control page, by which a keeper and its workers agree on which of two shared arenas may be read or written.
+
+The keeper writes a word, the served generation, and waits until no worker holds the idle arena before it overwrites
+that. A worker marks the served arena as held, and then reads the word again (`WorkerGate`). One of the two must see the
+other's write. That takes a fence between the write and the read on both sides, but a call has no time for one: so the
+keeper alone fences, with membarrier(2), which makes a fence of whatever each worker is doing just then.
+
+Layout: a page of words; a slot of words for each worker; then four cells: the descriptions of the weights in the two
+arenas, by the parity of their generation, and two histories, of which the later one counts.
+"""
 
 from __future__ import annotations
 
@@ -18,46 +27,16 @@ from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.format.identity import Counts, Identity
 from weightswap_runtime.live.receipt import SwapReceipt
 
-_NUMBER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
-_GLOBAL, _GLOBAL_EXPEDITED, _REGISTER = 1, 2, 4
-_PAUSE = 0.05  # seconds
-
-
-def _membarrier(command: int) -> bool:
-    return _NUMBER is not None and ctypes.CDLL(None, use_errno=True).syscall(_NUMBER, command, 0, 0) == 0
-
-
-@cache
-def has_fences() -> bool:
-    """Register this process, once; return whether the fast fence reaches it."""
-    return _membarrier(_REGISTER)
-
-
-def fence(unregistered: bool) -> None:
-    """Make the earlier stores of all processes visible to all. `unregistered`: the fast fence would miss a process."""
-    if not (not unregistered and has_fences() and _membarrier(_GLOBAL_EXPEDITED)) and not _membarrier(_GLOBAL):
-        time.sleep(_PAUSE)
-
-
 _PAGE: Final = 4096
-_SLOT: Final = 256  # bytes: a cache line for each of its words
+_SLOT: Final = 256  # bytes: a cache line for each of its words, so that workers do not slow each other down
 _HISTORY: Final = 1 << 20
 _LABELS: Final = 1 << 20
 _WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # offsets in the page, in words of 8 bytes
 _PID, _HOLDS, _UNFENCED = 0, (8, 16), 24  # offsets in a slot, in words
-
-
-def control_size(workers: int, description_size: int) -> int:
-    """Return the bytes of a control page. description_size: of one description of weights, without its labels."""
-    return _cells_begin(workers) + 2 * _whole_pages(description_size + _LABELS) + 2 * _HISTORY
-
-
-def _cells_begin(workers: int) -> int:
-    return _whole_pages(_PAGE + workers * _SLOT)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())  # number of the system call
+_GLOBAL, _GLOBAL_EXPEDITED, _REGISTER = 1, 2, 4  # its commands
+_PAUSE = 0.05  # seconds: without the call, every core has long written what it had buffered
+D = TypeVar("D", bound="Summary")
 
 
 class Control:
@@ -78,6 +57,7 @@ class Control:
 
     @property
     def word(self) -> int:
+        """The generation of the next commit: one more than the served one; 0 before the first weights."""
         return int(self._words[_WORD])
 
     @property
@@ -106,7 +86,7 @@ class Control:
 
     def begin_trial(self, parity: int) -> None:
         """Let workers call the described weights in the arena of a parity."""
-        self._words[_TRIALS] += 1
+        self._words[_TRIALS] += 1  # so that no later trial has the word of this one
         self.fence()  # the weights must be visible before the word
         self._words[_TRIAL] = 2 * self._words[_TRIALS] + parity
         self.fence()
@@ -119,12 +99,12 @@ class Control:
 
     def fence(self) -> None:
         """Make the earlier stores of all processes visible to all."""
-        fence(any(self._slot_word(slot, _UNFENCED) for slot in range(self.workers)))
+        _fence(registered=not any(self._slot_word(slot, _UNFENCED) for slot in range(self.workers)))
 
     def take_slot(self, slot: int, pid: int) -> None:
         """Take a slot for a worker."""
         self.empty_slot(slot)
-        self._words[self._at(slot, _UNFENCED)] = not has_fences()
+        self._words[self._at(slot, _UNFENCED)] = not _has_fences()
         self._words[self._at(slot, _PID)] = pid
 
     def empty_slot(self, slot: int) -> None:
@@ -158,6 +138,35 @@ class Control:
         return (_PAGE + slot * _SLOT) // 8 + word
 
 
+def control_size(workers: int, description_size: int) -> int:
+    """Return the bytes of a control page. description_size: of one description of weights, without its labels."""
+    return _cells_begin(workers) + 2 * _whole_pages(description_size + _LABELS) + 2 * _HISTORY
+
+
+def _cells_begin(workers: int) -> int:
+    return _whole_pages(_PAGE + workers * _SLOT)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _fence(registered: bool) -> None:
+    """Make the earlier stores of all processes visible to all. registered: the fast fence reaches all of them."""
+    if not (registered and _has_fences() and _membarrier(_GLOBAL_EXPEDITED)) and not _membarrier(_GLOBAL):
+        time.sleep(_PAUSE)
+
+
+@cache
+def _has_fences() -> bool:
+    """Register this process, once; return whether the fast fence reaches it."""
+    return _membarrier(_REGISTER)
+
+
+def _membarrier(command: int) -> bool:
+    return _MEMBARRIER is not None and ctypes.CDLL(None, use_errno=True).syscall(_MEMBARRIER, command, 0, 0) == 0
+
+
 class _Cell:
     """A record that one process writes and others read; one that is absent or half written reads as None."""
 
@@ -184,12 +193,12 @@ class _Cell:
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The part of a description that workers need: a generation and its weights. `terms`: those of `begin_trial`."""
+    """The part of a description that workers need."""
 
     generation: int
     weights_id: str
     labels: Mapping[str, str]
-    terms: bytes = b""
+    terms: bytes = b""  # those of `keeper.begin_trial`
 
     @property
     def identity(self) -> Identity:
@@ -212,14 +221,9 @@ class _History(msgspec.Struct, frozen=True):
     receipts: list[SwapReceipt]
 
 
-D = TypeVar("D", bound=Summary)
-_history = msgspec.msgpack.Decoder(_History)
-_encoder = msgspec.msgpack.Encoder()
-
-
 def describe(control: Control, generation: int, identity: Identity, terms: bytes = b"") -> None:
     """Describe the weights in the arena of a generation. Raises WeightFileError if the description is too large."""
-    record = _encoder.encode(
+    record = msgspec.msgpack.encode(
         Description(generation, identity.weights_id, identity.labels, terms, identity.digests, identity.nonfinite)
     )
     cell = control.descriptions[generation % 2]
@@ -253,7 +257,7 @@ def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
     kept = list(receipts)
     number = max((history.written for history in _histories(control)), default=0) + 1
     cell = control.histories[number % 2]  # the other cell keeps the last history, should this process be killed here
-    while len(record := _encoder.encode(_History(number, kept))) > cell.capacity:
+    while len(record := msgspec.msgpack.encode(_History(number, kept))) > cell.capacity:
         del kept[0]
     cell.write(record)
 
@@ -266,4 +270,4 @@ def read_history(control: Control) -> list[SwapReceipt]:
 
 def _histories(control: Control) -> list[_History]:
     records = [cell.read() for cell in control.histories]
-    return [_history.decode(record) for record in records if record]
+    return [msgspec.msgpack.decode(record, type=_History) for record in records if record]

@@ -1,4 +1,8 @@
-"""The segment, and the process that changes it."""
+"""The keeper: the one process that may change the weights in a segment of shared memory, which its workers serve.
+
+It may be killed at any time. Then workers serve on, and the next keeper continues with what the segment holds. So what
+it must know, such as digests and the history, is in the segment before a word there speaks of it.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +39,153 @@ from weightswap_runtime.tensors import block_count
 
 from .control import Control, Description, control_size, describe, read_description, read_history, write_history
 
-PARTS = ("control", "0", "1")
+PARTS = ("control", "0", "1")  # of a segment
+OPTIONS = EngineOptions(prologue=False)  # its results would be private to each process, and become stale
 _ADVICE = FOR_TWO.partition(",")[0] + ": the workers of the machine hold two sets between them."
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a process that truncates the file would kill all its readers
+_POLL = 0.002  # seconds between two looks at the slots of workers
+
+
+def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
+    """Return a model whose commits change the weights that all workers of a segment serve.
+
+    Weights that the segment already holds stay served, with their generation, history and id, so a keeper that was
+    killed can be replaced. There must be one keeper at a time, with the segment that `Segment.create` returned. The
+    engine is "torch", on the CPU. admit: as in `load`.
+
+    Raises ArtifactError, Unsupported and MissingExtra.
+    """
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    control = Control(segment.control)
+    engine = open_engine("torch", opened, HOST, OPTIONS)
+    gate = KeeperGate(control)
+    store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
+    store.admit = admit
+    _adopt(store, gate, control)
+    model = Model(opened, store, device=HOST, engine=engine)
+
+    def write(event: Event) -> None:
+        if event.receipt is not None:
+            write_history(control, store.history)
+
+    model.listen(write)
+    return model
+
+
+def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
+    """Continue with the served weights and the previous ones of an earlier keeper."""
+    control.fence()  # an earlier keeper may have been killed between its word and its fence
+    store.history.extend(read_history(control))
+    generation = control.generation
+    if generation is None or (now := read_description(control, generation, Description)) is None:
+        return
+    store.inherited = True
+    before = read_description(control, generation - 1, Description)
+    assert isinstance(store._residency, Double)
+    gate.adopt(store._residency.adopt(generation, now.identity, before.identity if before else None))
+
+
+def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
+    """Let workers call staged weights; return the word of the trial, by which they find it.
+
+    The trial ends with `Control.end_trial`, with a commit, and before the next staging. terms: bytes for the workers.
+    Raises StageClosed if the weights were committed or discarded, and WeightFileError if their labels are too long.
+    """
+    with staged._closing:  # excludes a commit, and a staging that would overwrite the weights
+        return announce(control, staged._opened().identity, terms)
+
+
+def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
+    """Begin a trial of the complete set of weights in the idle arena; return its word."""
+    generation = control.word  # the generation of the next commit
+    control.end_trial()
+    describe(control, generation, identity, terms)
+    control.begin_trial(generation % 2)
+    return control.trial
+
+
+class KeeperGate(Gate[Session]):
+    """The gate of the keeper's own calls, which also waits for those of workers, and commits in all workers."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__()
+        self._control = control
+        control.end_trial()  # the staging of an earlier keeper has ended with it
+
+    def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the leases of this process and of workers. Raises LeaseTimeout with the workers' process ids."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        super().wait_idle(session, timeout, check)
+        self._wait_for_workers(deadline, check)
+
+    def _wait_for_workers(self, deadline: float, check: Callable[[], None]) -> None:
+        self._control.end_trial()  # its weights are in the idle arena; no worker begins another call of them
+        while holders := self._control.holders(self._idle_parity):
+            if time.monotonic() >= deadline:
+                raise LeaseTimeout(
+                    f"the weights that would be overwritten were still held by {plural(len(holders), 'worker')} "
+                    f"(process {listed([str(each) for each in holders])}) when the timeout expired. "
+                    "Give a longer timeout, or kill a worker that no longer responds: it will be replaced."
+                )
+            time.sleep(_POLL)
+            check()
+            self._check_open()
+
+    @property
+    def _idle_parity(self) -> int:
+        generation = self._control.generation
+        return 0 if generation is None else (generation + 1) % 2
+
+    def adopt(self, version: Version[Session]) -> None:
+        """Serve in this process the version that workers serve already."""
+        super().exchange(version)
+
+    def exchange(self, version: Version[Session]) -> float:
+        """Serve a version in all workers. Calls that begin after this use it."""
+        self._control.end_trial()
+        describe(self._control, version.generation, version.identity)  # first: whoever sees the word reads it
+        seconds = super().exchange(version)
+        self._control.commit(version.generation)
+        return seconds
+
+
+class KeptMemory(HostMemory):
+    """The arenas of a segment, in their order."""
+
+    def __init__(self, segment: Segment, control: Control) -> None:
+        self._left = list(zip(segment.arenas, control.descriptions, strict=True))
+
+    def arena(self, layout: ArenaLayout) -> KeptArena:
+        descriptor, description = self._left.pop(0)
+        return KeptArena(layout, descriptor, description.clear)
+
+
+class KeptArena(HostArena):
+    """An arena in shared memory. Before it is overwritten, it is allocated, and its description is withdrawn."""
+
+    def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
+        super().__init__(layout, mmap.mmap(descriptor, 0))
+        self._descriptor = os.dup(descriptor)
+        self._withdraw = withdraw
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @contextmanager
+    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
+        """Prepare the arena for writing within the block. Raises OutOfMemory."""
+        if not join:  # with `join`, only engines' own memory is written, while calls run
+            _allocate(self._descriptor)
+            self._withdraw()
+        yield
 
 
 class Segment(NamedTuple):
     """File descriptors of shared memory. A process that gets them, by inheritance or over a socket, shares it."""
 
     control: int
-    arenas: tuple[int, int]
+    arenas: tuple[int, int]  # by the parity of their generations
 
     @classmethod
     def create(cls, weights: tuple[NamedTensor, ...], workers: int, name: str = "weightswap") -> Segment:
@@ -87,7 +228,7 @@ def memfd(nbytes: int, name: str) -> int:
     return descriptor
 
 
-def allocate(descriptor: int) -> None:
+def _allocate(descriptor: int) -> None:
     """Allocate all memory of a memfd now: a later lack of memory would make the system kill a process.
 
     Raises OutOfMemory.
@@ -115,142 +256,3 @@ def map_read_only(descriptor: int) -> ctypes.Array[ctypes.c_char]:
     memory = (ctypes.c_char * len(mapping)).from_address(address)
     memory.mapping = mapping  # type: ignore[attr-defined]  # keeps the mapping alive as long as a view of it
     return memory
-
-
-_POLL = 0.002  # seconds between two looks at the slots of workers
-OPTIONS = EngineOptions(prologue=False)  # its results would be private to each process, and become stale
-
-
-def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
-    """Return a model whose commits change the weights that all workers of a segment serve.
-
-    Weights that the segment already holds stay served, with their generation, history and id, so a keeper that was
-    killed can be replaced. There must be one keeper at a time, with the segment that `Segment.create` returned. The
-    engine is "torch", on the CPU. admit: as in `load`.
-
-    Raises ArtifactError, Unsupported and MissingExtra.
-    """
-    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    control = Control(segment.control)
-    engine = open_engine("torch", opened, HOST, OPTIONS)
-    gate = KeeperGate(control)
-    store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
-    store.admit = admit
-    _adopt(store, gate, control)
-    model = Model(opened, store, device=HOST, engine=engine)
-
-    def write(event: Event) -> None:
-        if event.receipt is not None:
-            write_history(control, store.history)
-
-    model.listen(write)
-    return model
-
-
-def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
-    """Continue with the served weights and the previous ones of an earlier keeper."""
-    control.fence()  # an earlier keeper may have ended between its word and its fence
-    store.history.extend(read_history(control))
-    generation = control.generation
-    if generation is None or (now := read_description(control, generation, Description)) is None:
-        return
-    store.inherited = True
-    before = read_description(control, generation - 1, Description)
-    assert isinstance(store._residency, Double)
-    gate.adopt(store._residency.adopt(generation, now.identity, before.identity if before else None))
-
-
-class KeptArena(HostArena):
-    """An arena in shared memory. Before it is overwritten, it is allocated, and its description is withdrawn."""
-
-    def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
-        super().__init__(layout, mmap.mmap(descriptor, 0))
-        self._descriptor = os.dup(descriptor)
-        self._withdraw = withdraw
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
-
-    @contextmanager
-    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
-        """Prepare the arena for writing within the block. Raises OutOfMemory."""
-        if not join:  # with `join`, only engines' own memory is written, while calls run
-            allocate(self._descriptor)
-            self._withdraw()
-        yield
-
-
-class KeptMemory(HostMemory):
-    """The arenas of a segment, in their order."""
-
-    def __init__(self, segment: Segment, control: Control) -> None:
-        self._left = list(zip(segment.arenas, control.descriptions, strict=True))
-
-    def arena(self, layout: ArenaLayout) -> KeptArena:
-        descriptor, description = self._left.pop(0)
-        return KeptArena(layout, descriptor, description.clear)
-
-
-class KeeperGate(Gate[Session]):
-    """The gate of the keeper's own calls, which also waits for those of workers, and commits in all workers."""
-
-    def __init__(self, control: Control) -> None:
-        super().__init__()
-        self._control = control
-        control.end_trial()  # the staging of an earlier keeper has ended with it
-
-    def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the leases of this process and of workers. Raises LeaseTimeout with the workers' process ids."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        super().wait_idle(session, timeout, check)
-        self._wait_for_workers(deadline, check)
-
-    def _wait_for_workers(self, deadline: float, check: Callable[[], None]) -> None:
-        self._control.end_trial()
-        while holders := self._control.holders(self._idle_parity):
-            if time.monotonic() >= deadline:
-                raise LeaseTimeout(
-                    f"the weights that would be overwritten were still held by {plural(len(holders), 'worker')} "
-                    f"(process {listed([str(each) for each in holders])}) when the timeout expired. "
-                    "Give a longer timeout, or kill a worker that no longer responds: it will be replaced."
-                )
-            time.sleep(_POLL)
-            check()
-            self._check_open()
-
-    @property
-    def _idle_parity(self) -> int:
-        generation = self._control.generation
-        return 0 if generation is None else (generation + 1) % 2
-
-    def adopt(self, version: Version[Session]) -> None:
-        """Serve in this process the version that workers serve already."""
-        super().exchange(version)
-
-    def exchange(self, version: Version[Session]) -> float:
-        """Serve a version in all workers. Calls that begin after this use it."""
-        self._control.end_trial()
-        describe(self._control, version.generation, version.identity)
-        seconds = super().exchange(version)
-        self._control.commit(version.generation)
-        return seconds
-
-
-def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
-    """Let workers call staged weights; return the word of the trial, by which they find it.
-
-    The trial ends with `Control.end_trial`, with a commit, and before the next staging. terms: bytes for the workers.
-    Raises StageClosed if the weights were committed or discarded, and WeightFileError if their labels are too long.
-    """
-    with staged._closing:  # excludes a commit, and a staging that would overwrite the weights
-        return announce(control, staged._opened().identity, terms)
-
-
-def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
-    """Begin a trial of the complete set of weights in the idle arena; return its word."""
-    generation = control.word  # the generation of the next commit
-    control.end_trial()
-    describe(control, generation, identity, terms)
-    control.begin_trial(generation % 2)
-    return control.trial

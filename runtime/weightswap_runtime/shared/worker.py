@@ -1,4 +1,4 @@
-"""The worker side: a model that answers from shared arenas, whose weights the keeper changes."""
+"""The worker: a process with a model that answers from shared arenas, whose weights the keeper changes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,52 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
     return model
 
 
-class MappedMemory(HostMemory):
-    """The arenas of a segment, in their order, mapped read-only."""
+class WorkerModel(ServedModel):
+    """A model whose weights the keeper changes."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._descriptors = iter(segment.arenas)
+    def begin(self, gate: WorkerGate, control: Control) -> None:
+        """Emit events of commits from now on, but not of those before."""
+        self._shared_gate, self._control = gate, control
+        self._commit_events = _CommitEvents(gate, control, self._store, self.graph_id)
+        weakref.finalize(self, self._commit_events.end).atexit = False
 
-    def arena(self, layout: ArenaLayout) -> HostArena:
-        return HostArena(layout, map_read_only(next(self._descriptors)))
+    def find_trial(self, word: int) -> Trial | None:
+        """Return the trial that has this word in the control page, or None if it is over."""
+        summary = read_trial(self._control, word)
+        return Trial(self._methods, self._shared_gate, word, summary) if summary is not None else None
+
+    def close(self) -> None:
+        self._commit_events.stop()
+        super().close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _OF_THE_KEEPER:
+            raise Unsupported(
+                f"{name}: this process is one of several that serve the same memory, which only their keeper changes. "
+                "Publish to the directory that it watches, or set the desired state at the place that it follows."
+            )
+        return super().__getattr__(name)
+
+
+class Trial(Caller):
+    """A staged set that a worker can call. Calls raise StageClosed once the trial is over."""
+
+    _serves = False
+
+    def __init__(self, methods: Methods, gate: WorkerGate, word: int, summary: Summary) -> None:
+        super().__init__(methods)
+        self._gate, self.word = gate, word
+        self.weights_id = summary.weights_id
+        self.terms = summary.terms  # the bytes that `begin_trial` was given
+
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
+        lease = Claim()
+        session = self._gate.acquire_trial(self.word, lease)
+        try:
+            bound = session.bound[self._methods.member]
+            return run_chosen(bound, self.weights_id, name, flat, context, choice)
+        finally:
+            self._gate.release(session, lease)
 
 
 class WorkerGate(Gate[Session]):
@@ -126,7 +164,11 @@ class WorkerGate(Gate[Session]):
             self._control.let_go(self._slot, parity)
 
     def _enter(self) -> int:
-        """Hold the served arena, update the current version, and return the arena's parity."""
+        """Hold the served arena, update the current version, and return the arena's parity.
+
+        Between the read of the word and the mark, the keeper may have seen no mark and begun to overwrite the arena. It
+        writes the word before it looks at marks, so a word that is still the same after the mark says that it has not.
+        """
         while True:
             word = self._control.word
             parity = (word - 1) % 2
@@ -155,57 +197,17 @@ def between() -> None:
     """Do nothing: a hook for tests, between reading the word and holding its arena."""
 
 
-class Trial(Caller):
-    """A staged set that a worker can call. Calls raise StageClosed once the trial is over.
+class MappedMemory(HostMemory):
+    """The arenas of a segment, in their order, mapped read-only."""
 
-    terms: the bytes that `begin_trial` was given.
-    """
+    def __init__(self, segment: Segment) -> None:
+        self._descriptors = iter(segment.arenas)
 
-    _serves = False
-
-    def __init__(self, methods: Methods, gate: WorkerGate, word: int, summary: Summary) -> None:
-        super().__init__(methods)
-        self._gate, self.word = gate, word
-        self.weights_id, self.terms = summary.weights_id, summary.terms
-
-    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
-        lease = Claim()
-        session = self._gate.acquire_trial(self.word, lease)
-        try:
-            bound = session.bound[self._methods.member]
-            return run_chosen(bound, self.weights_id, name, flat, context, choice)
-        finally:
-            self._gate.release(session, lease)
+    def arena(self, layout: ArenaLayout) -> HostArena:
+        return HostArena(layout, map_read_only(next(self._descriptors)))
 
 
-class WorkerModel(ServedModel):
-    """A model whose weights the keeper changes."""
-
-    def begin(self, gate: WorkerGate, control: Control) -> None:
-        """Emit events of commits from now on, but not of those before."""
-        self._shared_gate, self._control = gate, control
-        self._commit_events = CommitEvents(gate, control, self._store, self.graph_id)
-        weakref.finalize(self, self._commit_events.end).atexit = False
-
-    def find_trial(self, word: int) -> Trial | None:
-        """Return the trial that has this word in the control page, or None if it is over."""
-        summary = read_trial(self._control, word)
-        return Trial(self._methods, self._shared_gate, word, summary) if summary is not None else None
-
-    def close(self) -> None:
-        self._commit_events.stop()
-        super().close()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _OF_THE_KEEPER:
-            raise Unsupported(
-                f"{name}: this process is one of several that serve the same memory, which only their keeper changes. "
-                "Publish to the directory that it watches, or set the desired state at the place that it follows."
-            )
-        return super().__getattr__(name)
-
-
-class CommitEvents:
+class _CommitEvents:
     """A thread that emits events of the keeper's commits, and releases arenas whose leases were dropped."""
 
     def __init__(self, gate: WorkerGate, control: Control, store: Store, graph_id: str) -> None:
