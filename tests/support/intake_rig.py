@@ -68,7 +68,7 @@ class IntakeRig:
                 self.committed.append(name)
             return staged.weights_id
 
-    def tell(self, kind: str, source: str, error: BaseException) -> None:
+    def notify(self, kind: str, source: str, error: BaseException) -> None:
         self.reports.append((f"{kind} {Path(source).stem}", type(error).__name__))
 
     def look(self, after: float = INTERVAL) -> float:

@@ -14,7 +14,7 @@ from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
 
-from .changes import NodeChanges, NodePlace, NodeWeights
+from .changes import NodeChanges, NodeWeights
 from .memory import NodeMemory, Slots
 from .relay import Relay
 
@@ -46,7 +46,7 @@ class NodeKeeper(NodeChanges):
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
         control = Control(self._memory.segment.control)
         weights = NodeWeights(spec, node, artifact, self._memory, relay)
-        super().__init__(weights, NodePlace(spec.place, clock), control, clock, adopted is None and not again)
+        super().__init__(weights, control, clock, is_deployed=adopted is None and not again)
         self.node, self.model = node, weights.model
         self._relay = relay
         self._slots = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))

@@ -1,4 +1,8 @@
-"""The one change controller: prepare, commit, discard, trial, follow."""
+"""How a thread keeps a model's weights current: its loop, what it does to the model, and what it promotes.
+
+An `Intake` decides by the files of a directory what shall be served, a `Reconciler` by a place. Both have it done by a
+`ModelTarget`, which alone touches the model.
+"""
 
 from __future__ import annotations
 
@@ -38,91 +42,12 @@ from weightswap_runtime.threads import Background
 
 from .desired_state import DesiredState, DesiredWeights, check_new, check_promotable
 from .directory import Entry, order_of_names, without_traceback
-from .intake import Told
+from .intake import NoticeKind
 from .place import DesiredPlace, Known
 
 Policy = Literal["newest", "proven"]
-
-
-class Promotion(NamedTuple):
-    """The place to promote weights in, the policy, and the name of the promoter."""
-
-    place: DesiredPlace
-    policy: Policy
-    by: str
-
-    def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
-        """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
-        self._check(path, weights_id or "", self.place.read(check))
-
-    def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
-        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
-        if self.policy == "proven":
-            check_proven(printable(path), staged.verified, list(staged.nonfinite))
-        known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
-        may = partial(self._check, path, staged.weights_id)
-        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
-
-    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
-        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
-        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
-        return {entry.name for entry in entries if str(entry.path) in known}
-
-    def _check(self, path: str | Path, weights_id: str, state: DesiredState) -> None:
-        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
-        if state.weights_id == weights_id:
-            return
-        check_promotable(state, weights_id, printable(path))
-        check_new(state, weights_id, printable(path))
-        folder, _, name = str(path).rpartition("/")
-        for weights in state.known:
-            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
-            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
-                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
-
-
-def check_promotion_policy(policy: str) -> None:
-    """Raise Unsupported for an unknown policy."""
-    if policy not in get_args(Policy):
-        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
-
-
-def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
-    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
-    if nonfinite:
-        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
-    if verified != "goldens":
-        raise Unproven(
-            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
-            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
-        )
-
-
 _log = logging.getLogger("weightswap.watching")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
-
-
-class Subject(NamedTuple):
-    """The model to swap weights into, and `request`, the options of every swap."""
-
-    model: Caller
-    store: Store
-    member: Member
-    request: SwapRequest
-
-
-class Looker(Protocol):
-    """The work of each look."""
-
-    last_error: BaseException | None
-
-    def look(self, target: ModelTarget) -> float:
-        """Serve what can be served. Return the seconds until the next look."""
-        ...
-
-    def forget_refusal(self) -> None:
-        """Try what was refused again at the next look."""
-        ...
 
 
 class Watching(AbstractContextManager["Watching"]):
@@ -186,6 +111,29 @@ class Watching(AbstractContextManager["Watching"]):
         return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
 
 
+class Subject(NamedTuple):
+    """The model to swap weights into."""
+
+    model: Caller
+    store: Store
+    member: Member
+    request: SwapRequest  # the options of every swap
+
+
+class Looker(Protocol):
+    """The work of each look."""
+
+    last_error: BaseException | None
+
+    def look(self, target: ModelTarget) -> float:
+        """Serve what can be served. Return the seconds until the next look."""
+        ...
+
+    def forget_refusal(self) -> None:
+        """Try what was refused again at the next look."""
+        ...
+
+
 def check_interval(interval: Any) -> None:
     """Raise Unsupported for an invalid time between two looks."""
     if not (is_number(interval) and interval > 0):
@@ -209,15 +157,16 @@ class Loop:
         self.promotion = promotion
         self.lookers = lookers
         current = self.store.gate.current
+        # rollbacks up to here were made before the watcher began, and do not bind it
         self.first_generation = -1 if current is None or self.store.inherited else current.generation
         self.stopping = False
-        self.job: Job | None = None
+        self.job: Job | None = None  # of the change under way
         self._interval = interval
         self._admission = fingerprint_of(self.store.admit)
         self._callback = callback
         self._model = weakref.ref(model)
         self._thread: int | None = None
-        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, for finalizers
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event: a finalizer may interrupt a put
         self._unlisten = self.store.events.listen(self._forward)
         self._finalizer = weakref.finalize(model, self.stop)
 
@@ -247,6 +196,7 @@ class Loop:
             del self.store, self.member  # a reference to the watcher must not keep the weights alive
 
     def _notice_admission(self) -> None:
+        """Try refused weights again if other ones are admitted now, such as by a new key."""
         before, self._admission = self._admission, fingerprint_of(self.store.admit)
         if self._admission != before:
             for looker in self.lookers:
@@ -313,7 +263,7 @@ class ModelTarget:
                     staged.commit(timeout=self._loop.request.timeout)
                 return content
 
-    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+    def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
         """Serve exactly these weights, if `is_wanted` is still true when they are staged. Raises what `swap` raises."""
         with self._turn() as job:
             if self.serves(weights.weights_id) or not is_wanted():  # changed during the wait for the turn
@@ -383,6 +333,60 @@ class ModelTarget:
                 return receipt
         return None
 
-    def tell(self, kind: Told, source: str, error: BaseException) -> None:
+    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
         graph_id = self._loop.member.artifact.graph_id
         self._store.events.emit(Event(kind, source, self._loop.request.by, graph_id, error=error))
+
+
+class Promotion(NamedTuple):
+    """What a watcher does before it serves a file: it makes its weights the desired ones."""
+
+    place: DesiredPlace
+    policy: Policy
+    by: str  # the promoter
+
+    def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
+        """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
+        self._check(path, weights_id or "", self.place.read(check))
+
+    def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
+        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        if self.policy == "proven":
+            check_proven(printable(path), staged.verified, list(staged.nonfinite))
+        known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
+        may = partial(self._check, path, staged.weights_id)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
+
+    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
+        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        return {entry.name for entry in entries if str(entry.path) in known}
+
+    def _check(self, path: str | Path, weights_id: str, state: DesiredState) -> None:
+        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
+        if state.weights_id == weights_id:
+            return
+        check_promotable(state, weights_id, printable(path))
+        check_new(state, weights_id, printable(path))
+        folder, _, name = str(path).rpartition("/")
+        for weights in state.known:
+            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
+                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
+
+
+def check_promotion_policy(policy: str) -> None:
+    """Raise Unsupported for an unknown policy."""
+    if policy not in get_args(Policy):
+        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
+
+
+def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
+    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
+    if nonfinite:
+        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
+    if verified != "goldens":
+        raise Unproven(
+            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
+            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
+        )

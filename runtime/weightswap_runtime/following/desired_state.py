@@ -39,32 +39,28 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DesiredBase(_Part, frozen=True, kw_only=True):
-    """A file that leads to the base weights of a delta. source: as in `DesiredWeights`."""
+    """A file that leads to the base weights of a delta."""
 
-    source: _Text
+    source: _Text  # as in `DesiredWeights`
     weights_id: _Id
 
 
 class DesiredWeights(_Part, frozen=True, kw_only=True):
-    """One set of weights that is, was or may again be desired: `since` (seconds since the epoch), `by` whom, and `why`.
+    """One set of weights that is, was or may again be desired."""
 
-    source: a path or URL of a full set, or of a delta; a relative one is below the place of the document. graph_id: the
-    graph that it was packed for; empty if unknown. bases: for a delta, a full set and then the deltas that lead to its
-    base weights. Others have none, so that earlier runtimes, which do not know the field, can read them.
-    """
-
-    source: _Text
+    source: _Text  # a path or URL of a full set, or of a delta; a relative one is below the place of the document
     weights_id: _Id
-    graph_id: str = ""
+    graph_id: str = ""  # of the graph that it was packed for; empty if unknown
     labels: dict[str, str] = {}
     since: _Seconds
     by: str = ""
     why: str = ""
+    # for a delta, a full set and then the deltas that lead to its base weights; a full set has none
     bases: Annotated[tuple[DesiredBase, ...], msgspec.Meta(max_length=MOST_BASES)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Hold(_Part, frozen=True, kw_only=True):
-    """A hold, during which nothing is promoted. `since` in seconds since the epoch."""
+    """A hold, during which nothing is promoted."""
 
     since: _Seconds
     by: str = ""
@@ -72,17 +68,13 @@ class Hold(_Part, frozen=True, kw_only=True):
 
 
 class DesiredState(_Part, frozen=True, kw_only=True):
-    """The content of a place. `revision` grows by one with each write; 0: nothing was written yet.
-
-    history: the weights that were desired before, oldest first; a rollback can lead to them. withdrawn: the weights
-    that were rolled back, in that order; no promotion brings them back.
-    """
+    """The content of a place."""
 
     desired_version: int = FORMAT_VERSION
-    revision: _Count = 0
+    revision: _Count = 0  # grows by one with each write; 0: nothing was written yet
     weights: DesiredWeights | None = None
-    history: tuple[DesiredWeights, ...] = ()
-    withdrawn: tuple[DesiredWeights, ...] = ()
+    history: tuple[DesiredWeights, ...] = ()  # desired before, oldest first; a rollback can lead to them
+    withdrawn: tuple[DesiredWeights, ...] = ()  # rolled back, in that order; no promotion brings them back
     hold: Hold | None = None
 
     @property
@@ -191,13 +183,13 @@ def with_weights(state: DesiredState, weights: DesiredWeights) -> DesiredState:
     return replace(state, weights=weights, history=history, withdrawn=without(state.withdrawn))
 
 
-def trimmed(state: DesiredState, most: int | None = None) -> DesiredState:
-    """Return a state that takes at most `most` bytes, without what is missed least, the oldest first.
+def trimmed(state: DesiredState) -> DesiredState:
+    """Return a state that takes at most KEPT_BYTES, without what is missed least, the oldest first.
 
     That is all but the source and the id of withdrawn weights, which must stay withdrawn; then labels of the history,
     its oldest weights, and at last the labels of what is desired. Nothing else in a document can be long.
     """
-    excess = len(encode(state)) - (KEPT_BYTES if most is None else most)
+    excess = len(encode(state)) - KEPT_BYTES
     withdrawn, excess = _shortened(state.withdrawn, _bare, excess)
     history, excess = _shortened(state.history, _unlabelled, excess)
     while excess > 0 and len(history) > 1:

@@ -1,4 +1,4 @@
-"""Listings of weight files, and looks at their headers."""
+"""Directories of weight files: listings, fingerprints, headers, and the order of names."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from weightswap_runtime.sources.location import Location, Url, as_location, fixe
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
 _LISTED = (SUFFIX, INDEX_SUFFIX, SUFFIX + SIGNATURE_SUFFIX, INDEX_SUFFIX + SIGNATURE_SUFFIX)
+_MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones
 UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this look
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class Entry(NamedTuple):
-    """A weight file in a listing. `path`: the argument of a swap. `modified`: seconds since the epoch; 0 if unknown.
+    """A weight file in a listing. With equal `fingerprint` and `changed`, it has the same content, as far as is known.
 
-    Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell; a fingerprint
-    UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a write that restored the time of
-    modification, and after a change of the file's mode or hard links. `beside`: both of the files beside it that decide
-    whether it is taken.
+    `changed` alone differs after a write that restored the time of modification, and after a change of the file's mode
+    or hard links.
     """
 
     name: str
-    path: str | Path
-    fingerprint: Hashable
-    modified: float
-    changed: Hashable = None
-    beside: Hashable = ()
+    path: str | Path  # the argument of a swap
+    fingerprint: Hashable  # UNKNOWN says nothing
+    modified: float  # seconds since the epoch; 0 if unknown
+    changed: Hashable = None  # a local file's ctime
+    beside: Hashable = ()  # names, fingerprints and `changed` of the files beside it that decide whether it is taken
 
 
 Listing = Callable[[], list[Entry]]
@@ -160,16 +161,12 @@ def _local(path: Path) -> Entry | None:
     return Entry(path.name, path, fingerprint, status.st_mtime, status.st_ctime_ns)
 
 
-_MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones
-_Error = TypeVar("_Error", bound=BaseException)
-
-
 class HeaderPeek(NamedTuple):
-    """The content of a file's header. `base`: the base weights of a delta. `error`: why the header cannot be read."""
+    """What a file's header says."""
 
     weights_id: str | None = None
-    base: str | None = None
-    error: Exception | None = None
+    base: str | None = None  # the base weights id of a delta
+    error: Exception | None = None  # why the header cannot be read
 
 
 def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:

@@ -1,4 +1,8 @@
-"""Intake of a directory: which files are taken, when, and in which order. It has no thread and no clock of its own."""
+"""The intake of a directory: which files are taken, when, and in which order. No thread, and no clock of its own.
+
+Whoever writes the files knows nothing of this. So a file may be seen while it is copied, a listing may miss some for
+once, and a name may come back with another content.
+"""
 
 from __future__ import annotations
 
@@ -36,67 +40,13 @@ from weightswap_runtime.sources.location import printable
 from .directory import UNKNOWN, Entry, HeaderPeek, Listing, order, peek, without_traceback
 
 Start = Literal["newest", "all", "new"]
-Told = Literal["skipped", "unreachable", "waiting"]
-LONGEST_DELAY = 300.0
+NoticeKind = Literal["skipped", "unreachable", "waiting"]
+LONGEST_DELAY = 300.0  # seconds between two tries
 MOST_REMEMBERED = 10_000  # files that have disappeared
 PATIENCE = 60.0  # seconds without a change after which a truncated file counts as damaged
 # errors that other bytes under the same header can mend
 _MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
 _TRANSIENT = (BaseMismatch, DesiredError, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
-
-
-class Target(Protocol):
-    """The model as seen by one look; see `loop.ModelTarget`."""
-
-    def check(self) -> None:
-        """Raise StageCancelled if the watcher was stopped."""
-        ...
-
-    def serves(self, weights_id: str) -> bool:
-        """Return whether exactly these weights are served now."""
-        ...
-
-    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
-
-
-class WatchTarget(Target, Protocol):
-    """The model that files are swapped into."""
-
-    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
-        """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
-
-        Return the id of its content, or `known` if it was not read. Raises what `Model.swap` and `check` raise.
-        """
-        ...
-
-
-@dataclass(eq=False)
-class _File:
-    """The state of a file with one fingerprint; a file with another fingerprint is another file.
-
-    `settled`: taken or skipped. `wait_error`: why a delta cannot be taken yet. `must_recheck`: only its ctime has
-    changed since its header was read. `content`: the id of the content that was taken.
-    """
-
-    entry: Entry
-    changed_at: float
-    looks: int = 0
-    settled: bool = False
-    attempts: int = 0
-    retry_at: float = 0.0
-    peek: HeaderPeek | None = None
-    error: BaseException | None = None
-    wait_error: BaseException | None = None
-    must_recheck: bool = False
-    content: str | None = None
-    key: tuple[Any, ...] = field(init=False)  # the sort key
-
-    def __post_init__(self) -> None:
-        self.key = order(self.entry)
-
-
-class _NotNowError(Exception):
-    """No further file can be taken at this look."""
 
 
 class Intake:
@@ -126,7 +76,8 @@ class Intake:
         self._known_names = known_names  # called once: which files were taken elsewhere, or before a restart
         self._files: dict[str, _File] = {}
         self._removed: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the latest removed last
-        self._initial_names: set[str] | None = None  # those at the first look, for start="newest"; then empty
+        # those at the first look, for start="newest", until one of them is taken: the newest that can be, not the first
+        self._initial_names: set[str] | None = None
         self._last_taken: _File | None = None
         self._failed_listings = 0  # consecutive ones
 
@@ -139,7 +90,7 @@ class Intake:
     @property
     def waiting(self) -> dict[str, BaseException]:
         """The reasons why deltas and truncated files wait, by name, in order."""
-        errors = ((file.entry.name, file.wait_error or _truncation(file)) for file in self._pending())
+        errors = ((file.entry.name, file.wait_error or file.truncation) for file in self._pending())
         return {name: error for name, error in errors if error is not None}
 
     def look(self, target: WatchTarget) -> float:
@@ -166,9 +117,9 @@ class Intake:
         self._failed_listings += 1
         self.last_error = without_traceback(error)
         if self._failed_listings == 1:
-            target.tell("unreachable", self._directory, error)
+            target.notify("unreachable", self._directory, error)
         if self._initial_names is None and isinstance(error.__cause__, FileNotFoundError):
-            self._initial_names = set()
+            self._initial_names = set()  # no directory, no file in it: all that it will have are new
         # listing a local directory is cheap, so it needs no longer pauses
         return self._interval if isinstance(error.__cause__, OSError) else delay(self._interval, self._failed_listings)
 
@@ -286,7 +237,7 @@ class Intake:
         return last is not None and last.entry.name != file.entry.name and file.key < last.key
 
     def _is_ready(self, file: _File, header: HeaderPeek, target: WatchTarget) -> bool:
-        if isinstance(header.error, TruncatedFile):
+        if file.truncation:
             return self._clock() - file.changed_at >= PATIENCE
         if header.base is not None:
             return target.serves(header.base)
@@ -312,24 +263,24 @@ class Intake:
                 where = printable(file.entry.path)
                 error = BaseMismatch(f"{where}: a delta from the weights {base[:12]}, which are not served yet")
                 file.wait_error = error
-                target.tell("waiting", where, error)
+                target.notify("waiting", where, error)
 
     def _set_failed(self, file: _File, error: Exception, target: WatchTarget) -> None:
         before, self.last_error, file.error = file.error, without_traceback(error), error
         if not is_transient(error):
             file.settled = True
             if str(before) != str(error):
-                target.tell("skipped", printable(file.entry.path), error)
+                target.notify("skipped", printable(file.entry.path), error)
             return
         if isinstance(error, Held):  # a hold may be released at any time, so the pauses do not grow
             if str(before) != str(error):
-                target.tell("waiting", printable(file.entry.path), error)
+                target.notify("waiting", printable(file.entry.path), error)
         else:
             file.attempts += 1
         file.retry_at = self._clock() + delay(self._interval, max(1, file.attempts))
         file.peek = None
         if not isinstance(error, BaseMismatch | WeightFileError):
-            raise _NotNowError
+            raise _NotNowError  # the model or the place is not ready: a later file must not be taken before this one
 
     def _set_taken(self, file: _File, target: WatchTarget) -> None:
         initial_names, self._initial_names = self._initial_names or set(), set()
@@ -347,13 +298,38 @@ class Intake:
         where, later = printable(file.entry.path), self._last_taken.entry.name
         error = Superseded(f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}")
         file.settled, file.error = True, error
-        target.tell("skipped", where, error)
+        target.notify("skipped", where, error)
 
 
-def _truncation(file: _File) -> TruncatedFile | None:
-    """Return the error of a truncated file, which may still be being copied."""
-    error = file.peek.error if file.peek else None
-    return error if isinstance(error, TruncatedFile) else None
+@dataclass(eq=False)
+class _File:
+    """The state of a file with one fingerprint; a file with another fingerprint is another file."""
+
+    entry: Entry
+    changed_at: float
+    looks: int = 0
+    settled: bool = False  # taken or skipped
+    attempts: int = 0
+    retry_at: float = 0.0
+    peek: HeaderPeek | None = None
+    error: BaseException | None = None
+    wait_error: BaseException | None = None  # why a delta cannot be taken yet
+    must_recheck: bool = False  # only its ctime has changed since its header was read
+    content: str | None = None  # the id of the content that was taken
+    key: tuple[Any, ...] = field(init=False)  # the sort key
+
+    def __post_init__(self) -> None:
+        self.key = order(self.entry)
+
+    @property
+    def truncation(self) -> TruncatedFile | None:
+        """The error of a truncated file, which may still be being copied."""
+        error = self.peek.error if self.peek else None
+        return error if isinstance(error, TruncatedFile) else None
+
+
+class _NotNowError(Exception):
+    """No further file can be taken at this look."""
 
 
 def _why_not_before(file: _File) -> str:
@@ -364,9 +340,29 @@ def _why_not_before(file: _File) -> str:
     return f"; before that: {error}" if error else ""
 
 
-def delay(interval: float, attempts: int) -> float:
-    """Return the seconds to wait for the next try after so many failed attempts."""
-    return min(interval * 2.0 ** min(attempts - 1, 30), max(interval, LONGEST_DELAY))
+class Target(Protocol):
+    """The model as seen by one look; see `loop.ModelTarget`."""
+
+    def check(self) -> None:
+        """Raise StageCancelled if the watcher was stopped."""
+        ...
+
+    def serves(self, weights_id: str) -> bool:
+        """Return whether exactly these weights are served now."""
+        ...
+
+    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None: ...
+
+
+class WatchTarget(Target, Protocol):
+    """The model that files are swapped into."""
+
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+        """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
+
+        Return the id of its content, or `known` if it was not read. Raises what `Model.swap` and `check` raise.
+        """
+        ...
 
 
 def refused_weights(event: Event) -> str:
@@ -381,3 +377,8 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, WeightswapError):
         return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile | Unproven)
     return True
+
+
+def delay(interval: float, attempts: int) -> float:
+    """Return the seconds to wait for the next try after so many failed attempts."""
+    return min(interval * 2.0 ** min(attempts - 1, 30), max(interval, LONGEST_DELAY))

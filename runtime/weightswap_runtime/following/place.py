@@ -1,4 +1,7 @@
-"""The place that holds it: atomic changes by revision, files or objects."""
+"""The place of a desired state: a folder whose document changes atomically, by revision, as a file or an object.
+
+Everyone who changes it reads, decides, and replaces what was read; whoever finds another document then decides again.
+"""
 
 from __future__ import annotations
 
@@ -48,179 +51,14 @@ from .desired_state import (
 )
 
 NAME = "desired.json"
-LOCK = ".desired.lock"
-PATIENCE, POLL_SECONDS = 30.0, 0.002
-SHARING_PATIENCE = 0.5  # from the creation of a lock until other users may open it
-MOST_BYTES = 4 << 20
-
-
-class Stored(NamedTuple):
-    """The bytes of a document, None if it is absent, and the tag of its version (remote storage only)."""
-
-    content: bytes | None
-    tag: str | None = None
-
-
-def open_storage(place: str | os.PathLike[str]) -> LocalStorage | RemoteStorage:
-    """Open the storage at a directory's path or a folder's URL, or at that of the document itself.
-
-    Its `replace` returns False if the document is no longer the one that was read. `read` and `replace` raise
-    DesiredError, and what `check` raises.
-    """
-    if not isinstance(place, str | os.PathLike):
-        raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
-    try:
-        location = as_location(place)
-    except WeightFileError as error:
-        raise Unsupported(str(error)) from error
-    if location.name == NAME:
-        location = location.parent
-    return RemoteStorage(location) if isinstance(location, Url) else LocalStorage(fixed(location))
-
-
-class LocalStorage:
-    """A file that is replaced under a lock, which the system releases if its process dies."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path = folder / NAME
-
-    def read(self, check: Check | None = None) -> Stored:
-        try:
-            with closing(LocalFile(self._path)) as source:
-                return Stored(_content(source))
-        except WeightFileError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
-                return Stored(None)
-            raise DesiredError(str(error)) from error
-
-    def replace(self, before: Stored, content: bytes) -> bool:
-        try:
-            with self._locked():
-                if self.read() != before:
-                    return False
-                remove_abandoned(self.folder, NAME)
-                with new_file(self._path) as file:
-                    file.write(content)
-        except OSError as error:
-            raise DesiredError(f"{self._path}: cannot be written ({error})") from error
-        return True
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fd = self._open_lock()
-        try:
-            self._lock(fd)
-            yield
-        finally:
-            os.close(fd)
-
-    def _lock(self, fd: int) -> None:
-        """Lock the file. Other writers hold the lock for milliseconds; give up on one that was suspended."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    text = f"{self._path}: another process has held {LOCK} for {PATIENCE} s; check that process"
-                    raise DesiredError(text) from error
-            time.sleep(POLL_SECONDS)
-
-    def _open_lock(self) -> int:
-        """Open the lock for writing. Whoever may only read the place cannot open it at all, and so cannot lock it."""
-        path, flags = self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        deadline = time.monotonic() + SHARING_PATIENCE
-        while True:
-            try:
-                fd = os.open(path, flags)
-                break
-            except FileNotFoundError:
-                with suppress(FileExistsError):
-                    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-                    break
-            except PermissionError as error:  # perhaps its maker is about to share it
-                if time.monotonic() > deadline:
-                    raise DesiredError(
-                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a place need the user "
-                        "or the group of its folder. If this one has it, remove that file while nobody writes."
-                    ) from error
-            time.sleep(POLL_SECONDS)
-        _share(fd, self.folder)
-        return fd
-
-
-def _share(fd: int, folder: Path) -> None:
-    """Let those open our lock who may write to its folder, whatever the umask is."""
-    ours, its = os.fstat(fd), folder.stat()
-    if ours.st_uid != os.geteuid() or ours.st_nlink != 1 or not stat.S_ISREG(ours.st_mode):
-        return
-    with suppress(OSError):
-        os.fchown(fd, -1, its.st_gid)
-    with suppress(OSError):
-        os.fchown(fd, its.st_uid, -1)  # only root may
-    classes = its.st_mode & (0o222 if os.fstat(fd).st_gid == its.st_gid else 0o202) | 0o200
-    mode = classes if _has_acl(fd) else classes | classes << 1
-    if stat.S_IMODE(ours.st_mode) != mode:
-        with suppress(OSError):  # on a file system without modes
-            os.fchmod(fd, mode)
-
-
-def _has_acl(fd: int) -> bool:
-    """Return whether others have access of their own, which a mode without reading limits to writing."""
-    try:
-        return bool(os.getxattr(fd, "system.posix_acl_access"))
-    except OSError:
-        return False
-
-
-class RemoteStorage:
-    """An object that is replaced only if it is still the one that was read."""
-
-    def __init__(self, folder: Url) -> None:
-        self.folder = folder
-        self._url = folder / NAME
-
-    def read(self, check: Check | None = None) -> Stored:
-        from weightswap_runtime.sources.urls import find_object
-
-        try:
-            source = find_object(self._url, check)
-            if source is None:
-                return Stored(None)
-            return Stored(_content(source), source.tag)
-        except WeightFileError as error:
-            raise DesiredError(str(error)) from error
-
-    def replace(self, before: Stored, content: bytes) -> bool:
-        from weightswap_runtime.sources.urls import replace_object
-
-        try:
-            return replace_object(self._url, content, before.tag)
-        except WeightFileError as error:
-            raise DesiredError(str(error)) from error
-
-
-def _content(source: ByteSource) -> bytes:
-    if source.size > MOST_BYTES:
-        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state can have")
-    content = bytearray(source.size)
-    source.read_into([memoryview(content)], 0)
-    return bytes(content)
-
-
+MOST_BYTES = 4 << 20  # of a document
 MOST_SOURCE = 4096  # bytes of a path or URL
 MOST_TRIES = 50  # of a promotion, against other writers
+LOCK = ".desired.lock"
+PATIENCE = 30.0  # seconds for another writer, who needs milliseconds unless it was suspended
+SHARING_PATIENCE = 0.5  # seconds from the creation of a lock until other users may open it
+_POLL = 0.002  # seconds
 Source = str | os.PathLike[str]
-
-
-class Known(NamedTuple):
-    """The facts known about a set of weights, from its header or its staging. base: the base weights id of a delta."""
-
-    weights_id: str
-    graph_id: str = ""
-    labels: dict[str, str] = {}  # noqa: RUF012
-    base: str = ""
 
 
 class DesiredPlace:
@@ -235,7 +73,7 @@ class DesiredPlace:
     """
 
     def __init__(self, place: Source) -> None:
-        self._storage = open_storage(place)
+        self._storage = _open_storage(place)
         self.where = str(self._storage.folder)
         self.is_local = isinstance(self._storage.folder, Path)
 
@@ -377,10 +215,11 @@ class DesiredPlace:
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
             check_promotable(state, facts.weights_id, printable(source))
-            if state.weights_id == facts.weights_id and (state.hold or facts.base):
+            is_desired = state.weights_id == facts.weights_id
+            if is_desired and (state.hold or facts.base):
                 return state
             after = self._with_weights(state, source, facts, by, why)
-            if _same_file(state.weights, after.weights):
+            if is_desired and _facts(state.weights) == _facts(after.weights):
                 return state
             may(state)
             if written := self._replace(stored, state, after):
@@ -401,7 +240,7 @@ class DesiredPlace:
         path = fixed(location)
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    def _read(self, check: Check | None) -> tuple[Stored, DesiredState]:
+    def _read(self, check: Check | None) -> tuple[_Stored, DesiredState]:
         stored = self._storage.read(check)
         return stored, decode(stored.content, f"{self.where}: {NAME}")
 
@@ -411,7 +250,7 @@ class DesiredPlace:
             raise self._conflict(revision)
         return written
 
-    def _read_for(self, revision: int) -> tuple[Stored, DesiredState]:
+    def _read_for(self, revision: int) -> tuple[_Stored, DesiredState]:
         """Read the state for a change. Raises RevisionConflict if it is not at this revision."""
         if type(revision) is not int:
             raise Unsupported(f"revision={revision!r}: expected the number that read() gives")
@@ -428,7 +267,7 @@ class DesiredPlace:
             "it again, and decide again."
         )
 
-    def _replace(self, stored: Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
+    def _replace(self, stored: _Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
         """Write the next revision, and return it; None if another writer was faster."""
         written = replace(after, revision=before.revision + 1)
         try:
@@ -447,15 +286,26 @@ class DesiredPlace:
         return written if self._storage.replace(stored, content) else None
 
 
-def _same_file(before: DesiredWeights | None, after: DesiredWeights | None) -> bool:
-    facts = [each and (each.weights_id, each.source, each.labels, each.bases) for each in (before, after)]
-    return facts[0] == facts[1]
+def _facts(weights: DesiredWeights | None) -> tuple[object, ...]:
+    """Return what a promotion of the same weights would change, apart from who has promoted them, when and why."""
+    return (weights.source, weights.labels, weights.bases) if weights else ()
 
 
-def _stamp(source: Source) -> Stamp | DeltaStamp | None:
-    """Read the stamp of a file; None if weightswap has not written it."""
-    with open_weights(source) as weights:
-        return delta_stamp(weights) or weights.stamp
+class Known(NamedTuple):
+    """The facts known about a set of weights, from its header or its staging."""
+
+    weights_id: str
+    graph_id: str = ""
+    labels: dict[str, str] = {}  # noqa: RUF012
+    base: str = ""  # the base weights id of a delta
+
+
+def known_weights(source: Source) -> Known:
+    """Read the facts in the header of a packed file or a delta. Raises WeightFileError, and Unsupported for others."""
+    if (stamp := _stamp(source)) is None:
+        raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
+    base = stamp.base if isinstance(stamp, DeltaStamp) else ""
+    return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels), base)
 
 
 def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
@@ -466,6 +316,12 @@ def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
             f"{printable(source)}: now has the weights {stamp.weights_id[:SHOWN]}, not {weights_id[:SHOWN]}"
         )
     return stamp
+
+
+def _stamp(source: Source) -> Stamp | DeltaStamp | None:
+    """Read the stamp of a file; None if weightswap has not written it."""
+    with open_weights(source) as weights:
+        return delta_stamp(weights) or weights.stamp
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
@@ -487,9 +343,159 @@ def described(source: str, known: Known, by: str, why: str, state: DesiredState)
     )
 
 
-def known_weights(source: Source) -> Known:
-    """Read the facts in the header of a packed file or a delta. Raises WeightFileError, and Unsupported for others."""
-    if (stamp := _stamp(source)) is None:
-        raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
-    base = stamp.base if isinstance(stamp, DeltaStamp) else ""
-    return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels), base)
+class _Stored(NamedTuple):
+    """A document in a storage."""
+
+    content: bytes | None  # None if it is absent
+    tag: str | None = None  # of its version, in remote storage
+
+
+def _open_storage(place: Source) -> _LocalStorage | _RemoteStorage:
+    """Open the storage at a directory's path or a folder's URL, or at that of the document itself.
+
+    Its `replace` returns False if the document is no longer the one that was read. `read` and `replace` raise
+    DesiredError, and what `check` raises.
+    """
+    if not isinstance(place, str | os.PathLike):
+        raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
+    try:
+        location = as_location(place)
+    except WeightFileError as error:
+        raise Unsupported(str(error)) from error
+    if location.name == NAME:
+        location = location.parent
+    return _RemoteStorage(location) if isinstance(location, Url) else _LocalStorage(fixed(location))
+
+
+class _LocalStorage:
+    """A file that is replaced under a lock, which the system releases if its process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / NAME
+
+    def read(self, check: Check | None = None) -> _Stored:
+        try:
+            with closing(LocalFile(self._path)) as source:
+                return _Stored(_content(source))
+        except WeightFileError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
+                return _Stored(None)
+            raise DesiredError(str(error)) from error
+
+    def replace(self, before: _Stored, content: bytes) -> bool:
+        try:
+            with self._locked():
+                if self.read() != before:
+                    return False
+                remove_abandoned(self.folder, NAME)
+                with new_file(self._path) as file:
+                    file.write(content)
+        except OSError as error:
+            raise DesiredError(f"{self._path}: cannot be written ({error})") from error
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = self._open_lock()
+        try:
+            self._lock(fd)
+            yield
+        finally:
+            os.close(fd)  # ends the lock, as the death of the process would
+
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    text = f"{self._path}: another process has held {LOCK} for {PATIENCE} s; check that process"
+                    raise DesiredError(text) from error
+            time.sleep(_POLL)
+
+    def _open_lock(self) -> int:
+        """Open the lock for writing. Whoever may only read the place cannot open it at all, and so cannot lock it."""
+        path, flags = self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        deadline = time.monotonic() + SHARING_PATIENCE
+        while True:
+            try:
+                fd = os.open(path, flags)
+                break
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                    break
+            except PermissionError as error:  # perhaps its maker is about to share it
+                if time.monotonic() > deadline:
+                    raise DesiredError(
+                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a place need the user "
+                        "or the group of its folder. If this one has it, remove that file while nobody writes."
+                    ) from error
+            time.sleep(_POLL)
+        _share(fd, self.folder)
+        return fd
+
+
+def _share(fd: int, folder: Path) -> None:
+    """Let those open our lock who may write to its folder, whatever the umask is.
+
+    The mode of a folder says who may write into it; so the lock takes that, the group and, from root, the user.
+    """
+    ours, its = os.fstat(fd), folder.stat()
+    if ours.st_uid != os.geteuid() or ours.st_nlink != 1 or not stat.S_ISREG(ours.st_mode):
+        return
+    with suppress(OSError):
+        os.fchown(fd, -1, its.st_gid)
+    with suppress(OSError):
+        os.fchown(fd, its.st_uid, -1)  # only root may
+    # the group's bit counts only if the lock has that group; reading goes with writing, as O_RDWR needs both
+    classes = its.st_mode & (0o222 if os.fstat(fd).st_gid == its.st_gid else 0o202) | 0o200
+    mode = classes if _has_acl(fd) else classes | classes << 1
+    if stat.S_IMODE(ours.st_mode) != mode:
+        with suppress(OSError):  # on a file system without modes
+            os.fchmod(fd, mode)
+
+
+def _has_acl(fd: int) -> bool:
+    """Return whether others have access of their own, which a mode without reading limits to writing."""
+    try:
+        return bool(os.getxattr(fd, "system.posix_acl_access"))
+    except OSError:
+        return False
+
+
+class _RemoteStorage:
+    """An object that is replaced only if it is still the one that was read."""
+
+    def __init__(self, folder: Url) -> None:
+        self.folder = folder
+        self._url = folder / NAME
+
+    def read(self, check: Check | None = None) -> _Stored:
+        from weightswap_runtime.sources.urls import find_object
+
+        try:
+            source = find_object(self._url, check)
+            if source is None:
+                return _Stored(None)
+            return _Stored(_content(source), source.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+    def replace(self, before: _Stored, content: bytes) -> bool:
+        from weightswap_runtime.sources.urls import replace_object
+
+        try:
+            return replace_object(self._url, content, before.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+
+def _content(source: ByteSource) -> bytes:
+    if source.size > MOST_BYTES:
+        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state can have")
+    content = bytearray(source.size)
+    source.read_into([memoryview(content)], 0)
+    return bytes(content)

@@ -1,4 +1,4 @@
-"""The reconciler, which makes a model serve the desired weights. It has no thread and no clock of its own."""
+"""The reconciler, which makes a model serve the desired weights. No thread, and no clock of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FollowTarget(Target, Protocol):
     @property
     def serves_nothing(self) -> bool: ...
 
-    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
+    def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
 
 
 class Reconciler:
@@ -40,7 +40,7 @@ class Reconciler:
     def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.last_error: BaseException | None = None
         self.state: DesiredState | None = None  # the last one read
-        self.reachable = True
+        self.reachable = True  # at the last read
         self._place = place
         self._interval = interval
         self._clock = clock
@@ -82,7 +82,7 @@ class Reconciler:
         self._outages += 1
         self.reachable, self.last_error = False, without_traceback(error)
         if self._outages == 1:
-            target.tell("unreachable", self._place.where, error)
+            target.notify("unreachable", self._place.where, error)
         # reading a local directory is cheap, so it needs no longer pauses
         return self._interval if self._place.is_local else delay(self._interval, self._outages)
 
@@ -96,11 +96,10 @@ class Reconciler:
     def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(desired)
         bases = [self._place.locate(base) for base in desired.bases or ()]
-        fingerprints = {
-            each: fingerprint(each, target.check) for each in (path, *bases)
-        }  # before reading, to notice later changes
+        # before the reading: a change during it is then noticed at the next look
+        fingerprints = {each: fingerprint(each, target.check) for each in (path, *bases)}
         try:
-            target.put(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
+            target.apply(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -125,12 +124,12 @@ class Reconciler:
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
         self._refusal = _Refusal(files, str(error), attempts, retry_at)
         if not is_transient(error) and (before is None or before.text != str(error)):
-            target.tell("skipped", printable(path), error)
+            target.notify("skipped", printable(path), error)
 
     def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
         for weights in reversed(state.history):
             try:
-                target.put(self._place.locate(weights), self._place.located(weights), lambda: True)
+                target.apply(self._place.locate(weights), self._place.located(weights), lambda: True)
             except StageCancelled:
                 raise
             except Exception:  # reported as an event
@@ -139,12 +138,12 @@ class Reconciler:
 
 
 class _Refusal(NamedTuple):
-    """A refusal of the desired weights, with the fingerprints of their files. `retry_at`: None if it is permanent."""
+    """A refusal of the desired weights."""
 
-    fingerprints: _Fingerprints
+    fingerprints: _Fingerprints  # of their files, before they were read
     text: str
     attempts: int
-    retry_at: float | None
+    retry_at: float | None  # None if it is permanent
 
     def may_be_mended(self, now: float, check: Check) -> bool:
         if self.retry_at is not None and now >= self.retry_at:

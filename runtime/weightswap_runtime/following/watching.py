@@ -1,4 +1,4 @@
-"""Watcher and Follower: threads that poll."""
+"""What `Model.watch` and `Model.follow` return: threads that poll a directory or a place."""
 
 from __future__ import annotations
 
@@ -81,20 +81,16 @@ def _check_part(subject: Subject, promotion: Promotion | None) -> None:
 
 
 class FollowStatus(NamedTuple):
-    """The status of a process that follows a place. `agrees`: whether it serves exactly the desired weights.
-
-    revision: that of the last read; None before the first. desired: the desired weights id; None if there is none.
-    served: the weights id that new calls use. error: why it does not agree, or cannot read the place; else empty.
-    """
+    """The status of a process that follows a place."""
 
     place: str
-    revision: int | None
-    desired: str | None
-    served: str | None
-    agrees: bool
-    reachable: bool
+    revision: int | None  # that of the last read; None before the first
+    desired: str | None  # the desired weights id; None if there is none
+    served: str | None  # the weights id that new calls use
+    agrees: bool  # it serves exactly the desired weights
+    reachable: bool  # the place could be read
     on_hold: bool
-    error: str
+    error: str  # why it does not agree, or cannot read the place; else empty
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, as plain values."""

@@ -59,12 +59,12 @@ class Process:
 
     def check(self) -> None: ...
 
-    def tell(self, kind: str, source: str, error: BaseException) -> None: ...
+    def notify(self, kind: str, source: str, error: BaseException) -> None: ...
 
     def serves(self, weights_id: str) -> bool:
         return self.served == weights_id
 
-    def put(self, path: str | Path, weights: Any, is_wanted: Any) -> None:
+    def apply(self, path: str | Path, weights: Any, is_wanted: Any) -> None:
         if weights.weights_id in self._broken or not Path(path).exists():
             raise WeightFileError("cannot be read")
         if is_wanted():

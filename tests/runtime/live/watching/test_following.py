@@ -503,11 +503,11 @@ def test_retries_wait_longer_and_longer(service: Service) -> None:
         def serves(self, weights_id: str) -> bool:
             return False
 
-        def put(self, path: object, weights: object, is_wanted: object) -> None:
+        def apply(self, path: object, weights: object, is_wanted: object) -> None:
             tries.append(now[0])
             raise WeightFileError("not there")
 
-        def tell(self, kind: str, source: str, error: BaseException) -> None:
+        def notify(self, kind: str, source: str, error: BaseException) -> None:
             raise AssertionError(kind)
 
     now = [0.0]
@@ -534,12 +534,12 @@ def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -
         def serves(self, weights_id: str) -> bool:
             return len(tries) > 1
 
-        def put(self, where: object, weights: object, is_wanted: object) -> None:
+        def apply(self, where: object, weights: object, is_wanted: object) -> None:
             tries.append(where)
             path.write_bytes(path.read_bytes() + b"mended")
             raise UnexpectedWeights("other weights")
 
-        def tell(self, kind: str, source: str, error: BaseException) -> None: ...
+        def notify(self, kind: str, source: str, error: BaseException) -> None: ...
 
     reconciler = reconciling.Reconciler(service.place, 5.0, lambda: 0.0)
     for _ in range(3):
