@@ -1,4 +1,4 @@
-"""Answering on a replica, and the router."""
+"""A replica of a fleet on Ray Serve: it answers requests, and the router sends none to one that is behind."""
 
 from __future__ import annotations
 
@@ -29,43 +29,18 @@ from .documents import Attachment, NodeMethods, NodeStatus, Spec
 from .errors import StaleReplica
 from .freshness import FreshApp, Freshness
 
-
-class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """A router that chooses, of two random replicas with the newest revision, the one with the shorter queue.
-
-    Power of two choices: Mitzenmacher 2001, as Serve's own router.
-    """
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        candidates = fresh(candidate_replicas)
-        return [random.sample(candidates, min(2, len(candidates)))] if candidates else []
-
-
-def fresh(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
-    """Return the replicas that are not behind. One without a report has just started with the desired weights."""
-    revisions = [replica.routing_stats.get("revision") for replica in replicas]
-    newest = max((revision for revision in revisions if revision is not None), default=0)
-    pairs = zip(replicas, revisions, strict=True)
-    return [replica for replica, revision in pairs if revision is None or revision >= newest]
-
-
 _FIRST_WEIGHTS = 600.0  # seconds to wait for the node's first weights
 _WARM_UP = 60.0  # seconds to wait until the model is warm
 _REPORT_INTERVAL = 1.0  # seconds between two reports
 
 
 class FleetAnswer(NamedTuple):
-    """The outputs of a call by name, and the weights that have answered.
+    """The outputs of a call, and the weights that have answered."""
 
-    generation: None for weights on trial. revision: of the fleet, and the least one for later calls.
-    """
-
-    outputs: dict[str, NDArray[Any]]
+    outputs: dict[str, NDArray[Any]]  # by name
     weights_id: str
-    generation: int | None
-    revision: int
+    generation: int | None  # None for weights on trial
+    revision: int  # of the fleet, and the least one for later calls
 
 
 @serve.ingress()
@@ -134,6 +109,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
+        if self._model.failed:
+            raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")
         try:
             asked = send(keeper_of_this_node(self._spec), NodeMethods.status)
             status: NodeStatus = await asyncio.wait_for(asked, _WARM_UP)
@@ -141,5 +118,24 @@ class Replica:
             return  # it can serve without a keeper
         if os.getpid() not in status.replicas and status.weights_id is not None:
             raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's keeper")
-        if self._model.failed:
-            raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")
+
+
+class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+    """A router that chooses, of two random replicas with the newest revision, the one with the shorter queue.
+
+    Power of two choices: Mitzenmacher 2001, as Serve's own router.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        candidates = _fresh(candidate_replicas)
+        return [random.sample(candidates, min(2, len(candidates)))] if candidates else []
+
+
+def _fresh(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    """Return the replicas that are not behind. One without a report has just started with the desired weights."""
+    revisions = [replica.routing_stats.get("revision") for replica in replicas]
+    newest = max((revision for revision in revisions if revision is not None), default=0)
+    pairs = zip(replicas, revisions, strict=True)
+    return [replica for replica, revision in pairs if revision is None or revision >= newest]

@@ -1,4 +1,8 @@
-"""The two-phase commit, and trials on all nodes. No Ray."""
+"""The two-phase commit of a fleet's changes, and its trials. No Ray.
+
+All nodes stage and verify first; then the place is written, which is the decision; then all nodes commit. The place
+alone records it: a coordinator that dies leaves nodes that read there how their open order ended.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,11 @@ from weightswap_runtime.following.place import DesiredPlace, Known, described
 from weightswap_runtime.sources.location import printable
 from weightswap_server.canary import Judgement
 
-LEAST_LEASE = 10.0  # seconds
+_LEAST_LEASE = 10.0  # seconds, as a busy node may take some to answer
+_RENEW = _LEAST_LEASE / 4  # seconds between two renewals, so that one that is lost ends no lease
 _STATUS = 1.0  # the least seconds for a node's status
+_ANSWER = 5.0  # seconds for a node's answer during a trial
 _POLL = 0.02
-_RENEW = LEAST_LEASE / 4
 P = ParamSpec("P")
 R = TypeVar("R")
 AnyOrder = TypeVar("AnyOrder", Order, TrialOrder)
@@ -100,7 +105,7 @@ class Agreement:
         check_promotable(state, known.weights_id, printable(source))
 
         def decide(revision: int, _: bool) -> DesiredState:
-            unchanged = partial(_check_unchanged, revision, self._place.where)
+            unchanged = partial(self._check_unchanged, revision)
             return self._place.promote(source, known=known, by=by, why=why, may=unchanged)
 
         return self._change("publish", state, described(source, known, by, why, state), source, decide, deadlines)
@@ -122,6 +127,14 @@ class Agreement:
         source = str(self._place.locate(weights))
         return self._change("rollback", state, weights, source, decide, deadlines)
 
+    def _check_unchanged(self, revision: int, state: DesiredState) -> None:
+        """Raise RevisionConflict if the place was written since the nodes were asked."""
+        if state.revision != revision:
+            raise RevisionConflict(
+                f"{self._place.where}: is at revision {state.revision}, but the nodes were asked at {revision}. "
+                "Publish it again."
+            )
+
     def _change(
         self,
         kind: str,
@@ -132,22 +145,20 @@ class Agreement:
         deadlines: Deadlines,
     ) -> FleetReceipt:
         began = self._clock()
-        lease = max(LEAST_LEASE, 2 * deadlines.commit)
         order = Order(
             uuid.uuid4().hex,
             state.revision,
             source,
             self._place.located(weights),
-            lease,
+            lease=max(_LEAST_LEASE, 2 * deadlines.commit),
             is_rollback=kind == "rollback",
             reader=reader_of(self._nodes),
         )
-        with renewing(self._nodes, order):
-            prepared = prepare_all(self._nodes, NodeMethods.prepare, order, NodeMethods.discard, deadlines.prepare)
+        with _renewing(self._nodes, order):
+            prepared = _prepare_all(self._nodes, NodeMethods.prepare, order, NodeMethods.discard, deadlines.prepare)
             ready = self._clock()
             after = self._decide(order, prepared, decide)
-        committed, late = self._settle(order, after, list(prepared), deadlines.commit)
-        nodes = {name: _receipt(part, committed.get(name)) for name, part in prepared.items()}
+        committed, late = self._commit(order, after, list(prepared), deadlines.commit)
         times = [commit.at for commit in committed.values()]
         return FleetReceipt(
             kind="none" if state.weights_id == weights.weights_id else kind,
@@ -160,26 +171,9 @@ class Agreement:
             seconds_staged=ready - began,
             seconds_committed=self._clock() - ready,
             skew=max(times) - min(times) if times else 0.0,
-            nodes=nodes,
+            nodes={name: _receipt(part, committed.get(name)) for name, part in prepared.items()},
             late=late,
         )
-
-    def _discard(self, order: Order) -> None:
-        self._nodes.call(self._nodes.names(), LEAST_LEASE, NodeMethods.discard, order.id)
-
-    def _check_open(self, order: Order, names: Sequence[str]) -> None:
-        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order."""
-        began = self._clock()
-        answers = self._nodes.call(names, order.lease / 2, NodeMethods.renew, order.id)
-        is_late = self._clock() >= began + order.lease
-        present = set(self._nodes.names())
-        closed = {
-            name: answer if isinstance(answer, Exception) else StageClosed(f"{name}: has discarded the order")
-            for name, answer in answers.items()
-            if name in present and (is_late or answer is not True)
-        }
-        if closed:
-            raise FleetRefused(printable(order.source), closed)
 
     def _decide(self, order: Order, prepared: Mapping[str, Prepared], decide: _Decide) -> DesiredState:
         """Write the place, if all nodes are still ready. If that certainly failed, all nodes discard the order."""
@@ -192,8 +186,29 @@ class Agreement:
             self._discard(order)
             raise
 
+    def _check_open(self, order: Order, names: Sequence[str]) -> None:
+        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order.
+
+        A coordinator that was suspended must not decide for nodes that have given up waiting for it, and discarded the
+        weights: each would have to stage them again, and might fail.
+        """
+        began = self._clock()
+        answers = self._nodes.call(names, order.lease / 2, NodeMethods.renew, order.id)
+        is_late = self._clock() >= began + order.lease
+        present = set(self._nodes.names())
+        closed = {
+            name: answer if isinstance(answer, Exception) else StageClosed(f"{name}: has discarded the order")
+            for name, answer in answers.items()
+            if name in present and (is_late or answer is not True)
+        }
+        if closed:
+            raise FleetRefused(printable(order.source), closed)
+
     def _check_written(self, order: Order, error: DesiredError) -> DesiredState:
-        """Return the state if a write with an error took effect. Raises the error if not, or FleetUndecided."""
+        """Return the state if a write with an error took effect. Raises the error if not, or FleetUndecided.
+
+        Undecided, the order is not discarded: the write may have taken effect, and then nodes commit what they have.
+        """
         try:
             state = self._place.read()
         except DesiredError:
@@ -206,7 +221,10 @@ class Agreement:
         self._discard(order)
         raise error
 
-    def _settle(
+    def _discard(self, order: Order) -> None:
+        self._nodes.call(self._nodes.names(), _LEAST_LEASE, NodeMethods.discard, order.id)
+
+    def _commit(
         self, order: Order, after: DesiredState, names: list[str], timeout: float
     ) -> tuple[dict[str, Committed], dict[str, str]]:
         """Let all nodes commit, also new ones. Returns those that have, and why the others have not yet."""
@@ -232,76 +250,16 @@ class Agreement:
         return reasons
 
 
-def reader_of(nodes: Nodes) -> str:
-    """Return the node that reads a URL for all of them; empty if there is only one node."""
-    names = nodes.names()
-    return min(names) if len(names) > 1 else ""
-
-
-@contextmanager
-def renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
-    """Renew the leases of an order on all nodes while the block runs."""
-    done = threading.Event()
-
-    def renew() -> None:
-        while not done.wait(_RENEW):
-            nodes.call(nodes.names(), _RENEW, NodeMethods.renew, order.id)
-
-    thread = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def prepare_all(
-    nodes: Nodes,
-    prepare: Callable[[NodeMethods, AnyOrder], Prepared],
-    order: AnyOrder,
-    undo: Callable[[NodeMethods, str], None],
-    timeout: float,
-) -> dict[str, Prepared]:
-    """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
-
-    Raises UnknownFleet if no node is left: what nobody has verified must not become desired.
-    """
-    names = nodes.names()
-    answers = nodes.call(names, timeout, prepare, order)
-    present = set(nodes.names())
-    problems = {name: error for name, error in answers.items() if isinstance(error, Exception) and name in present}
-    if problems:
-        nodes.call(names, LEAST_LEASE, undo, order.id)
-        raise FleetRefused(printable(order.source), problems)
-    prepared = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
-    if not prepared:
-        where = printable(order.source)
-        raise UnknownFleet(f"{where}: no node is there to verify it, so nothing was written; try again once one is")
-    return prepared
-
-
-def _check_unchanged(revision: int, where: str, state: DesiredState) -> None:
-    """Raise RevisionConflict if the place was written since the nodes were asked."""
-    if state.revision != revision:
-        raise RevisionConflict(
-            f"{where}: is at revision {state.revision}, but the nodes were asked at {revision}. Publish it again."
-        )
-
-
 def _receipt(prepared: Prepared, committed: Committed | None) -> NodeReceipt:
-    at, generation = (committed.at, committed.generation) if committed is not None else (None, None)
+    at, generation = committed or (None, None)
     return NodeReceipt(prepared.seconds, prepared.resident, prepared.verified, at, generation)
 
 
-_ANSWER = 5.0  # seconds
-
-
 class Verdict(NamedTuple):
-    """A verdict on a trial: "promote", "abort", or "ended" if no node has it any more. why: in words."""
+    """A verdict on a trial."""
 
-    what: str
-    why: str
+    what: str  # "promote", "abort", or "ended" if no node has it any more
+    why: str  # in words
 
 
 class FleetTrial:
@@ -310,9 +268,9 @@ class FleetTrial:
     def __init__(self, order: TrialOrder, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
         """now: returns seconds since the epoch."""
         self.order = order
+        self.shares: dict[str, float] = {}  # of the requests of each node that has the trial
         self._nodes, self._now = nodes, now
         self._judgement = Judgement(order.plan.judged)
-        self.shares: dict[str, float] = {}
 
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
@@ -333,8 +291,8 @@ class FleetTrial:
         """Let all nodes stage and verify, and start the trial. Raises FleetRefused, and Unsupported for a share of the
         nodes that would be all of them. Then no node has the trial."""
         self._check_shares(self._nodes.names())
-        with renewing(self._nodes, self.order):
-            ready = prepare_all(self._nodes, NodeMethods.prepare_trial, self.order, NodeMethods.end_trial, timeout)
+        with _renewing(self._nodes, self.order):
+            ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.order, NodeMethods.end_trial, timeout)
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.look()) is not None and verdict.what == "ended":
             raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
@@ -369,7 +327,7 @@ class FleetTrial:
                 self.shares[name] = share
                 self._judgement.add(answer)
             elif isinstance(answer, StageClosed) or name not in self._nodes.names():
-                del self.shares[name]
+                del self.shares[name]  # any other node may only be late
 
     def end(self) -> None:
         """End the trial on all nodes."""
@@ -399,5 +357,55 @@ def shares(names: Sequence[str], share: float, *, by_nodes: bool) -> dict[str, f
     """Return each node's share of its requests: the same for all, or `by_nodes`, 1 for the first and 0 for others."""
     if not by_nodes:
         return dict.fromkeys(names, share)
-    first = math.ceil(share * len(names) - 1e-9)
+    first = math.ceil(share * len(names) - 1e-9)  # 0.1 + 0.2 is more than 0.3
     return {name: float(index < first) for index, name in enumerate(names)}
+
+
+def reader_of(nodes: Nodes) -> str:
+    """Return the node that reads a URL for all of them; empty if there is only one node."""
+    names = nodes.names()
+    return min(names) if len(names) > 1 else ""
+
+
+@contextmanager
+def _renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
+    """Renew the leases of an order on all nodes while the block runs: some are ready long before the last."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(_RENEW):
+            nodes.call(nodes.names(), _RENEW, NodeMethods.renew, order.id)
+
+    thread = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _prepare_all(
+    nodes: Nodes,
+    prepare: Callable[[NodeMethods, AnyOrder], Prepared],
+    order: AnyOrder,
+    undo: Callable[[NodeMethods, str], None],
+    timeout: float,
+) -> dict[str, Prepared]:
+    """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
+
+    A node that has gone meanwhile does not count: it will start with what is desired then. Raises UnknownFleet if no
+    node is left: what nobody has verified must not become desired.
+    """
+    names = nodes.names()
+    answers = nodes.call(names, timeout, prepare, order)
+    present = set(nodes.names())
+    problems = {name: error for name, error in answers.items() if isinstance(error, Exception) and name in present}
+    if problems:
+        nodes.call(names, _LEAST_LEASE, undo, order.id)
+        raise FleetRefused(printable(order.source), problems)
+    prepared = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
+    if not prepared:
+        where = printable(order.source)
+        raise UnknownFleet(f"{where}: no node is there to verify it, so nothing was written; try again once one is")
+    return prepared

@@ -1,4 +1,8 @@
-"""The memory that replicas share, and their slots."""
+"""The memory that the replicas of a node share, and their slots.
+
+Each process that has it keeps it alive. So replicas go on without a keeper, and the next keeper finds the memory in
+them, by its name in /proc.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,11 @@ def _descriptors(process: Path, name: str) -> tuple[int, ...] | None:
 
 
 class Board:
-    """The place's revision of each arena. The keeper writes it before a commit, and replicas read it."""
+    """The place's revision of each arena. The keeper writes it before a commit, and replicas read it.
+
+    Of two arenas, one is served, and only the other is written. So a revision by the parity of its generation stays
+    right as long as its weights are served.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, 0)).cast("Q")
@@ -110,7 +118,7 @@ class Board:
 
 
 class Slots:
-    """Slots of replicas, with pidfds that show their ends. Every method may be called from any thread."""
+    """Slots of replicas, with pidfds that show their ends, whoever has a pid next. Thread-safe."""
 
     def __init__(self, control: Control, belongs: Callable[[int], bool]) -> None:
         """Takes over the slots of living replicas, and empties those of dead ones, whose pid may be in use again.

@@ -23,10 +23,10 @@ from weightswap_runtime.sources.location import Url, as_location, is_url
 from weightswap_runtime.sources.opening import GivenUrl, find_source
 from weightswap_runtime.sources.remote import RemoteObject, changed
 
-CHUNK = 32 << 20  # bytes
+CHUNK = 32 << 20  # bytes: large enough that a message for each costs nothing beside it
 GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for other nodes, and that a taker keeps for itself
 OBJECTS, IDLE = 4, 120.0  # the most files that a reader has open, and seconds after which an unused one is closed
-_POLL = 0.02  # seconds
+_POLL = 0.02  # seconds between two checks during a wait for a reader
 _FILES = (".safetensors", ".json")
 _log = logging.getLogger("weightswap.fleet")
 T = TypeVar("T")
