@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +179,22 @@ def test_a_deployment_counts_also_where_the_clock_is_behind(
 
     monkeypatch.setattr(deploying, "find_spec", unknown)
     assert 0 < deploying._since("fleet") < ahead
+
+
+def test_a_replica_whose_model_failed_says_so_also_without_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.exceptions import RayError
+
+    from weightswap_fleet import StaleReplica, replica
+
+    def gone(spec: Spec) -> None:
+        raise RayError
+
+    monkeypatch.setattr(replica, "keeper_of_this_node", gone)
+    one = SimpleNamespace(_spec=Spec("fleet", "a", "", "place", "tiny", 0.0), _model=SimpleNamespace(failed=""))
+    asyncio.run(replica.Replica.check_health(one))
+    one._model.failed = "an arena is half written"
+    with pytest.raises(StaleReplica, match="the model of this replica has failed"):
+        asyncio.run(replica.Replica.check_health(one))
 
 
 def test_a_plan_or_its_fields() -> None:
