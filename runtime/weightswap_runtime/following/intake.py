@@ -113,6 +113,11 @@ class Intake:
             self._report_waiting(target)
         return self._interval
 
+    def forget_refusal(self) -> None:
+        """Try refused files again at the next look, as something else that decides on them has changed."""
+        for file in (*self._files.values(), *self._removed.values()):
+            self._reconsider(file)
+
     def _unreachable(self, error: WeightswapError, target: WatchTarget) -> float:
         self._failed_listings += 1
         self.last_error = without_traceback(error)
@@ -133,6 +138,33 @@ class Intake:
             for file in files:
                 file.settled = self._start == "new"
 
+    def _file_of(self, entry: Entry) -> _File | None:
+        """Return the file of an entry; None for a new file of which the listing could find out only the name."""
+        file = self._files.get(entry.name)
+        if entry.fingerprint is UNKNOWN:
+            return file
+        if file is None or file.entry.fingerprint != entry.fingerprint:
+            file = self._removed.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
+        before, file.entry = file.entry, entry
+        if before.changed != entry.changed:
+            file.changed_at, file.looks, file.retry_at, file.must_recheck = self._clock(), 0, 0.0, True
+        if before.beside != entry.beside:
+            self._reconsider(file)
+        file.looks += 1
+        return file
+
+    def _reconsider(self, file: _File) -> None:
+        file.retry_at = 0.0
+        if file.error is not None and not self._is_superseded(file):
+            file.settled = False
+
+    def _remember(self, files: Iterable[_File]) -> None:
+        """Remember files that are missing: a listing may be incomplete once, and they are not new when they return."""
+        for file in sorted(files, key=attrgetter("key")):
+            self._removed[file.entry.name, file.entry.fingerprint] = file
+        for oldest in list(self._removed)[: max(0, len(self._removed) - MOST_REMEMBERED)]:
+            del self._removed[oldest]
+
     def _continue_after(self, names: Collection[str]) -> None:
         """Treat the last of these files as taken, and those before it as settled."""
         known = [file for file in self._files.values() if file.entry.name in names]
@@ -150,41 +182,8 @@ class Intake:
                 self.last_error = None if self.last_error is file.error else self.last_error
                 file.error = None
 
-    def _file_of(self, entry: Entry) -> _File | None:
-        """Return the file of an entry; None for a new file of which the listing could find out only the name."""
-        file = self._files.get(entry.name)
-        if entry.fingerprint is UNKNOWN:
-            return file
-        if file is None or file.entry.fingerprint != entry.fingerprint:
-            file = self._removed.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
-        other_beside = file.entry.beside != entry.beside
-        if file.entry.changed != entry.changed:
-            file.entry, file.changed_at, file.looks, file.retry_at = entry, self._clock(), 0, 0.0
-            file.must_recheck = True
-        if other_beside:
-            file.entry = entry
-            self._reconsider(file)
-        file.looks += 1
-        return file
-
-    def forget_refusal(self) -> None:
-        """Try refused files again at the next look, as something else that decides on them has changed."""
-        for file in (*self._files.values(), *self._removed.values()):
-            self._reconsider(file)
-
-    def _reconsider(self, file: _File) -> None:
-        file.retry_at = 0.0
-        if file.error is not None and not self._is_superseded(file):
-            file.settled = False
-
-    def _remember(self, files: Iterable[_File]) -> None:
-        """Remember files that are missing: a listing may be incomplete once, and they are not new when they return."""
-        for file in sorted(files, key=attrgetter("key")):
-            self._removed[file.entry.name, file.entry.fingerprint] = file
-        for oldest in list(self._removed)[: max(0, len(self._removed) - MOST_REMEMBERED)]:
-            del self._removed[oldest]
-
     def _take(self, target: WatchTarget) -> None:
+        """Take files in order, but of those at the beginning only the last that can be taken."""
         for file in reversed(self._due()):
             if file.entry.name in (self._initial_names or ()):
                 self._process(file, target)
@@ -254,17 +253,6 @@ class Intake:
         else:
             self._set_taken(file, target)
 
-    def _report_waiting(self, target: WatchTarget) -> None:
-        for file in self._pending():
-            base = file.peek.base if file.peek else None
-            if base is None or target.serves(base):
-                file.wait_error = None
-            elif file.wait_error is None:
-                where = printable(file.entry.path)
-                error = BaseMismatch(f"{where}: a delta from the weights {base[:12]}, which are not served yet")
-                file.wait_error = error
-                target.notify("waiting", where, error)
-
     def _set_failed(self, file: _File, error: Exception, target: WatchTarget) -> None:
         before, self.last_error, file.error = file.error, without_traceback(error), error
         if not is_transient(error):
@@ -299,6 +287,17 @@ class Intake:
         error = Superseded(f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}")
         file.settled, file.error = True, error
         target.notify("skipped", where, error)
+
+    def _report_waiting(self, target: WatchTarget) -> None:
+        for file in self._pending():
+            base = file.peek.base if file.peek else None
+            if base is None or target.serves(base):
+                file.wait_error = None
+            elif file.wait_error is None:
+                where = printable(file.entry.path)
+                error = BaseMismatch(f"{where}: a delta from the weights {base[:12]}, which are not served yet")
+                file.wait_error = error
+                target.notify("waiting", where, error)
 
 
 @dataclass(eq=False)
