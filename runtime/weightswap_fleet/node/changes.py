@@ -111,20 +111,21 @@ class NodeChanges:
             if order.is_rollback and self._order is not None and not self._resolve(self._order):
                 self._drop()
             self._check_free()
-            return self._prepare(order, began)
+            resident, verified = self._prepare(order)
+            return Prepared(time.perf_counter() - began, resident, verified)
 
-    def _prepare(self, order: Order, began: float) -> Prepared:
-        weights_id = order.weights.weights_id
+    def _prepare(self, order: Order) -> tuple[bool, str]:
+        """Prepare an order. Returns whether its weights were still in memory, and how they are verified."""
         if self._trial is not None and self._trial.is_of(order):
             opened = self._open(order)
             opened.staged, opened.is_on_trial = self._trial.staged, True
-            return Prepared(time.perf_counter() - began, True, opened.staged.verified)
+            return True, opened.staged.verified
         if order.is_rollback:
             self._end_trial()
         self._check_no_trial()
         opened = self._open(order)
-        if order.is_rollback and weights_id in {self._model.weights_id, self._model.previous_weights_id}:
-            return Prepared(time.perf_counter() - began, True, "none")
+        if order.is_rollback and order.weights.weights_id in (self._model.weights_id, self._model.previous_weights_id):
+            return True, "none"
         try:
             opened.staged = self._weights.stage(order.source, order.weights, order.reader)
             self._weights.wait(
@@ -135,7 +136,7 @@ class NodeChanges:
             self._drop()
             raise
         opened.lease.renew()  # the staging may have taken long
-        return Prepared(time.perf_counter() - began, False, opened.staged.verified)
+        return False, opened.staged.verified
 
     def _open(self, order: Order) -> _OpenOrder:
         self._order = opened = _OpenOrder(order, _Lease(order.lease, self._clock))

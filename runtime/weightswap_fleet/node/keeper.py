@@ -18,7 +18,7 @@ from .changes import NodeChanges, NodeWeights
 from .memory import NodeMemory, Slots
 from .relay import Relay
 
-MOST_REPLICAS = 64  # of one node
+_MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")
 
 
@@ -43,7 +43,7 @@ class NodeKeeper(NodeChanges):
         artifact = Artifact.open(spec.artifact)
         name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # of its memory, by which a later keeper finds it
         adopted = NodeMemory.adopt(name)
-        self._memory = adopted or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
+        self._memory = adopted or NodeMemory.create(artifact.manifest.weights, _MOST_REPLICAS, name)
         control = Control(self._memory.segment.control)
         weights = NodeWeights(spec, node, artifact, self._memory, relay)
         super().__init__(weights, control, clock, is_deployed=adopted is None and not again)

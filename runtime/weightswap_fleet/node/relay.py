@@ -122,7 +122,7 @@ class Relay:
         return reading
 
     def sweep(self, now: float) -> None:
-        """Close the files that were not used for IDLE seconds. now: by `time.monotonic`."""
+        """Drop the files that were not used for IDLE seconds. now: by `time.monotonic`."""
         with self._opening:
             for url, reading in list(self._readings.items()):
                 if now > reading.used + IDLE:
@@ -139,7 +139,7 @@ class Relay:
     def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
         """Open a URL through its reader, or directly if the reader does not answer. None if nothing is there."""
         try:
-            described = interruptible(lambda: self.of(reader).describe(url), check)
+            described = _interruptible(lambda: self.of(reader).describe(url), check)
         except Exception as error:
             if check is not None:
                 check()
@@ -177,18 +177,41 @@ class RelayedObject:
         if direct := self._direct_unless(partial(self._take, buffers, offset)):
             direct.read_into(buffers, offset)
 
+    def await_stable_mtime(self) -> None:
+        if direct := self._direct_unless(lambda: self._ask(lambda reader: reader.settle(self._url, self._tag))):
+            direct.await_stable_mtime()
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        if self._direct is None:
+            try:
+                description = self._ask(lambda reader: reader.describe(self._url))
+            except Exception as error:
+                self._read_directly(error)
+            else:
+                if description != (self.size, self._tag):
+                    raise changed(self.where)
+        if self._direct is not None:
+            self._direct.check_unchanged(proven=proven)
+
+    def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+
     def _take(self, buffers: list[memoryview], offset: int) -> None:
         for buffer in buffers:
             flat, done = buffer.cast("B"), 0
             while done < len(flat):
                 number, start = divmod(offset + done, self.unit)
-                chunk = interruptible(partial(self._chunks.get, number), self._check)
+                chunk = _interruptible(partial(self._chunks.get, number), self._check)
                 piece = chunk[start : start + len(flat) - done]
                 if not len(piece):
                     raise WeightFileError(f"{self.where}: a chunk is shorter than announced")
                 flat[done : done + len(piece)] = piece
                 done += len(piece)
             offset += len(flat)
+
+    def _ask(self, method: Callable[[RelayMethods], T]) -> T:
+        return _interruptible(lambda: method(self._relay.of(self._reader)), self._check)
 
     def _direct_unless(self, work: Callable[[], object]) -> ByteSource | None:
         """Do the work by the reader, and return None; if the reader fails or has failed, return the direct source."""
@@ -212,31 +235,8 @@ class RelayedObject:
                 raise changed(self.where)
             self._direct = source
 
-    def await_stable_mtime(self) -> None:
-        def settle() -> None:
-            interruptible(lambda: self._relay.of(self._reader).settle(self._url, self._tag), self._check)
 
-        if direct := self._direct_unless(settle):
-            direct.await_stable_mtime()
-
-    def check_unchanged(self, *, proven: bool = False) -> None:
-        if self._direct is None:
-            try:
-                description = interruptible(lambda: self._relay.of(self._reader).describe(self._url), self._check)
-            except Exception as error:
-                self._read_directly(error)
-            else:
-                if description != (self.size, self._tag):
-                    raise changed(self.where)
-        if self._direct is not None:
-            self._direct.check_unchanged(proven=proven)
-
-    def close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-
-
-def interruptible(work: Callable[[], T], check: Check | None) -> T:
+def _interruptible(work: Callable[[], T], check: Check | None) -> T:
     """Return the result of `work`, calling `check` every few milliseconds. Its error ends the wait, not the work."""
     if check is None:
         return work()

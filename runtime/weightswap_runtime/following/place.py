@@ -52,8 +52,8 @@ from .desired_state import (
 
 NAME = "desired.json"
 MOST_BYTES = 4 << 20  # of a document
-MOST_SOURCE = 4096  # bytes of a path or URL
-MOST_TRIES = 50  # of a promotion, against other writers
+_MOST_SOURCE = 4096  # bytes of a path or URL
+_MOST_TRIES = 50  # of a promotion, against other writers
 LOCK = ".desired.lock"
 PATIENCE = 30.0  # seconds for another writer, who needs milliseconds unless it was suspended
 SHARING_PATIENCE = 0.5  # seconds from the creation of a lock until other users may open it
@@ -212,7 +212,7 @@ class DesiredPlace:
         Raises Held, Superseded for weights that were withdrawn, DesiredError, and what `set` raises.
         """
         facts = known or known_weights(source)
-        for _ in range(MOST_TRIES):
+        for _ in range(_MOST_TRIES):
             stored, state = self._read(None)
             check_promotable(state, facts.weights_id, printable(source))
             is_desired = state.weights_id == facts.weights_id
@@ -224,7 +224,7 @@ class DesiredPlace:
             may(state)
             if written := self._replace(stored, state, after):
                 return written
-        raise RevisionConflict(f"{self.where}: lost to other writers {MOST_TRIES} times in a row; try again later")
+        raise RevisionConflict(f"{self.where}: lost to other writers {_MOST_TRIES} times in a row; try again later")
 
     def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
         return with_weights(state, described(self._as_stored(as_location(source)), known, by, why, state))
@@ -329,8 +329,8 @@ def described(source: str, known: Known, by: str, why: str, state: DesiredState)
     check_said(by, why)
     if problem := label_problem(known.labels):
         raise Unsupported(f"{printable(source)}: {problem}")
-    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > MOST_SOURCE:
-        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {MOST_SOURCE}")
+    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > _MOST_SOURCE:
+        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {_MOST_SOURCE}")
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,

@@ -155,12 +155,12 @@ class KeptMemory(HostMemory):
     def __init__(self, segment: Segment, control: Control) -> None:
         self._left = list(zip(segment.arenas, control.descriptions, strict=True))
 
-    def arena(self, layout: ArenaLayout) -> KeptArena:
+    def arena(self, layout: ArenaLayout) -> _KeptArena:
         descriptor, description = self._left.pop(0)
-        return KeptArena(layout, descriptor, description.clear)
+        return _KeptArena(layout, descriptor, description.clear)
 
 
-class KeptArena(HostArena):
+class _KeptArena(HostArena):
     """An arena in shared memory. Before it is overwritten, it is allocated, and its description is withdrawn."""
 
     def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
