@@ -1,4 +1,4 @@
-"""How a thread keeps a model's weights current: its loop, what it does to the model, and what it promotes.
+"""How a thread keeps a model's weights current: what it does to the model, and what it promotes.
 
 An `Intake` decides by the files of a directory what shall be served, a `Reconciler` by a place. Both have it done by a
 `ModelTarget`, which alone touches the model.
@@ -56,9 +56,32 @@ class Watching(AbstractContextManager["Watching"]):
     Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._thread = Background(loop.run, "weightswap-watching", loop.stop)
+    def __init__(
+        self,
+        subject: Subject,
+        lookers: Sequence[Looker],
+        interval: float,
+        callback: Listener | None,
+        promotion: Promotion | None = None,
+    ) -> None:
+        """Check the options, and start the thread. Raises Unsupported."""
+        check_interval(interval)
+        model, self._store, self._member, self._request = subject
+        self._promotion = promotion
+        self._lookers = lookers
+        current = self._store.gate.current
+        # rollbacks up to here were made before the watcher began, and do not bind it
+        self._first_generation = -1 if current is None or self._store.inherited else current.generation
+        self._stopping = False
+        self._job: Job | None = None  # of the change under way
+        self._interval = interval
+        self._admission = fingerprint_of(self._store.admit)
+        self._callback = callback
+        self._model = weakref.ref(model)  # referred to only during a look, so that it can be dropped
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event: a finalizer may interrupt a put
+        self._thread = Background(self._run, "weightswap-watching", self._end)
+        self._unlisten = self._store.events.listen(self._forward)
+        self._finalizer = weakref.finalize(model, self._end)
         self._thread.start()
 
     @property
@@ -69,25 +92,26 @@ class Watching(AbstractContextManager["Watching"]):
     @property
     def last_error(self) -> BaseException | None:
         """The last error; None again once weights were taken, or the place could be read again."""
-        return next((looker.last_error for looker in self._loop.lookers if looker.last_error is not None), None)
+        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
 
     @property
     def place(self) -> DesiredPlace | None:
         """The place with the desired state that the model is kept at, if any."""
-        return self._loop.promotion.place if self._loop.promotion is not None else None
+        return self._promotion.place if self._promotion is not None else None
 
     def look_soon(self) -> None:
         """Look now instead of after the interval."""
-        self._loop.wake()
+        self._wakeups.put(None)
 
     def interrupt(self) -> None:
         """Cancel a staging under way. The next look begins it again, if it is still wanted."""
-        if (job := self._loop.job) is not None:
+        if (job := self._job) is not None:
             job.cancel()
 
     def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
         """Return the request with which this thread would stage weights of its place, with absolute sources."""
-        return self._loop.request_for(path, weights, by)
+        onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+        return self._request._replace(path=path, expect=weights.weights_id, by=by, onto=onto)
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
@@ -96,7 +120,7 @@ class Watching(AbstractContextManager["Watching"]):
         not wait.
         """
         seconds = join_seconds(timeout)
-        self._loop.stop()
+        self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
         return not self.alive
@@ -109,6 +133,52 @@ class Watching(AbstractContextManager["Watching"]):
 
     def _described(self, where: str) -> str:
         return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
+
+    def _end(self) -> None:
+        self._stopping = True
+        self.interrupt()
+        self.look_soon()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._notice_admission()
+                self._wait(min(map(self._look, self._lookers)))
+        finally:
+            self._unlisten()
+            self._finalizer.detach()
+            del self._store, self._member  # a reference to this object must not keep the weights alive
+
+    def _notice_admission(self) -> None:
+        """Try refused weights again if other ones are admitted now, such as by a new key."""
+        before, self._admission = self._admission, fingerprint_of(self._store.admit)
+        if self._admission != before:
+            for looker in self._lookers:
+                looker.forget_refusal()
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def _look(self, looker: Looker) -> float:
+        model = self._model()
+        if model is None:
+            self._end()
+            return 0.0
+        try:
+            return looker.look(ModelTarget(model._methods, self))
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
+            _log.exception("a poll failed")
+            looker.last_error = without_traceback(error)
+            return self._interval
+
+    def _forward(self, event: Event) -> None:
+        """Call the callback with the events that this thread causes."""
+        if self._callback is not None and threading.current_thread() is self._thread:
+            try:
+                self._callback(event)
+            except BaseException:  # also SystemExit
+                _log.exception("%r failed", self._callback)
 
 
 class Subject(NamedTuple):
@@ -140,103 +210,17 @@ def check_interval(interval: Any) -> None:
         raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
 
 
-class Loop:
-    """The work of the thread. It refers to the model only during a look, so that the model can be dropped."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        lookers: Sequence[Looker],
-        interval: float,
-        callback: Listener | None,
-        promotion: Promotion | None = None,
-    ) -> None:
-        """Check the options. Raises Unsupported."""
-        check_interval(interval)
-        model, self.store, self.member, self.request = subject
-        self.promotion = promotion
-        self.lookers = lookers
-        current = self.store.gate.current
-        # rollbacks up to here were made before the watcher began, and do not bind it
-        self.first_generation = -1 if current is None or self.store.inherited else current.generation
-        self.stopping = False
-        self.job: Job | None = None  # of the change under way
-        self._interval = interval
-        self._admission = fingerprint_of(self.store.admit)
-        self._callback = callback
-        self._model = weakref.ref(model)
-        self._thread: int | None = None
-        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event: a finalizer may interrupt a put
-        self._unlisten = self.store.events.listen(self._forward)
-        self._finalizer = weakref.finalize(model, self.stop)
-
-    def stop(self) -> None:
-        self.stopping = True
-        if (job := self.job) is not None:
-            job.cancel()
-        self.wake()
-
-    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
-        onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
-        return self.request._replace(path=path, expect=weights.weights_id, by=by, onto=onto)
-
-    def wake(self) -> None:
-        """End the wait for the next look."""
-        self._wakeups.put(None)
-
-    def run(self) -> None:
-        self._thread = threading.get_ident()
-        try:
-            while not self.stopping:
-                self._notice_admission()
-                self._wait(min(map(self._look, self.lookers)))
-        finally:
-            self._unlisten()
-            self._finalizer.detach()
-            del self.store, self.member  # a reference to the watcher must not keep the weights alive
-
-    def _notice_admission(self) -> None:
-        """Try refused weights again if other ones are admitted now, such as by a new key."""
-        before, self._admission = self._admission, fingerprint_of(self.store.admit)
-        if self._admission != before:
-            for looker in self.lookers:
-                looker.forget_refusal()
-
-    def _wait(self, seconds: float) -> None:
-        with suppress(Empty):
-            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-
-    def _look(self, looker: Looker) -> float:
-        model = self._model()
-        if model is None:
-            self.stop()
-            return 0.0
-        try:
-            return looker.look(ModelTarget(model._methods, self))
-        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
-            _log.exception("a poll failed")
-            looker.last_error = without_traceback(error)
-            return self._interval
-
-    def _forward(self, event: Event) -> None:
-        """Call the callback with the events that this thread causes."""
-        if self._callback is not None and self._thread == threading.get_ident():
-            try:
-                self._callback(event)
-            except BaseException:  # also SystemExit
-                _log.exception("%r failed", self._callback)
-
-
 class ModelTarget:
     """The model, for one look."""
 
-    def __init__(self, methods: Methods, loop: Loop) -> None:
+    def __init__(self, methods: Methods, watching: Watching) -> None:
         self._methods = methods
-        self._loop = loop
-        self._store = loop.store
+        self._watching = watching
+        self._store, self._member, self._request = watching._store, watching._member, watching._request
+        self._promotion = watching._promotion
 
     def check(self) -> None:
-        if self._loop.stopping:
+        if self._watching._stopping:
             raise StageCancelled("watching was stopped")
 
     def serves(self, weights_id: str) -> bool:
@@ -250,17 +234,17 @@ class ModelTarget:
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         with self._turn() as job:
             # the id that a part results in is known only after its staging
-            if weights_id is not None and not self._loop.request.only and not self._needs(path, weights_id):
+            if weights_id is not None and not self._request.only and not self._needs(path, weights_id):
                 return known
-            promotion = self._loop.promotion
+            promotion = self._promotion
             if promotion is not None:
                 promotion.check(path, weights_id, self.check)
-            with self._staged(job, self._loop.request._replace(path=path)) as staged:
+            with self._staged(job, self._request._replace(path=path)) as staged:
                 content = self._content(staged)
                 if content != known and self._needs(path, staged.weights_id):
                     if promotion is not None:
-                        promotion.promote(path, staged, self._loop.member.artifact.graph_id)
-                    staged.commit(timeout=self._loop.request.timeout)
+                        promotion.promote(path, staged, self._member.artifact.graph_id)
+                    staged.commit(timeout=self._request.timeout)
                 return content
 
     def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
@@ -268,20 +252,19 @@ class ModelTarget:
         with self._turn() as job:
             if self.serves(weights.weights_id) or not is_wanted():  # changed during the wait for the turn
                 return
-            by = weights.by or self._loop.request.by
+            by = weights.by or self._request.by
             if self._try_rollback(weights.weights_id, by):
                 return
-            with self._staged(job, self._loop.request_for(path, weights, by)) as staged:
+            with self._staged(job, self._watching.request_for(path, weights, by)) as staged:
                 if is_wanted():
-                    staged.commit(timeout=self._loop.request.timeout)
+                    staged.commit(timeout=self._request.timeout)
 
     def _try_rollback(self, weights_id: str, by: str) -> bool:
         """Roll back to these weights, without reading, if they are still in memory. Return whether they were."""
         if self._store.previous_id != weights_id:
             return False
-        request = self._loop.request
         try:
-            self._store.rollback(self._loop.member, by, request.patience, request.timeout, weights_id)
+            self._store.rollback(self._member, by, self._request.patience, self._request.timeout, weights_id)
         except NothingToRollBack:  # another thread has staged or committed meanwhile
             return False
         return True
@@ -290,24 +273,24 @@ class ModelTarget:
     def _turn(self) -> Iterator[Job]:
         """Hold this thread's turn to swap within the block; yield a job that `stop()` cancels."""
         with self._store.turns.wait_for_turn(self.check):
-            self._loop.job = job = Job(self._loop.request.rate_limit)
-            if self._loop.stopping:
+            self._watching._job = job = Job(self._request.rate_limit)
+            if self._watching._stopping:
                 job.cancel()
             try:
                 yield job
             finally:
-                self._loop.job = None
+                self._watching._job = None
 
     @contextmanager
     def _staged(self, job: Job, request: SwapRequest) -> Iterator[Staged]:
-        with Staged(self._methods, self._store, self._loop.member, request, job).run() as staged:
+        with Staged(self._methods, self._store, self._member, request, job).run() as staged:
             job.check()
             yield staged
 
     def _content(self, staged: Staged) -> str:
         """Return the weights id; for a part, the id of the part alone."""
-        manifest, identity = self._loop.member.artifact.manifest, staged.identity
-        if not (only := self._loop.request.only):
+        manifest, identity = self._member.artifact.manifest, staged.identity
+        if not (only := self._request.only):
             return identity.weights_id
         return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
@@ -316,7 +299,7 @@ class ModelTarget:
 
         With a promotion, the place knows what was rolled back.
         """
-        if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
+        if self._promotion is None and (receipt := self._rollback_of(weights_id)):
             where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
             raise Superseded(
                 f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
@@ -327,15 +310,15 @@ class ModelTarget:
     def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
         """Return the rollback from these weights since the watcher began; None if they were committed again."""
         for receipt in reversed(tuple(self._store.history)):
-            if receipt.generation <= self._loop.first_generation or receipt.weights_id == weights_id:
+            if receipt.generation <= self._watching._first_generation or receipt.weights_id == weights_id:
                 return None
             if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
                 return receipt
         return None
 
     def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
-        graph_id = self._loop.member.artifact.graph_id
-        self._store.events.emit(Event(kind, source, self._loop.request.by, graph_id, error=error))
+        graph_id = self._member.artifact.graph_id
+        self._store.events.emit(Event(kind, source, self._request.by, graph_id, error=error))
 
 
 class Promotion(NamedTuple):

@@ -13,7 +13,7 @@ from weightswap_runtime.live.receipt import Listener
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.sources.location import printable
 
-from .controller import Looker, Loop, Promotion, Subject, Watching
+from .controller import Looker, Promotion, Subject, Watching
 from .desired_state import DesiredState
 from .directory import open_directory
 from .intake import Intake, Start
@@ -46,7 +46,7 @@ class Watcher(Watching):
         lookers: tuple[Looker, ...] = (self._intake,)
         if promotion is not None:  # desired weights come first: an operator or another watcher may have set them
             lookers = (Reconciler(promotion.place, interval), self._intake)
-        super().__init__(Loop(subject, lookers, interval, callback, promotion))
+        super().__init__(subject, lookers, interval, callback, promotion)
 
     @property
     def skipped(self) -> dict[str, BaseException]:
@@ -106,7 +106,7 @@ class Follower(Watching):
     def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
         self._place = place
         self._reconciler = Reconciler(place, interval)
-        super().__init__(Loop(subject, (self._reconciler,), interval, callback))
+        super().__init__(subject, (self._reconciler,), interval, callback)
 
     @property
     def place(self) -> DesiredPlace:
@@ -126,7 +126,7 @@ class Follower(Watching):
     def status(self) -> FollowStatus:
         """The desired and the served weights, and whether they agree."""
         state, error = self._reconciler.state, self.last_error
-        store: Store | None = getattr(self._loop, "store", None)  # absent after the thread has ended
+        store: Store | None = getattr(self, "_store", None)  # absent after the thread has ended
         served = store.gate.current.weights_id if store and store.gate.current else None
         desired = state.weights_id if state else None
         return FollowStatus(

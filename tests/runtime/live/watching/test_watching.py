@@ -16,8 +16,7 @@ import torch
 
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark, somebody_swaps
-from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
-from weightswap_runtime.following import controller as watching
+from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, Watcher, load, write_delta
 from weightswap_runtime.following.intake import Intake
 from weightswap_tools.commands.swap import print_event
 
@@ -221,13 +220,13 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
     waits: list[float] = []
     done = threading.Event()
 
-    def wait(loop: watching.Loop, seconds: float) -> None:
+    def wait(watcher: Watcher, seconds: float) -> None:
         waits.append(seconds)
         if len(waits) >= 20:
             done.set()
-            loop.stop()
+            watcher.stop()
 
-    monkeypatch.setattr(watching.Loop, "_wait", wait)
+    monkeypatch.setattr(Watcher, "_wait", wait)
     looks: list[int] = []
     original = Intake.look
 
