@@ -1,4 +1,8 @@
-"""The protocol of sources, and local files."""
+"""Files and objects that are read while others may write to them.
+
+What is read shall be the content at one moment. A source therefore tells afterwards whether it was written to since it
+was opened; a local file by its times, which the kernel sets in ticks of its clock.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,13 @@ from typing import NamedTuple, Protocol
 from weightswap_runtime.errors import WeightFileError
 
 MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
+CLOCK_TICK_NS = 20_000_000  # twice the tick (up to 10 ms) of the kernel's clock for file times
 Check = Callable[[], None]  # a callback that raises an exception to end a wait
-
-
-def between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
-    """Return views of bytes `low` to `high` of the concatenation of `buffers`."""
-    views = []
-    for buffer in buffers:
-        views += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
-        low, high = low - len(buffer), high - len(buffer)
-    return views
+_REPLACE = "Replace files (os.replace), never rewrite them."
+_UNPROVEN = (
+    "which cannot be told from a write where no digests are compared. Try again while nobody adds or removes links "
+    "to it; a server accepts a packed file regardless."
+)
 
 
 class ByteSource(Protocol):
@@ -60,27 +61,127 @@ class ByteSource(Protocol):
     def close(self) -> None: ...
 
 
-CLOCK_TICK_NS = 20_000_000  # twice the tick (up to 10 ms) of the kernel's clock for file times
-_REPLACE = "Replace files (os.replace), never rewrite them."
-_UNPROVEN = (
-    "which cannot be told from a write where no digests are compared. Try again while nobody adds or removes links "
-    "to it; a server accepts a packed file regardless."
-)
+class LocalFile:
+    """Regular file as a ByteSource. It stays readable when its name is replaced, unless it rests."""
+
+    unit = 1 << 20  # small enough to stay in the cache until it is hashed
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._path, self._rests = path, False
+        self.fd = self._open()
+        try:
+            status = self._status()
+            if not stat.S_ISREG(status.st_mode):
+                raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
+        except BaseException:
+            self.close()
+            raise
+        self._identity = _Fingerprint.of(status)
+        self.size = self._identity.size
+
+    def _open(self) -> int:
+        try:
+            return open_at_once(self._path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeightFileError(f"{self.where:.200}: cannot be opened ({reason})") from error
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        size, done = sum(map(len, buffers)), 0
+        try:
+            with self._descriptor() as fd:
+                while done < size:
+                    rest = between(buffers, done, size) if done else buffers
+                    count = os.preadv(fd, rest, offset + done)
+                    if not count:
+                        raise WeightFileError(
+                            f"{self.where}: ends at byte {offset + done}, {size - done} bytes early; it was truncated "
+                            f"while it was read. {_REPLACE}"
+                        )
+                    done += count
+        except OSError as error:
+            raise self._unreadable(error, f" at byte {offset}") from error
+
+    def rest(self) -> None:
+        """Close the file, and open it for each read from now on; one that was replaced meanwhile is refused then."""
+        self.close()
+        self._rests = True
+
+    @contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        if not self._rests:
+            yield self.fd
+            return
+        fd = self._open()
+        try:
+            now = _Fingerprint.of(os.fstat(fd))
+            if now.inode != self._identity.inode or now[:2] != self._identity[:2]:
+                raise WeightFileError(f"{self.where}: the file was replaced or written to while it was read. Try again")
+            yield fd
+        finally:
+            os.close(fd)
+
+    def await_stable_mtime(self) -> None:
+        """Wait until the file's times are older than a tick of the clock, so that a later write changes them.
+
+        A write sets the times when it begins, so a file that is still open for writing is refused.
+        """
+        waited = outwait_clock(self._identity.changed)
+        with self._descriptor() as fd:
+            is_written = has_writer(fd)
+        if is_written:
+            raise WeightFileError(
+                f"{self.where}: is being written to: it is open for writing, in this process or another. Try again "
+                f"when it is closed. {_REPLACE}"
+            )
+        if waited:
+            self.check_unchanged()
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        before, now = self._identity, _Fingerprint.of(self._status())
+        if now[:2] != before[:2]:
+            raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
+        # a write changes ctime even if mtime is set back; a change of the names does, too, and could hide a write
+        if not proven and now != before:
+            names = f"from {before.links} to {now.links} links" if now.links != before.links else "its mode or more"
+            raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
+
+    def close(self) -> None:
+        fd, self.fd, self._rests = self.fd, -1, False
+        if fd >= 0:
+            with suppress(OSError):  # the descriptor is closed even then, and nothing was written
+                os.close(fd)
+
+    def _status(self) -> os.stat_result:
+        try:
+            with self._descriptor() as fd:
+                return os.fstat(fd)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError, position: str = "") -> WeightFileError:
+        return WeightFileError(f"{self.where}: cannot be read{position} ({error.strerror})")
 
 
 class _Fingerprint(NamedTuple):
-    """Status of a file by which writes are detected. Times in nanoseconds."""
+    """Status of a file by which writes are detected."""
 
     size: int
-    modified: int
+    modified: int  # times in nanoseconds
     changed: int
     links: int
     inode: tuple[int, int]
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> _Fingerprint:
+        inode = status.st_dev, status.st_ino
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, inode)
 
-def _fingerprint(status: os.stat_result) -> _Fingerprint:
-    inode = status.st_dev, status.st_ino
-    return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, inode)
+
+def open_at_once(path: Path) -> int:
+    """Open a file descriptor for reading, with O_NONBLOCK so that a named pipe does not block."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def outwait_clock(changed: int) -> bool:
@@ -109,117 +210,10 @@ def has_writer(fd: int) -> bool:
     return False
 
 
-def open_at_once(path: Path) -> int:
-    """Open a file descriptor for reading, with O_NONBLOCK so that a named pipe does not block."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-
-
-class LocalFile:
-    """Regular file as a ByteSource. It stays readable when its name is replaced, unless it rests."""
-
-    unit = 1 << 20  # small enough to stay in the cache until it is hashed
-
-    def __init__(self, path: Path) -> None:
-        self.where = str(path)
-        self._path, self._rests = path, False
-        self.fd = self._open(path)
-        try:
-            self._check_regular()
-            self._identity = self._fingerprint()
-            self.size = self._identity.size
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, path: Path) -> int:
-        try:
-            return open_at_once(path)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise WeightFileError(f"{self.where:.200}: cannot be opened ({reason})") from error
-
-    def _check_regular(self) -> None:
-        if not stat.S_ISREG(self._status().st_mode):
-            raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
-
-    def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        try:
-            with self._descriptor() as fd:
-                self._read(fd, buffers, offset)
-        except OSError as error:
-            raise self._unreadable(error, f" at byte {offset}") from error
-
-    def _read(self, fd: int, buffers: list[memoryview], offset: int) -> None:
-        size = sum(map(len, buffers))
-        done = os.preadv(fd, buffers, offset)
-        while done < size:
-            count = os.preadv(fd, between(buffers, done, size), offset + done)
-            if not count:
-                raise WeightFileError(
-                    f"{self.where}: ends at byte {offset + done}, {size - done} bytes early; it was truncated "
-                    f"while it was read. {_REPLACE}"
-                )
-            done += count
-
-    def rest(self) -> None:
-        """Close the file, and open it for each read from now on; one that was replaced meanwhile is refused then."""
-        self.close()
-        self._rests = True
-
-    @contextmanager
-    def _descriptor(self) -> Iterator[int]:
-        if not self._rests:
-            yield self.fd
-            return
-        fd = self._open(self._path)
-        try:
-            now = _fingerprint(os.fstat(fd))
-            if now.inode != self._identity.inode or now[:2] != self._identity[:2]:
-                raise WeightFileError(f"{self.where}: the file was replaced or written to while it was read. Try again")
-            yield fd
-        finally:
-            os.close(fd)
-
-    def await_stable_mtime(self) -> None:
-        """Wait until the file's times are older than a tick of the clock, so that a later write changes them.
-
-        A write sets the times when it begins, so a file that is still open for writing is refused.
-        """
-        waited = outwait_clock(self._identity.changed)
-        with self._descriptor() as fd:
-            is_written = has_writer(fd)
-        if is_written:
-            raise WeightFileError(
-                f"{self.where}: is being written to: it is open for writing, in this process or another. Try again "
-                f"when it is closed. {_REPLACE}"
-            )
-        if waited:
-            self.check_unchanged()
-
-    def check_unchanged(self, *, proven: bool = False) -> None:
-        before, now = self._identity, self._fingerprint()
-        if now[:2] != before[:2]:
-            raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
-        # a write changes ctime even if mtime is set back; a change of the names does, too, and could hide a write
-        if not proven and now != before:
-            names = f"from {before.links} to {now.links} links" if now.links != before.links else "its mode or more"
-            raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
-
-    def close(self) -> None:
-        fd, self.fd, self._rests = self.fd, -1, False
-        if fd >= 0:
-            with suppress(OSError):  # the descriptor is closed even then, and nothing was written
-                os.close(fd)
-
-    def _fingerprint(self) -> _Fingerprint:
-        return _fingerprint(self._status())
-
-    def _status(self) -> os.stat_result:
-        try:
-            with self._descriptor() as fd:
-                return os.fstat(fd)
-        except OSError as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: OSError, position: str = "") -> WeightFileError:
-        return WeightFileError(f"{self.where}: cannot be read{position} ({error.strerror})")
+def between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
+    """Return views of bytes `low` to `high` of the concatenation of `buffers`."""
+    views = []
+    for buffer in buffers:
+        views += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
+        low, high = low - len(buffer), high - len(buffer)
+    return views

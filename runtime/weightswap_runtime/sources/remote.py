@@ -1,4 +1,9 @@
-"""Objects behind URLs: ranges, retries, changes, any fsspec file system."""
+"""Objects behind URLs, read in ranges.
+
+An object may be overwritten between two requests, and any request may fail or stall. So the first response pins a
+version (an ETag, a generation, a time), all others must be of that version, and a failed request continues where it
+ended. `web` and `s3` have transports of their own; all other file systems of fsspec share `GenericObject`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from concurrent.futures import wait
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from weightswap_runtime.errors import AccessDenied, StageCancelled, WeightFileError
@@ -23,18 +28,41 @@ from .byte_source import Check
 from .location import Url, redact
 
 HEAD_BYTES = 128 << 10  # size of the first request: most headers are shorter
+RANGE_BYTES = 8 << 20  # size of every other request
+MOST_REQUESTS = 10  # at the same time in this process: the size of aiobotocore's connection pool
 STALL = 20.0  # timeout of a request in seconds without a byte
-Write = Callable[[bytes], None]
+CALL_TIMEOUT = 3 * STALL  # seconds for one call of a file system, whose progress cannot be observed
+ATTEMPTS = 6
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
+MOST_SECONDS = 120.0  # from the start of the first attempt, in which others may begin
+CONTENT_KEYS = (
+    "generation",
+    "VersionId",
+    "version_id",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "xet_hash",
+)
+TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "created", "last_commit")
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+_jitter = random.Random()  # separate from the global generator, which a training may have seeded
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+T = TypeVar("T")
+Loop = Callable[[], asyncio.AbstractEventLoop]
+Write = Callable[[bytes], None]
 
 
 class ObjectPin(NamedTuple):
-    """Version of an object's content. `size` in bytes; `tag`, such as an ETag, and `modified` may be empty."""
+    """Version of an object's content."""
 
-    size: int
-    tag: str = ""
-    modified: str = ""
+    size: int  # bytes
+    tag: str = ""  # such as an ETag; empty if the store has none
+    modified: str = ""  # as the store writes it; empty if unknown
 
     @property
     def exact_tag(self) -> str:
@@ -48,14 +76,11 @@ class ObjectPin(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Response to the first request. `head` are the first bytes.
-
-    Writes in the next `settles_in` seconds may be undetectable; every later one is detected.
-    """
+    """Response to the first request."""
 
     pin: ObjectPin
-    head: bytes
-    settles_in: float = 0.0
+    head: bytes  # the first bytes
+    settles_in: float = 0.0  # seconds in which writes may be undetectable; every later one is detected
 
 
 class Transport(Protocol):
@@ -77,16 +102,161 @@ class Transport(Protocol):
         ...
 
 
-@runtime_checkable
-class Replaceable(Protocol):
-    """Object of a store with compare-and-swap: it is replaced only if it still has the tag that was read."""
+class RemoteObject:
+    """ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are requested at the same time.
 
-    async def replace(self, content: bytes, tag: str | None) -> bool:
-        """Replace the content with the given tag, or create the object if `tag` is None. False on a conflict.
+    Received pieces, of at most some hundred kilobytes, are copied to their target immediately.
+    """
 
-        Raises what a Transport raises; after Transient the write may have succeeded nevertheless.
+    unit = 32 << 20  # several ranges, so that their requests overlap
+
+    def __init__(self, where: str, transport: Transport, opened: Opened, loop: Loop, check: Check) -> None:
+        self.where = where
+        self.pin, self._head, self._settles_in = opened
+        self.size, self.tag, _ = self.pin
+        self._transport = transport
+        self._settled_at = time.monotonic() + self._settles_in
+        # offset, size and digest of reads made while a write could still go undetected
+        self._early_reads: list[tuple[int, int, str]] = []
+        self._loop = loop
+        self._check = check
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        landing, early = Landing(buffers), time.monotonic() < self._settled_at
+        try:
+            if offset + landing.size <= len(self._head):
+                landing.write(0, self._head[offset : offset + landing.size])
+            else:
+                wait_for(self._loop(), self._read(landing, offset), self._check)
+                if early:
+                    self._early_reads.append((offset, landing.size, digest_of(buffers)))
+        finally:
+            landing.close()
+
+    async def _read(self, landing: Landing, offset: int) -> None:
+        end = offset + landing.size
+        requests = [
+            asyncio.ensure_future(self._read_range(landing, offset, start, min(start + RANGE_BYTES, end)))
+            for start in range(offset, end, RANGE_BYTES)
+        ]
+        try:
+            await asyncio.gather(*requests)
+        finally:
+            # when one has failed, the others must have ended too before the caller may reuse the memory
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            requests.clear()  # breaks cycles: the requests' errors refer to this frame
+
+    async def _read_range(self, landing: Landing, offset: int, start: int, stop: int) -> None:
+        at = start  # bytes before it have arrived: a retry asks only for the rest
+
+        def write(data: bytes) -> None:
+            nonlocal at
+            if at + len(data) > stop:
+                raise _too_many_bytes(self.where)
+            landing.write(at - offset, data)
+            at += len(data)
+
+        async def attempt() -> None:
+            async with _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_REQUESTS)):
+                await self._transport.fetch(self.pin, at, stop, write)
+            if at < stop:
+                raise Transient(f"the response ends {stop - at} bytes early")
+
+        await retry(attempt, lambda: f"{self.where}: cannot be read at byte {at}")
+
+    def await_stable_mtime(self) -> None:
+        """Wait until the server's clock has left the second in which the object was written.
+
+        Raises WeightFileError if bytes that were read before are then no longer the same.
         """
-        ...
+        if self._is_whole:
+            return
+        if not (self.pin.exact_tag or self.pin.modified):
+            raise WeightFileError(
+                f"{self.where}: has neither digests nor anything that shows when it changes (a strong ETag, "
+                "Last-Modified). Pack it with weightswap, or serve it with a strong ETag."
+            )
+        while (seconds := self._settled_at - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(seconds, POLL_SECONDS))
+        if self._settles_in:
+            self._compare_early_reads()
+
+    def _compare_early_reads(self) -> None:
+        """Raise WeightFileError unless early reads give the same bytes again."""
+        opened = self._ask(self._transport.open)
+        if opened is None or self.pin.differs(opened.pin) or opened.head != self._head:
+            raise changed(self.where)
+        for start, size, digest in self._early_reads:
+            again = memoryview(bytearray(size))
+            self.read_into([again], start)
+            if digest_of([again]) != digest:
+                raise changed(self.where)
+        self._early_reads.clear()
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        if self._is_whole:
+            return
+        pin = self._ask(lambda: self._transport.probe(self.pin))
+        if pin is None or self.pin.differs(pin):
+            raise changed(self.where)
+
+    def _ask(self, request: Callable[[], Awaitable[T]]) -> T:
+        return wait_for(self._loop(), retry(request, lambda: f"{self.where}: cannot be read"), self._check)
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the first response held the whole object: one response is of one version."""
+        return len(self._head) == self.size
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the file system."""
+
+
+class Landing:
+    """Target memory of responses, which are written to it as they arrive, until it is closed.
+
+    A response may arrive when its reader has given up, and the memory may hold something else by then.
+    """
+
+    def __init__(self, buffers: list[memoryview]) -> None:
+        self._buffers = buffers
+        *self._starts, self.size = accumulate(map(len, buffers), initial=0)
+        self._lock = Lock()
+        self._closed = False
+
+    def write(self, position: int, data: bytes) -> None:
+        """Copy bytes to `position`, counted over all buffers. Raises StageCancelled if the landing is closed."""
+        rest = memoryview(data)
+        with self._lock:
+            if self._closed:
+                raise StageCancelled("nobody is waiting for these bytes any more")
+            index = bisect_right(self._starts, position) - 1
+            while rest:
+                begin = position - self._starts[index]
+                target = self._buffers[index][begin : begin + len(rest)]
+                target[:] = rest[: len(target)]
+                position, rest, index = position + len(target), rest[len(target) :], index + 1
+
+    def close(self) -> None:
+        """Release the memory. After the return nothing is written to it."""
+        self._closed = True  # before the lock: an interrupt may end the wait for it
+        with self._lock:
+            self._buffers = []
+
+
+def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], check: Check) -> T:
+    """Run a coroutine on another thread's event loop. It is cancelled if `check` raises, or on an interrupt."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        while not wait((future,), POLL_SECONDS).done:
+            check()
+        return future.result()
+    finally:
+        future.cancel()
+        del future  # breaks a cycle: the future's error refers to this frame
 
 
 class Transient(Exception):
@@ -95,6 +265,27 @@ class Transient(Exception):
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
         self.after = after
+
+
+async def retry(attempt: Callable[[], Awaitable[T]], where: Callable[[], str]) -> T:
+    """Await `attempt()`, again and again while it raises Transient. Raises WeightFileError when it goes on too long.
+
+    where: gives the beginning of the message, which may say how far the attempts have come.
+    """
+    start = time.monotonic()
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return await attempt()
+        except Transient as error:
+            # exponential, with jitter, so that clients that failed together do not come back together
+            backoff = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (number - 1)) * _jitter.uniform(0.5, 1.0)
+            pause, reason = max(backoff, error.after), str(error)
+        if number == ATTEMPTS or time.monotonic() + pause > start + MOST_SECONDS:
+            break
+        await asyncio.sleep(pause)
+    raise WeightFileError(
+        f"{where()}, after {number} attempt(s) ({reason}). Check the server and the network, then stage again."
+    )
 
 
 def connection_lost(url: Url, error: BaseException) -> Transient:
@@ -138,277 +329,57 @@ def _seconds(retry_after: str | None) -> float:
         return 0.0
 
 
-async def read_exactly(pieces: AsyncIterable[bytes], size: int, where: str) -> bytes:
-    """Read the `size` bytes of a response. Reads at most one piece beyond `size`.
-
-    Raises WeightFileError if there are more bytes, and Transient if there are fewer.
-    """
-    content = bytearray()
-    async for piece in pieces:
-        content += piece
-        if len(content) > size:
-            raise too_many_bytes(where)
-    if len(content) < size:
-        raise Transient(f"the response has {len(content)} bytes, expected {size}")
-    return bytes(content)
-
-
-def too_many_bytes(where: str) -> WeightFileError:
+def _too_many_bytes(where: str) -> WeightFileError:
     return WeightFileError(f"{where}: the server sent more bytes than requested")
 
 
 class ContentRange(NamedTuple):
-    """Content of `bytes start-end/total`; `stop` is end + 1. Parts that the server leaves out are None."""
+    """Bytes in a response, as its server says, which need not be those that were requested."""
 
-    start: int | None
+    where: str
+    start: int | None  # None, as the other numbers, if the server leaves it out
     stop: int | None
-    total: int | None
+    total: int | None  # size of the object
 
-
-def parse_content_range(text: str | None, where: str) -> ContentRange:
-    """Parse a Content-Range header. RFC 9110, 14.4. Raises WeightFileError."""
-    match = _CONTENT_RANGE.fullmatch((text or "").strip())
-    if match is None:
-        raise WeightFileError(f"{where}: the server sent the Content-Range {text!r}, which cannot be parsed")
-    start, end, total = (int(number) if number and number != "*" else None for number in match.groups())
-    return ContentRange(start, None if end is None else end + 1, total)
-
-
-def total_of(content_range: ContentRange, where: str) -> int:
-    """Return the size of the object. Raises WeightFileError if the server does not say it."""
-    if content_range.total is None:
-        raise WeightFileError(f"{where}: the server does not report its size")
-    return content_range.total
-
-
-def check_range(content_range: ContentRange, start: int, stop: int, where: str) -> None:
-    """Raise WeightFileError unless a response has the requested bytes."""
-    if (content_range.start, content_range.stop) != (start, stop):
-        raise WeightFileError(
-            f"{where}: the server was asked for bytes {start} to {stop}, but sent {content_range.start} to "
-            f"{content_range.stop}. Another server or proxy may do better."
-        )
-
-
-T = TypeVar("T")
-ATTEMPTS = 6
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
-MOST_SECONDS = 120.0  # time from the start of the first attempt in which others may begin
-_jitter = random.Random()  # separate from the global generator, which a training may have seeded
-
-
-async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str]) -> T:
-    """Await `attempt()`, and retry while it raises Transient. Raises WeightFileError when the retries are used up."""
-    start = time.monotonic()
-    for number in range(1, ATTEMPTS + 1):
-        try:
-            return await attempt()
-        except Transient as error:
-            pause = max(_backoff(number), error.after)
-            reason = str(error)
-        if number == ATTEMPTS or time.monotonic() + pause > start + MOST_SECONDS:
-            break
-        await asyncio.sleep(pause)
-    raise WeightFileError(
-        f"{where()}, after {number} attempt(s) ({reason}). Check the server and the network, then stage again."
-    )
-
-
-def _backoff(number: int) -> float:
-    """Return the pause in seconds: exponential, with jitter, so that clients do not retry all at once."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (number - 1)) * _jitter.uniform(0.5, 1.0)
-
-
-RANGE_BYTES = 8 << 20  # size of a request
-MOST_REQUESTS = 10  # at the same time in this process: the size of aiobotocore's connection pool
-_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-Loop = Callable[[], asyncio.AbstractEventLoop]
-
-
-def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], check: Check) -> T:
-    """Run a coroutine on another thread's event loop. It is cancelled if `check` raises, or on an interrupt."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        while not wait((future,), POLL_SECONDS).done:
-            check()
-        return future.result()
-    finally:
-        future.cancel()
-        del future  # breaks a cycle: the future's error refers to this frame
-
-
-class Landing:
-    """Target memory of responses, which are written to it as they arrive, until it is closed."""
-
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self._buffers = buffers
-        *self._starts, self.size = accumulate(map(len, buffers), initial=0)
-        self._lock = Lock()
-        self._closed = False
-
-    def write(self, position: int, data: bytes) -> None:
-        """Copy bytes to `position`, counted over all buffers. Raises StageCancelled if the landing is closed."""
-        rest = memoryview(data)
-        with self._lock:
-            if self._closed:
-                raise StageCancelled("nobody is waiting for these bytes any more")
-            index = bisect_right(self._starts, position) - 1
-            while rest:
-                begin = position - self._starts[index]
-                target = self._buffers[index][begin : begin + len(rest)]
-                target[:] = rest[: len(target)]
-                position, rest, index = position + len(target), rest[len(target) :], index + 1
-
-    def close(self) -> None:
-        """Release the memory. After the return nothing is written to it."""
-        self._closed = True  # before the lock: an interrupt may end the wait for it
-        with self._lock:
-            self._buffers = []
-
-
-class RemoteObject:
-    """ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are requested at the same time.
-
-    Received pieces, of at most some hundred kilobytes, are copied to their target immediately.
-    """
-
-    unit = 32 << 20
-
-    def __init__(self, where: str, transport: Transport, opened: Opened, loop: Loop, check: Check) -> None:
-        self.where = where
-        self._transport = transport
-        self._pin, self._head, self._settles_in = opened
-        self.size, self.tag, _ = self._pin  # the tag is empty if the store has none
-        self._settled_at = time.monotonic() + self._settles_in
-        # offset, size and digest of reads made while a write could still go undetected
-        self._early_reads: list[tuple[int, int, str]] = []
-        self._loop = loop
-        self._check = check
+    @classmethod
+    def parse(cls, text: str | None, where: str) -> ContentRange:
+        """Parse a Content-Range header. RFC 9110, 14.4. Raises WeightFileError."""
+        match = _CONTENT_RANGE.fullmatch((text or "").strip())
+        if match is None:
+            raise WeightFileError(f"{where}: the server sent the Content-Range {text!r}, which cannot be parsed")
+        start, end, total = (int(number) if number and number != "*" else None for number in match.groups())
+        return cls(where, start, None if end is None else end + 1, total)
 
     @property
-    def pin(self) -> ObjectPin:
-        """Version that was opened."""
-        return self._pin
+    def size(self) -> int:
+        """Size of the object. Raises WeightFileError if the server does not say it."""
+        if self.total is None:
+            raise WeightFileError(f"{self.where}: the server does not report its size")
+        return self.total
 
-    def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        landing, early = Landing(buffers), time.monotonic() < self._settled_at
-        try:
-            if offset + landing.size <= len(self._head):
-                landing.write(0, self._head[offset : offset + landing.size])
-            else:
-                wait_for(self._loop(), self._read(landing, offset), self._check)
-                if early:
-                    self._early_reads.append((offset, landing.size, digest_of(buffers)))
-        finally:
-            landing.close()
-
-    async def _read(self, landing: Landing, offset: int) -> None:
-        end = offset + landing.size
-        starts = range(offset, end, RANGE_BYTES)
-        requests = [
-            asyncio.ensure_future(_RangeRequest(self, landing, offset, start, min(start + RANGE_BYTES, end)).run())
-            for start in starts
-        ]
-        try:
-            await asyncio.gather(*requests)
-        finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
-            requests.clear()  # breaks cycles: the requests' errors refer to this frame
-
-    async def fetch(self, start: int, stop: int, write: Callable[[bytes], None]) -> None:
-        async with _semaphore():
-            await self._transport.fetch(self._pin, start, stop, write)
-
-    def await_stable_mtime(self) -> None:
-        """Wait until the server's clock has left the second in which the object was written.
-
-        Raises WeightFileError if bytes that were read before are then no longer the same.
-        """
-        if self._is_whole:
-            return
-        if not (self._pin.exact_tag or self._pin.modified):
+    def check(self, start: int, stop: int) -> None:
+        """Raise WeightFileError unless the response has the requested bytes."""
+        if (self.start, self.stop) != (start, stop):
             raise WeightFileError(
-                f"{self.where}: has neither digests nor anything that shows when it changes (a strong ETag, "
-                "Last-Modified). Pack it with weightswap, or serve it with a strong ETag."
+                f"{self.where}: the server was asked for bytes {start} to {stop}, but sent {self.start} to "
+                f"{self.stop}. Another server or proxy may do better."
             )
-        while (seconds := self._settled_at - time.monotonic()) > 0:
-            self._check()
-            time.sleep(min(seconds, POLL_SECONDS))
-        if self._settles_in:
-            self._compare_early_reads()
 
-    def _compare_early_reads(self) -> None:
-        """Raise WeightFileError unless early reads give the same bytes again."""
-        work = persist(self._transport.open, lambda: f"{self.where}: cannot be read")
-        opened = wait_for(self._loop(), work, self._check)
-        if opened is None or self._pin.differs(opened.pin) or opened.head != self._head:
-            raise changed(self.where)
-        for start, size, digest in self._early_reads:
-            again = memoryview(bytearray(size))
-            self.read_into([again], start)
-            if digest_of([again]) != digest:
-                raise changed(self.where)
-        self._early_reads.clear()
+    async def read_head(self, pieces: AsyncIterable[bytes], most: int) -> bytes:
+        """Read the body of the response to a request for the first `most` bytes, at most one piece beyond them.
 
-    @property
-    def _is_whole(self) -> bool:
-        """True if the first response held the whole object, so that no other request is made."""
-        return len(self._head) == self.size
-
-    def check_unchanged(self, *, proven: bool = False) -> None:
-        if not self._is_whole:
-            wait_for(self._loop(), self._probe(), self._check)
-
-    async def _probe(self) -> None:
-        pin = await persist(lambda: self._transport.probe(self._pin), lambda: f"{self.where}: cannot be read")
-        if pin is None or self._pin.differs(pin):
-            raise changed(self.where)
-
-    def close(self) -> None:
-        """Do nothing: connections belong to the file system."""
-
-
-class _RangeRequest:
-    """Request for bytes `start` to `stop`. A retry continues where the previous attempt ended."""
-
-    def __init__(self, source: RemoteObject, landing: Landing, base: int, start: int, stop: int) -> None:
-        self._source, self._landing = source, landing
-        self._base, self._at, self._stop = base, start, stop
-
-    async def run(self) -> None:
-        await persist(self._attempt, lambda: f"{self._source.where}: cannot be read at byte {self._at}")
-
-    async def _attempt(self) -> None:
-        await self._source.fetch(self._at, self._stop, self._write)
-        if self._at < self._stop:
-            raise Transient(f"the response ends {self._stop - self._at} bytes early")
-
-    def _write(self, data: bytes) -> None:
-        if self._at + len(data) > self._stop:
-            raise too_many_bytes(self._source.where)
-        self._landing.write(self._at - self._base, data)
-        self._at += len(data)
-
-
-def _semaphore() -> asyncio.Semaphore:
-    return _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_REQUESTS))
-
-
-CALL_TIMEOUT = 3 * STALL  # seconds for one call, whose progress cannot be observed
-CONTENT_KEYS = (
-    "generation",
-    "VersionId",
-    "version_id",
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "blob_id",
-    "xet_hash",
-)
-TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "created", "last_commit")
+        Raises WeightFileError for other bytes or more, and Transient for fewer.
+        """
+        length = min(self.size, most)
+        self.check(0, length)
+        content = bytearray()
+        async for piece in pieces:
+            content += piece
+            if len(content) > length:
+                raise _too_many_bytes(self.where)
+        if len(content) < length:
+            raise Transient(f"the response has {len(content)} bytes, expected {length}")
+        return bytes(content)
 
 
 class GenericObject:
@@ -439,15 +410,15 @@ class GenericObject:
         if self._url.protocol == "hf":
             options["cache_type"] = "none"  # the default cache reads 5 MB ahead of each range
         try:
-            data = await self.call("cat_file", self._path, start=start, end=stop, **options)
+            data = await self._call("cat_file", self._path, start=start, end=stop, **options)
         except FileNotFoundError:
             raise changed(self._where) from None
         write(data)
 
     async def probe(self, pin: ObjectPin) -> ObjectPin | None:
-        self._fs.invalidate_cache()
+        self._fs.invalidate_cache()  # else a listing from before a write would vouch for the bytes
         try:
-            info = await self.call("info", self._path)
+            info = await self._call("info", self._path)
         except FileNotFoundError:
             return None
         if info.get("type") == "directory":
@@ -455,14 +426,17 @@ class GenericObject:
         size = info.get("size")
         if not isinstance(size, int):
             raise WeightFileError(f"{self._where}: its file system does not report its size")
-        return ObjectPin(size, *_identity(info))
+        exact = (key for key in CONTENT_KEYS if info.get(key) and not str(info[key]).startswith("W/"))
+        times = (key for key in TIME_KEYS if info.get(key))
+        tag, modified = (next((f"{key}={info[key]}" for key in keys), "") for keys in (exact, times))
+        return ObjectPin(size, tag, modified)
 
     async def entries(self) -> list[Mapping[str, Any]]:
         """Return the store's information on each entry of a folder. Raises FileNotFoundError."""
         self._fs.invalidate_cache()
-        return list(await self.call("ls", self._path, detail=True))
+        return list(await self._call("ls", self._path, detail=True))
 
-    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system. Raises FileNotFoundError, WeightFileError and Transient."""
         try:
             if not self._fs.async_impl:
@@ -491,10 +465,3 @@ class GenericObject:
         if status in (404, 410):
             return FileNotFoundError(self._where)
         return status_error(self._where, status, type(error).__name__, response.headers.get("Retry-After"))
-
-
-def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Return tags of an object's content and of its time; a change of either shows that the object changed."""
-    exact = (key for key in CONTENT_KEYS if info.get(key) and not str(info[key]).startswith("W/"))
-    tag = next((f"{key}={info[key]}" for key in exact), "")
-    return tag, next((f"{key}={info[key]}" for key in TIME_KEYS if info.get(key)), "")

@@ -1,4 +1,4 @@
-"""Objects of S3 and compatible stores, through s3fs's client. Retries are done here, not by s3fs."""
+"""Objects of S3 and compatible stores, through s3fs's client, which does not retry: `remote` does, with progress."""
 
 from __future__ import annotations
 
@@ -20,23 +20,15 @@ from .remote import (
     Transient,
     Write,
     changed,
-    check_range,
     connection_lost,
-    parse_content_range,
-    read_exactly,
     read_failed,
     status_error,
-    total_of,
 )
 
-CHUNK = 256 << 10
+_CHUNK = 256 << 10  # bytes of a body that are read at once
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NoSuchVersion"})
 _CONFLICTS = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
 _SLOW = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ThrottlingException"})
-
-
-class _Missing(Exception):
-    """Error for an object that does not exist."""
 
 
 class S3Object:
@@ -53,16 +45,13 @@ class S3Object:
         try:
             async with self._call("get_object", Range=f"bytes=0-{HEAD_BYTES - 1}") as response:
                 content_range = self._range(response)
-                size = total_of(content_range, self._where)
-                length = min(size, HEAD_BYTES)
-                check_range(content_range, 0, length, self._where)
                 with closing(response["Body"]) as body:
-                    head = await read_exactly(body.iter_chunks(CHUNK), length, self._where)
+                    head = await content_range.read_head(body.iter_chunks(_CHUNK), HEAD_BYTES)
         except _Missing:
             return None
         except _Unsatisfiable:
             return Opened(ObjectPin(0), b"")
-        return Opened(ObjectPin(size, response.get("ETag", "")), head)
+        return Opened(ObjectPin(content_range.size, response.get("ETag", "")), head)
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
         try:
@@ -70,9 +59,9 @@ class S3Object:
                 content_range = self._range(response)
                 if pin.differs(ObjectPin(content_range.total or pin.size, response.get("ETag", ""))):
                     raise changed(self._where)
-                check_range(content_range, start, stop, self._where)
+                content_range.check(start, stop)
                 with closing(response["Body"]) as body:
-                    async for data in body.iter_chunks(CHUNK):
+                    async for data in body.iter_chunks(_CHUNK):
                         write(data)
         except (_Missing, _Unsatisfiable):
             raise changed(self._where) from None
@@ -94,9 +83,9 @@ class S3Object:
 
     def _range(self, response: dict[str, Any]) -> ContentRange:
         if "ContentRange" in response:
-            return parse_content_range(response["ContentRange"], self._where)
+            return ContentRange.parse(response["ContentRange"], self._where)
         size = response["ContentLength"]  # the whole object
-        return ContentRange(0, size, size)
+        return ContentRange(self._where, 0, size, size)
 
     @asynccontextmanager
     async def _call(self, name: str, **arguments: str | bytes) -> AsyncIterator[dict[str, Any]]:
@@ -129,9 +118,13 @@ class S3Object:
         return status_error(self._where, status, code, facts.get("HTTPHeaders", {}).get("retry-after"))
 
 
-class _Conflict(WeightFileError):
-    """Error for an object that is not the requested one any more."""
+class _Missing(Exception):
+    """Error for an object that does not exist."""
 
 
 class _Unsatisfiable(Exception):
     """Error for an object without a byte in the range."""
+
+
+class _Conflict(WeightFileError):
+    """Error for an object that is not the requested one any more; a reader's error as it is."""

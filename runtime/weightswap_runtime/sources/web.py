@@ -21,13 +21,9 @@ from .remote import (
     Opened,
     Write,
     changed,
-    check_range,
     connection_lost,
-    parse_content_range,
-    read_exactly,
     read_failed,
     status_error,
-    total_of,
 )
 
 _PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html)", re.IGNORECASE)
@@ -55,18 +51,15 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             if response.status == 416:  # an empty object has no range
-                return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
+                return Opened(self._pin(response, self._range(response).size), b"")
             self._check_status(response)
-            content_range = self._range(response)
             if response.status == 200:
                 self._check_whole(response)
-            size = total_of(content_range, self._where)
-            length = min(size, HEAD_BYTES)
-            check_range(content_range, 0, length, self._where)
-            head = await read_exactly(response.content.iter_any(), length, self._where)
+            content_range = self._range(response)
+            head = await content_range.read_head(response.content.iter_any(), HEAD_BYTES)
             if _PAGE.match(head):
                 raise self._web_page()
-            return Opened(self._pin(response, size), head, self._settles_in(response))
+            return Opened(self._pin(response, content_range.size), head, _settles_in(response))
 
     def _check_whole(self, response: aiohttp.ClientResponse) -> None:
         """Raise DamagedFile or Unsupported unless a response without a range is the whole of a small object."""
@@ -91,7 +84,7 @@ class WebObject:
             content_range = self._range(response)
             if pin.differs(self._pin(response, content_range.total or pin.size)):
                 raise changed(self._where)
-            check_range(content_range, start, stop, self._where)
+            content_range.check(start, stop)
             async for data in response.content.iter_any():
                 write(data)
 
@@ -100,7 +93,7 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             self._check_status(response)
-            return self._pin(response, total_of(self._range(response), self._where))
+            return self._pin(response, self._range(response).size)
 
     @asynccontextmanager
     async def _get(self, start: int, stop: int, pin: ObjectPin | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -128,8 +121,8 @@ class WebObject:
 
     def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
         if response.status == 200:  # the whole object
-            return ContentRange(0, response.content_length, response.content_length)
-        return parse_content_range(response.headers.get("Content-Range"), self._where)
+            return ContentRange(self._where, 0, response.content_length, response.content_length)
+        return ContentRange.parse(response.headers.get("Content-Range"), self._where)
 
     def _without_ranges(self) -> Unsupported:
         return Unsupported(
@@ -141,22 +134,22 @@ class WebObject:
     def _pin(response: aiohttp.ClientResponse, size: int) -> ObjectPin:
         return ObjectPin(size, response.headers.get("ETag", ""), response.headers.get("Last-Modified", ""))
 
-    @staticmethod
-    def _settles_in(response: aiohttp.ClientResponse) -> float:
-        """Return for how many seconds the object may still be overwritten without a change of Last-Modified.
 
-        An ETag does not shorten this time: many servers derive it from Last-Modified and the size.
-        """
-        date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
-        if not modified:
-            return 0.0
-        if not date:
-            return CLOCK_TICK
-        try:
-            age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
-        except (ValueError, TypeError):
-            return CLOCK_TICK
-        return min(CLOCK_TICK, max(0.0, CLOCK_TICK - age))
+def _settles_in(response: aiohttp.ClientResponse) -> float:
+    """Return for how many seconds the object may still be overwritten without a change of Last-Modified.
+
+    An ETag does not shorten this time: many servers derive it from Last-Modified and the size.
+    """
+    date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
+    if not modified:
+        return 0.0
+    if not date:
+        return CLOCK_TICK
+    try:
+        age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
+    except (ValueError, TypeError):
+        return CLOCK_TICK
+    return min(CLOCK_TICK, max(0.0, CLOCK_TICK - age))
 
 
 def _conditions(pin: ObjectPin | None) -> dict[str, str]:

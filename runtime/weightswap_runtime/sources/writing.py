@@ -1,6 +1,8 @@
 """Files and folders that appear whole or not at all.
 
-A symbolic link is kept, and its target is replaced. Devices, pipes and sockets are never replaced.
+A file is written under a temporary name, flushed to disk, and renamed: readers, and whoever starts after a power
+failure, see the old content or the new. A symbolic link is kept, and its target is replaced. Devices, pipes and sockets
+are never replaced.
 """
 
 from __future__ import annotations
@@ -20,69 +22,29 @@ from typing import BinaryIO, Self
 
 from weightswap_runtime.errors import Unsupported
 
-_SPECIAL = {
+_SPECIAL = {  # what a rename would replace by a file
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot flush a folder
 
 
-def is_file(path: Path) -> bool:
-    """Return True if there is a regular file; False also for an invalid name."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise Unsupported for a device, a pipe or a socket, and OSError if the path cannot be examined."""
-    if kind := _SPECIAL.get(_kind(path)):
-        raise Unsupported(f"{path}: is {kind}, which weightswap never replaces; name a file")
-
-
-def _kind(path: Path) -> int:
-    """Return the file type bits of a path or of a link's target; 0 if nothing is there."""
-    try:
-        return stat.S_IFMT(path.stat().st_mode)
-    except FileNotFoundError:
-        return 0
-
-
-def _followed(path: Path) -> Path:
-    """Return the target of a link, or the path itself. Raises what `check_replaceable` raises."""
-    check_replaceable(path)
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def _sibling(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_names(folder: Path) -> None:
-    """Flush the names in a folder to disk. A failure is only a warning: the names are there already."""
-    try:
-        _sync(folder)
-    except OSError as error:
-        if error.errno not in _NOT_FOR_FOLDERS:
-            text = f"{folder}: written, but a power failure may lose it ({error.strerror})"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file. When the block ends without an error, its bytes are flushed to disk and it replaces `path`."""
+    with PendingFile(path) as new:
+        yield new.file
+        new.sync()
+        new.rename(path)
 
 
 class PendingFile:
-    """File that is being written, locked, under a temporary name beside `path`.
+    """File that is being written under a temporary name beside `path`.
 
-    It is removed when the block ends, unless `rename` was called.
+    It is removed when the block ends, unless `rename` was called. A process that is killed leaves it behind; the lock
+    that ends with its writer then tells `remove_abandoned` that nobody writes it any more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,66 +71,6 @@ class PendingFile:
             self.file.close()
         finally:
             self._temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file. When the block ends without an error, its bytes are flushed to disk and it replaces `path`."""
-    with PendingFile(path) as new:
-        yield new.file
-        new.sync()
-        new.rename(path)
-
-
-@contextmanager
-def new_report(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file like `new_file`, or an existing pipe or character device, which is written to."""
-    with os.fdopen(os.open(path, os.O_WRONLY), "wb") if _is_stream(path) else new_file(path) as file:
-        yield file
-
-
-def _is_stream(path: Path) -> bool:
-    return _kind(path) in (stat.S_IFIFO, stat.S_IFCHR)
-
-
-def check_reportable(path: Path) -> None:
-    """Raise OSError or Unsupported if `new_report` cannot write now. The folder must exist."""
-    if _is_stream(path):
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return
-    target = _followed(path)
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary, file = _new_temporary(target)
-    with file:
-        temporary.unlink()
-
-
-@contextmanager
-def companion(path: Path, content: bytes | None) -> Iterator[None]:
-    """Replace a small file, or remove it (None). If the block fails, restore the old file.
-
-    For a file that must exist before the main file, which the block renames: a process that watches the folder may read
-    both as soon as the main file appears. If this process is killed in between, the new companion is left beside the
-    old main file.
-    """
-    check_replaceable(path)
-    old = path.read_bytes() if path.exists() else None
-    _replace(path, content)
-    try:
-        yield
-    except BaseException:
-        _replace(path, old)
-        raise
-
-
-def _replace(path: Path, content: bytes | None) -> None:
-    if content is None:
-        path.unlink(missing_ok=True)
-        return
-    with new_file(path) as file:
-        file.write(content)
 
 
 def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
@@ -215,24 +117,55 @@ def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
     return removed
 
 
-def _put_in_place(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`. An old folder is moved aside, and back on failure. Another process may do the same."""
-    for last in (False, False, False, True):
-        old = _sibling(path, "old")
-        check_replaceable(path)
-        try:
-            if path.exists():
-                path.rename(old)
-            folder.rename(path)
-        except OSError:
-            if old.exists() and not path.exists():
-                old.rename(path)
-            if last:
-                raise
-        else:
-            break
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def companion(path: Path, content: bytes | None) -> Iterator[None]:
+    """Replace a small file, or remove it (None). If the block fails, restore the old file.
+
+    For a file that must exist before the main file, which the block renames: a process that watches the folder may read
+    both as soon as the main file appears. If this process is killed in between, the new companion is left beside the
+    old main file.
+    """
+    check_replaceable(path)
+    old = path.read_bytes() if path.exists() else None
+    _replace(path, content)
+    try:
+        yield
+    except BaseException:
+        _replace(path, old)
+        raise
+
+
+def _replace(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    with new_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_report(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file like `new_file`, or an existing pipe or character device, which is written to."""
+    with os.fdopen(os.open(path, os.O_WRONLY), "wb") if _is_stream(path) else new_file(path) as file:
+        yield file
+
+
+def check_reportable(path: Path) -> None:
+    """Raise OSError or Unsupported if `new_report` cannot write now. The folder must exist."""
+    if _is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    target = _followed(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    temporary, file = _new_temporary(target)
+    with file:
+        temporary.unlink()
+
+
+def _is_stream(path: Path) -> bool:
+    return _kind(path) in (stat.S_IFIFO, stat.S_IFCHR)
 
 
 @contextmanager
@@ -254,3 +187,73 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync_names(path.parent)
+
+
+def _put_in_place(folder: Path, path: Path) -> None:
+    """Rename `folder` to `path`. An old folder is moved aside, and back on failure. Another process may do the same."""
+    for last in (False, False, False, True):  # the other's folder may come between the two renames, but not for ever
+        old = _sibling(path, "old")
+        check_replaceable(path)
+        try:
+            if path.exists():
+                path.rename(old)
+            folder.rename(path)
+        except OSError:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            if last:
+                raise
+        else:
+            break
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def is_file(path: Path) -> bool:
+    """Return True if there is a regular file; False also for an invalid name."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise Unsupported for a device, a pipe or a socket, and OSError if the path cannot be examined."""
+    if kind := _SPECIAL.get(_kind(path)):
+        raise Unsupported(f"{path}: is {kind}, which weightswap never replaces; name a file")
+
+
+def _followed(path: Path) -> Path:
+    """Return the target of a link, or the path itself. Raises what `check_replaceable` raises."""
+    check_replaceable(path)
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _kind(path: Path) -> int:
+    """Return the file type bits of a path or of a link's target; 0 if nothing is there."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return 0
+
+
+def _sibling(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_names(folder: Path) -> None:
+    """Flush the names in a folder to disk. A failure is only a warning: the names are there already."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            text = f"{folder}: written, but a power failure may lose it ({error.strerror})"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

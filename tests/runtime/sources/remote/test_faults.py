@@ -29,7 +29,7 @@ from tests.support.servers import Answer, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
 from weightswap_runtime.sources.opening import open_source, read_small
-from weightswap_runtime.sources.remote import Transient, persist
+from weightswap_runtime.sources.remote import Transient, retry
 
 PASSING = {
     "drops": dropped,
@@ -63,7 +63,7 @@ def test_pauses_leave_the_random_numbers_of_others_alone() -> None:
         return "there"
 
     before = random.getstate()
-    assert asyncio.run(persist(attempt, lambda: "x")) == "there"
+    assert asyncio.run(retry(attempt, lambda: "x")) == "there"
     assert random.getstate() == before
 
 
