@@ -172,7 +172,7 @@ class Double:
         with self.target(timeout, job) as (idle, _):
             ranges = [live.layout.whole] if before is None else differing(live, before, current.identity.digests)
             copy_ranges(idle.arena, live, ranges, self._workers, job)
-            patch.lay_over(idle.arena, self._workers, job)
+            patch.write_to(idle.arena, self._workers, job)
         idle.content = identity.digests
         return StagedWeights(identity, report, idle)
 
@@ -281,7 +281,7 @@ class Single:
         arena, _ = self._memory.staging(self._layout)
         with arena.writing():
             copy_ranges(arena, self._live.arena, [self._layout.whole], self._workers, job)
-            patch.lay_over(arena, self._workers, job)
+            patch.write_to(arena, self._workers, job)
         return arena
 
     def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:

@@ -1,4 +1,8 @@
-"""Arenas in host memory, their layout, and patches."""
+"""A set of weights in one piece of memory, at addresses that stay, and patches of parts of it.
+
+Engines bind the addresses once. New weights come into the memory that no call uses, or are copied over the served ones
+while calls are held; from where, and how fast, is the arena's matter, on the host (here) or on a device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.tensors import BLOCK, Blocks
 from weightswap_runtime.threads import WorkerThreads
 
-COPY_CHUNK = 16 << 20
+COPY_CHUNK = 16 << 20  # bytes that a thread copies at once, or one large weight would keep one thread busy at the end
 Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
 
@@ -203,30 +207,6 @@ class Scratch:
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 
 
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between writable memories of the same size, releasing the interpreter's lock, unlike an assignment."""
-    if len(source):
-        to, begin = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
-        ctypes.memmove(to, begin, len(source))
-
-
-def allocate(nbytes: int) -> mmap.mmap | bytearray:
-    """Allocate memory that returns to the system when it is dropped. Raises MemoryError."""
-    try:
-        # malloc would keep tens of megabytes of freed memory
-        return _map(nbytes) if nbytes else bytearray()
-    except (OSError, OverflowError) as error:
-        raise MemoryError(str(error)) from error
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    """Map private memory, with huge pages if possible: first touch is several times quicker with them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
 class Span(NamedTuple):
     """Bytes for an offset of an arena."""
 
@@ -240,12 +220,11 @@ class Patch(ABC):
     nbytes: int
 
     @abstractmethod
-    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        """Copy every span to its offset. Addresses stay."""
+    def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
+        """Copy every span to its offset, with a `job` at its rate limit. Addresses stay.
 
-    @abstractmethod
-    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's rate limit. Raises StageCancelled, with the copy half done."""
+        Raises StageCancelled if the job is cancelled, with the copy half done.
+        """
 
     @abstractmethod
     def undo(self, arena: Arena) -> Patch:
@@ -263,20 +242,18 @@ class HostPatch(Patch):
         self.spans = tuple(spans)
         self.nbytes = sum(len(span.data) for span in self.spans)
 
-    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
-
-    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        job.begin("copying", self.nbytes)
+    def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
+        if job is not None:
+            job.begin("copying", self.nbytes)
 
         def write(span: Span) -> None:
-            for start, stop in job.steps(0, len(span.data)):
+            for start, stop in [(0, len(span.data))] if job is None else job.steps(0, len(span.data)):
                 arena.write(span.offset + start, span.data[start:stop])
 
         workers.run_all(write, in_chunks(self.spans, COPY_CHUNK))
 
     def undo(self, arena: Arena) -> HostPatch:
-        memory = memoryview(allocate(self.nbytes))
+        memory = memoryview(allocate(self.nbytes))  # in one piece: a patch may have thousands of small spans
         spans = []
         for offset, data in self.spans:
             copy, memory = memory[: len(data)], memory[len(data) :]
@@ -319,3 +296,27 @@ def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], worke
 
     piece = min(target.piece, source.piece)
     workers.run_all(copy, (part for whole in ranges for part in whole.split(piece)))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes between writable memories of the same size, releasing the interpreter's lock, unlike an assignment."""
+    if len(source):
+        to, begin = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
+        ctypes.memmove(to, begin, len(source))
+
+
+def allocate(nbytes: int) -> mmap.mmap | bytearray:
+    """Allocate memory that returns to the system when it is dropped. Raises MemoryError."""
+    try:
+        # malloc would keep tens of megabytes of freed memory
+        return _map(nbytes) if nbytes else bytearray()
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Map private memory, with huge pages if possible: first touch is several times quicker with them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,8 +1,12 @@
-"""A device's arena, streams in order, the staging ring."""
+"""A set of weights in an accelerator's memory, where streams keep calls and writes in order without the host.
+
+A copy from ordinary host memory would stall the whole device. What comes from files therefore passes through a ring of
+page-locked buffers, which all models on a device share.
+"""
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Condition
@@ -12,11 +16,15 @@ from blake3 import blake3
 
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
+from weightswap_runtime.jobs import POLL_SECONDS
 from weightswap_runtime.threads import WorkerThreads
 
 from .arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
 from .host import available
+
+BUFFER_BYTES = 16 << 20  # of each buffer of a ring
+SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
+LEAST = 64 << 20  # bytes of the smallest set whose digests the device computes
 
 Event = Any  # a mark in a stream; opaque except to the device
 Stream = Any  # a queue of asynchronous work that a device does in order; opaque except to the device
@@ -48,7 +56,6 @@ class Device(Protocol):
     """One accelerator. Copies are enqueued in the calling thread's current stream."""
 
     name: str  # such as "cuda:0"
-
     staging: Stream  # for work that no call waits for
     commits: Stream  # for work that calls wait for
 
@@ -121,139 +128,12 @@ class Device(Protocol):
         ...
 
 
-def check_not_capturing(device: Device, stream: Stream) -> None:
-    """Raise DeviceError if a stream is being captured: a mark in it, and work that waits for the mark, would be too."""
-    if device.is_capturing(stream):
-        raise DeviceError(
-            f"{device.name}: a stream that calls have used is being captured in a CUDA graph of the application; "
-            "our copies would become part of it. Wait until the capture ends, or capture on another stream."
-        )
-
-
-def check_call(device: Device, what: str = "a call") -> None:
-    """Raise Unsupported if `what` would be captured in a CUDA graph of the application."""
-    if device.is_capturing_here():
-        raise Unsupported(
-            f"{what} during a capture by the application: replays of its graph would not be ordered with swaps. Load "
-            "with cuda_graphs=..., which captures calls itself."
-        )
-
-
-BUFFER_BYTES = 16 << 20
-SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
-
-
-class _Turn(NamedTuple):
-    """A buffer, the event to wait for before it is filled again, and the claim of the thread that fills it."""
-
-    buffer: LockedBuffer
-    busy: Event | None
-    holder: ClaimReference | None
-
-    @property
-    def is_held(self) -> bool:
-        holder = self.holder() if self.holder else None
-        return holder is not None and holder.holds
-
-
-class Ring:
-    """A few buffers of BUFFER_BYTES, allocated on first use at the latest. Any number of threads may take turns.
-
-    A copy from pageable memory would stall the whole device; one from page-locked memory does not.
-    """
-
-    def __init__(self, device: Device, count: int, urgent: Ring | None = None) -> None:
-        """urgent: a ring for copies that calls wait for, which must not wait for files."""
-        self.urgent = urgent or self
-        self._device = device
-        self._count = count
-        self._changed = Condition()
-        self._turns: list[_Turn] = []  # the buffer that was returned first comes first
-
-    def allocate(self) -> None:
-        """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
-
-        Called in `load()`: each takes milliseconds, in which the driver serves no other thread. Raises MemoryError.
-        """
-        free = available()
-        most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
-        with self._changed:
-            while len(self._turns) < most:
-                try:
-                    self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES), None, None))
-                except MemoryError:
-                    if not self._turns:
-                        raise
-                    break
-        if self.urgent is not self:
-            self.urgent.allocate()
-
-    @contextmanager
-    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
-        """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
-
-        Raises MemoryError if there is no buffer yet and no memory can be page-locked.
-        """
-        claim = Claim()
-        is_free = False
-        try:
-            turn = self._take(claim)
-            if turn.busy is not None:
-                self._device.finish(turn.busy)
-            is_free = True
-            yield turn.buffer
-        finally:
-            self._give_back(claim, self._device.mark(stream) if is_free else None)
-
-    def _take(self, claim: Claim) -> _Turn:
-        with self._changed:
-            if not self._turns:
-                self.allocate()
-            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
-                self._changed.wait(POLL_SECONDS)  # an interrupted thread does not notify
-            turn = free._replace(holder=weakref.ref(claim))
-            self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
-            return turn
-
-    def _give_back(self, claim: Claim, busy: Event | None) -> None:
-        """busy: the event after which the buffer is free; None: as before."""
-        with self._changed:
-            held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
-            self._turns = [turn for turn in self._turns if turn not in held] + [
-                turn._replace(busy=busy or turn.busy, holder=None) for turn in held
-            ]
-            claim.end()  # not sooner, or another thread would miss the event that it has to wait for
-            self._changed.notify()
-
-
-LEAST = 64 << 20  # bytes of the smallest set whose digests the device computes
-
-
 class Copy(NamedTuple):
-    """A copy of bytes from an offset `begin` of a buffer to an offset of an arena."""
+    """A copy of bytes between a buffer and an arena."""
 
-    offset: int
-    begin: int
+    offset: int  # in the arena
+    begin: int  # in the buffer
     nbytes: int
-
-
-def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
-    """Return each slot's offset in a buffer, and the copies to the arena. Neighbours move in one copy with their gap.
-
-    A gap that is smaller than ALIGNMENT belongs to no weight.
-    """
-    begins: list[int] = []
-    runs: list[Copy] = []
-    for offset, size in slots:
-        last = runs[-1] if runs else None
-        if last and 0 <= (gap := offset - last.offset - last.nbytes) < ALIGNMENT:
-            begins.append(last.begin + last.nbytes + gap)
-            runs[-1] = last._replace(nbytes=last.nbytes + gap + size)
-        else:
-            begin = -(-(last.begin + last.nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
-            begins.append(begin)
-            runs.append(Copy(offset, begin, size))
-    return begins, runs
 
 
 class Region:
@@ -264,7 +144,7 @@ class Region:
     destroyed by then, so each call in such a stream ends with `leave()`, and writes wait for the call instead.
     """
 
-    most = BUFFER_BYTES - (1 << 20)  # room for the gaps between slots
+    most = BUFFER_BYTES - (1 << 20)  # leaves space in a buffer for the gaps between slots
 
     def __init__(self, device: Device, nbytes: int, ring: Ring) -> None:
         """Raises MemoryError."""
@@ -273,8 +153,10 @@ class Region:
         self.address = self.buffer.address
         self._ring = ring
         self._written: Event = device.mark(device.staging)  # the memory's previous user may not be done yet
+        # streams of calls by key, each with the `_written` that it waits for: usually still the last, so that a call
+        # costs one look-up
         self._users: dict[int, tuple[Stream, Event]] = {}
-        self._writer: Stream | None = None
+        self._writer: Stream | None = None  # of the `writing` block
 
     def use(self) -> bool:
         """Let the thread's current stream read the memory until the next write.
@@ -291,7 +173,7 @@ class Region:
         self.device.wait(stream, written)
         if foreign:
             return True
-        if known is None:
+        if known is None:  # else the allocator would hand out dropped memory while a call still reads it
             self.device.lend(self.buffer, stream)
         self._users[key] = stream, written
         return False
@@ -323,10 +205,12 @@ class Region:
             self._writer = stream
             for key, known in list(self._users.items()):
                 self.device.wait(stream, self.device.mark(known[0]))
-                if not join and self._users.get(key) is known:  # its next call adds it again
+                # its next call adds it again. With `join` a call in it may run beside the block, and be enqueued after
+                # the mark: the next write has to wait for it
+                if not join and self._users.get(key) is known:
                     del self._users[key]
             with self.device.on(stream):
-                self.use()
+                self.use()  # after the writes before, which may be in the other stream
             yield
         finally:
             self._writer = None
@@ -412,7 +296,7 @@ class Region:
 class DeviceArena(Region):
     """Device memory of one full set of weights."""
 
-    piece = 1 << 30
+    piece = 1 << 30  # not the whole, so that a copy can be cancelled
 
     def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
         """serves: the arena lives as long as its model, not just for one staging. Raises MemoryError."""
@@ -457,8 +341,108 @@ class DeviceArena(Region):
                 if not lacks_memory(error):  # the next attempt may have more memory
                     self.device.distrust_hasher(f"{type(error).__name__}: {error}")
                 return None
+        # the kernel was compiled for whatever GPU this is: one block that the host hashes, too, shows that it works
         index, part = max(enumerate(parts), key=lambda item: item[1].nbytes)
         if digests[index] == blake3(self.fetch(*part)).digest():
             return digests
         self.device.distrust_hasher("the device computed a wrong digest for a block of weights")
         return None
+
+
+class Ring:
+    """Page-locked buffers of BUFFER_BYTES, allocated on first use at the latest, which any number of threads share.
+
+    A buffer is reused once the device has copied what was in it, so that a thread fills one while others are copied.
+    """
+
+    def __init__(self, device: Device, count: int, urgent: Ring | None = None) -> None:
+        """count: buffers at most. urgent: a ring for copies that calls wait for, which must not wait for files."""
+        self.urgent = urgent or self
+        self._device = device
+        self._count = count
+        self._allocated = 0
+        # each with the mark after its last copies; first the one that was returned first, whose copies are likely done
+        self._free: deque[tuple[LockedBuffer, Event | None]] = deque()
+        self._changed = Condition()
+
+    def allocate(self) -> None:
+        """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
+
+        Called in `load()`: each takes milliseconds, in which the driver serves no other thread. Raises MemoryError.
+        """
+        free = available()
+        most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
+        with self._changed:
+            while self._allocated < most:
+                try:
+                    self._free.appendleft((self._device.lock(BUFFER_BYTES), None))
+                except MemoryError:
+                    if not self._allocated:
+                        raise
+                    break
+                self._allocated += 1
+        if self.urgent is not self:
+            self.urgent.allocate()
+
+    @contextmanager
+    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
+        """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
+
+        Raises MemoryError if there is no buffer yet and no memory can be page-locked.
+        """
+        with self._changed:
+            if not self._allocated:
+                self.allocate()
+            while not self._free:
+                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
+            buffer, copied = self._free.popleft()
+        try:
+            if copied is not None:
+                self._device.finish(copied)  # without the lock: others may find their buffer done
+            try:
+                yield buffer
+            finally:
+                copied = self._device.mark(stream)
+        finally:
+            # even where the device reports an error, or nobody could ever take a buffer again; and before the lock,
+            # the wait for which an interrupt may end
+            self._free.append((buffer, copied))
+            with self._changed:
+                self._changed.notify()
+
+
+def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
+    """Return each slot's offset in a buffer, and the copies to the arena. Neighbours move in one copy with their gap.
+
+    A gap that is smaller than ALIGNMENT belongs to no weight.
+    """
+    begins: list[int] = []
+    runs: list[Copy] = []
+    for offset, size in slots:
+        last = runs[-1] if runs else None
+        if last and 0 <= (gap := offset - last.offset - last.nbytes) < ALIGNMENT:
+            begins.append(last.begin + last.nbytes + gap)
+            runs[-1] = last._replace(nbytes=last.nbytes + gap + size)
+        else:
+            begin = -(-(last.begin + last.nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
+            begins.append(begin)
+            runs.append(Copy(offset, begin, size))
+    return begins, runs
+
+
+def check_not_capturing(device: Device, stream: Stream) -> None:
+    """Raise DeviceError if a stream is being captured: a mark in it, and work that waits for the mark, would be too."""
+    if device.is_capturing(stream):
+        raise DeviceError(
+            f"{device.name}: a stream that calls have used is being captured in a CUDA graph of the application; "
+            "our copies would become part of it. Wait until the capture ends, or capture on another stream."
+        )
+
+
+def check_call(device: Device, what: str = "a call") -> None:
+    """Raise Unsupported if `what` would be captured in a CUDA graph of the application."""
+    if device.is_capturing_here():
+        raise Unsupported(
+            f"{what} during a capture by the application: replays of its graph would not be ordered with swaps. Load "
+            "with cuda_graphs=..., which captures calls itself."
+        )

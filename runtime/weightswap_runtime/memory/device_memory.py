@@ -110,19 +110,21 @@ class DevicePatch(Patch):
         region.synchronize()
         return cls(region, runs)
 
-    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
+    def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
         """Copy every span to its offset. The host does not wait if the arena is on the device."""
+        runs: Iterable[Copy] = self._runs
+        if job is not None:
+            job.begin("copying", self.nbytes)
+            runs = (
+                Copy(run.offset + start, run.begin + start, stop - start)
+                for run in self._runs
+                for start, stop in job.steps(0, run.nbytes)
+            )
         if isinstance(arena, DeviceArena):
-            arena.take_from(self._region, self._runs)
-            return
-        for offset, begin, nbytes in self._runs:
-            arena.write(offset, self._region.fetch(begin, nbytes))
-
-    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        job.begin("copying", self.nbytes)
-        for offset, begin, nbytes in self._runs:
-            for start, stop in job.steps(0, nbytes):
-                DevicePatch(self._region, [Copy(offset + start, begin + start, stop - start)]).write_to(arena, workers)
+            arena.take_from(self._region, runs)
+        else:
+            for offset, begin, nbytes in runs:
+                arena.write(offset, self._region.fetch(begin, nbytes))
 
     def undo(self, arena: Arena) -> DevicePatch:
         """Copy what this patch would overwrite in the arena, on the device. Raises MemoryError."""

@@ -116,7 +116,7 @@ def _lay_delta(
     if stamp is None:
         raise BaseMismatch(f"{weights.where}: is no longer a delta; restore it, or swap a full file")
     identity, report, patch = stage_delta(weights, stamp, arena, identity, staging)
-    patch.lay_over(arena, staging.workers, staging.job)
+    patch.write_to(arena, staging.workers, staging.job)
     return identity, replace(
         report,
         bytes_read=before.bytes_read + report.bytes_read,

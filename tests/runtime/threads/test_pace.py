@@ -116,7 +116,7 @@ def test_laying_a_patch_over_is_even(
     arena = HostArena(layout)
     patch = HostPatch(Span(offset, memoryview(bytearray([7]) * size)) for offset, size in layout.slots.values())
     moves.watch(monkeypatch, HostArena, "write", lambda _, __, data: len(data))
-    patch.lay_over(arena, WorkerThreads(threads), Job(RATE))
+    patch.write_to(arena, WorkerThreads(threads), Job(RATE))
     moves.check()
     assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())
 
