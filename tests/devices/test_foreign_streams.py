@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -214,6 +215,16 @@ def test_a_wait_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda: Any = Accelerator(torch.device("cuda", 0))
     assert isinstance(cuda.mark("stream"), Recorded)
     assert made == [{"blocking": True}]
+
+
+def test_a_dropped_model_gives_its_streams_back_though_the_ring_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_device, "_rings", {})
+    monkeypatch.setattr(torch_device, "lend_stream", lambda *_: None)
+    first = Accelerator(torch.device("cuda", 0))
+    ring, dropped = torch_device.ring_of(first), weakref.ref(first)
+    del first
+    assert dropped() is None
+    assert torch_device.ring_of(Accelerator(torch.device("cuda", 0))) is ring
 
 
 def test_collecting_an_arena_while_one_is_counted_does_not_block() -> None:
