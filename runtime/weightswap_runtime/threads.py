@@ -1,4 +1,7 @@
-"""The pool, background threads that end with the interpreter, and awaiting them."""
+"""Threads that never outlive their purpose: a pool's, background threads, and those that a task awaits.
+
+Whoever gives up, by an error, an interrupt or a cancellation, returns only when no thread touches his memory any more.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 MOST_THREADS = 16
-_NOTHING = object()
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error's traceback, whose locals may hold a set of weights."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 
 
 class WorkerThreads:
@@ -87,20 +83,18 @@ class _Batch(Generic[T]):
 
     def work(self) -> None:
         """Call the function on items until none are left. An error ends the batch and is kept."""
-        item: object = None
+        item: T | None = None
         try:
-            while self.error is None and (item := self._next()) is not _NOTHING:
-                self._function(item)  # type: ignore[arg-type]
+            while self.error is None:
+                try:
+                    item = self._items.popleft()
+                except IndexError:  # other threads have taken the last ones
+                    break
+                self._function(item)
         except BaseException as error:
             self.error = self.error or error
         finally:
             item = None  # the error keeps this frame
-
-    def _next(self) -> object:
-        try:
-            return self._items.popleft()
-        except IndexError:
-            return _NOTHING
 
     def close(self) -> None:
         """Let no more threads join, and wait for those at work. An interrupt does not end the wait."""
@@ -120,8 +114,27 @@ class _Batch(Generic[T]):
             self.error = self.error or interrupt
 
 
-PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
-_ending = False
+class Background(threading.Thread):
+    """A daemon thread. At the end of the interpreter `stop` is called and the thread joined, with a timeout."""
+
+    def __init__(self, run: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self.stop = stop
+        _known.add(self)
+
+
+def stop_at_end(work: Work) -> None:
+    """Register a daemon thread's work to be stopped, and awaited for a while, at the end of the interpreter.
+
+    (A daemon thread that is in C++ code when the interpreter ends may abort the process.) Other threads are ignored.
+    """
+    if threading.current_thread().daemon:
+        _known.add(work)
+
+
+def is_lost() -> bool:
+    """Return whether the interpreter is ending and does not wait for the calling thread."""
+    return _ending and threading.current_thread().daemon
 
 
 class Work(Protocol):
@@ -139,29 +152,7 @@ class Work(Protocol):
 
 
 _known: weakref.WeakSet[Work] = weakref.WeakSet()
-
-
-def stop_at_end(work: Work) -> None:
-    """Register a daemon thread's work to be stopped, and awaited for a while, at the end of the interpreter.
-
-    (A daemon thread that is in C++ code when the interpreter ends may abort the process.) Other threads are ignored.
-    """
-    if threading.current_thread().daemon:
-        _known.add(work)
-
-
-class Background(threading.Thread):
-    """A daemon thread. At the end of the interpreter `stop` is called and the thread joined, with a timeout."""
-
-    def __init__(self, run: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
-        super().__init__(target=run, name=name, daemon=True)
-        self.stop = stop
-        _known.add(self)
-
-
-def is_lost() -> bool:
-    """Return whether the interpreter is ending and does not wait for the calling thread."""
-    return _ending and threading.current_thread().daemon
+_ending = False
 
 
 def _end() -> None:
@@ -175,7 +166,39 @@ def _end() -> None:
         work.join(max(0.0, deadline - time.monotonic()))
 
 
-threading._register_atexit(_end)  # type: ignore[attr-defined]  # functions of atexit run only after threads were joined
+# functions of atexit run only after threads were joined
+threading._register_atexit(_end)  # type: ignore[attr-defined]
+
+
+async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+    """Run a function in a thread of its own and await its result.
+
+    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def start() -> None:
+        try:
+            Background(run, "weightswap-async", stop).start()
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    result = asyncio.wrap_future(outcome)
+    # not in the loop: Thread.start() waits until the thread runs, for milliseconds on a busy machine
+    _thread.start_new_thread(start, ())
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+        stop()
+        with suppress(Exception):
+            await asyncio.shield(result)
+        raise
 
 
 async def done_within(future: Future[Any], seconds: float) -> bool:
@@ -208,35 +231,11 @@ async def done_within(future: Future[Any], seconds: float) -> bool:
     return ended
 
 
-async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
-    """Run a function in a thread of its own and await its result.
-
-    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    def start() -> None:
-        try:
-            Background(run, "weightswap-async", stop).start()
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    result = asyncio.wrap_future(outcome)
-    # not in the loop: Thread.start() waits until the thread runs, for milliseconds on a busy machine
-    _thread.start_new_thread(start, ())
-    try:
-        return await asyncio.shield(result)
-    except asyncio.CancelledError:
-        stop()
-        with suppress(Exception):
-            await asyncio.shield(result)
-        raise
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error's traceback, whose locals may hold a set of weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
