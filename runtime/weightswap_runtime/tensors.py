@@ -1,4 +1,8 @@
-"""One tensor as bytes: types, digests, comparing."""
+"""One tensor as bytes: its type, its content as an array, its digest, and how it differs from another.
+
+Weights are bytes almost everywhere here: they come from files and go to memory without torch. The dtypes are those of
+the safetensors format, under its names.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,22 @@ from numpy.typing import NDArray
 
 from .errors import Unsupported
 
+MAX_DIMENSIONS = 64  # of a tensor, in numpy and torch
+# Digests are of blocks, so that threads hash one tensor together, and a delta can tell which bytes of it differ
+BLOCK = 1 << 20
+DIGEST = re.compile(r"[0-9a-f]{64}")  # as text; graph ids and weights ids are digests, too
+Blocks = tuple[bytes, ...]  # digests of a tensor's blocks
+
 
 class DType(NamedTuple):
-    """An element type of the safetensors format.
-
-    `torch` is its name in torch and in numpy or ml_dtypes; `code` its number in torch's archives of graphs (ScalarType
-    of torch/_export/serde/schema.py).
-    """
+    """An element type of the safetensors format."""
 
     name: str
     bits: int
-    torch: str | None = None
-    code: int | None = None
+    torch: str | None = None  # its name in torch, and in numpy or ml_dtypes
+    code: int | None = None  # its number in torch's archives of graphs: ScalarType of torch/_export/serde/schema.py
 
 
-MAX_DIMENSIONS = 64  # of a tensor, in numpy and torch
 DTYPES: dict[str, DType] = {
     row.name: row
     for row in (
@@ -58,7 +63,6 @@ DTYPES: dict[str, DType] = {
         DType("F4", 4),
     )
 }
-
 TORCH_NAMES: dict[str, str] = {row.torch: row.name for row in DTYPES.values() if row.torch}
 
 
@@ -201,11 +205,6 @@ def _float8_values(dtype: str) -> NDArray[Any]:
     return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)
 
 
-BLOCK = 1 << 20
-DIGEST = re.compile(r"[0-9a-f]{64}")  # as text; graph ids and weights ids are digests, too
-Blocks = tuple[bytes, ...]
-
-
 def block_count(nbytes: int) -> int:
     """Return the number of blocks of a tensor of this size. An empty tensor has one empty block."""
     return max(1, -(-nbytes // BLOCK))
@@ -227,20 +226,17 @@ class TensorHasher:
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._block = blake3()
-        self._room = BLOCK
+        self._room = BLOCK  # bytes that are missing in the block
 
     def update(self, piece: memoryview) -> None:
         while len(piece):
-            if not self._room:
-                self._end_block()
+            if not self._room:  # only now, as the last block is never an empty one
+                self._blocks.append(self._block.digest())
+                self._block, self._room = blake3(), BLOCK
             part = piece[: self._room]
             self._block.update(part)
             self._room -= len(part)
             piece = piece[len(part) :]
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._block.digest())
-        self._block, self._room = blake3(), BLOCK
 
     def hexdigest(self) -> str:
         return tensor_digest([*self._blocks, self._block.digest()])
@@ -280,14 +276,28 @@ def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance |
     count = int(differ.sum())
     if not count:
         return None
-    return f"{_worst(expected, found, differ)}; {count} of {differ.size} elements differ{_beyond(tolerance, found)}"
+    position = furthest(expected, found, differ)
+    one, other = number(expected, position), number(found, position)
+    absolute = abs(other - one)
+    relative = absolute / abs(one) if one else float("inf") if absolute else 0.0
+    beyond = ", compared bit for bit"
+    if tolerance is not None and has_fractions(found.dtype):
+        beyond = f" by more than rtol={tolerance[0]:g}, atol={tolerance[1]:g}"
+    return (
+        f"{_index_text(position, found.shape)}: expected {one}, found {other}, absolute difference {absolute:.6g}, "
+        f"relative {relative:.6g}; {count} of {differ.size} elements differ{beyond}"
+    )
 
 
 def differing(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> NDArray[np.bool_]:
     """Return a mask, flat and row-major, of the elements that differ between tensors of one type. See `difference`."""
-    if tolerance is None or not has_fractions(found.dtype):
-        return _differ_in_bits(expected, found)
-    return ~_close(as_float64(expected), as_float64(found), *tolerance)
+    if tolerance is not None and has_fractions(found.dtype):
+        return ~_close(as_float64(expected), as_float64(found), *tolerance)
+    one, other = (np.frombuffer(each.data, f"u{DTYPES[each.dtype].bits // 8}") for each in (expected, found))
+    differ: NDArray[np.bool_] = one != other
+    if has_fractions(found.dtype) and differ.any():
+        differ &= ~(np.isnan(as_float64(expected)) & np.isnan(as_float64(found)))
+    return differ
 
 
 def furthest(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> int:
@@ -328,25 +338,6 @@ def not_finite(recorded: TensorBytes | None, found: TensorBytes) -> str | None:
     return f"{_index_text(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
 
 
-def _beyond(tolerance: Tolerance | None, found: TensorBytes) -> str:
-    if tolerance is None or not has_fractions(found.dtype):
-        return ", compared bit for bit"
-    rtol, atol = tolerance
-    return f" by more than rtol={rtol:g}, atol={atol:g}"
-
-
-def _differ_in_bits(expected: TensorBytes, found: TensorBytes) -> NDArray[Any]:
-    differ: NDArray[Any] = _bits(expected) != _bits(found)
-    if has_fractions(found.dtype) and differ.any():
-        differ &= ~(np.isnan(as_float64(expected)) & np.isnan(as_float64(found)))
-    return differ
-
-
-def _bits(tensor: TensorBytes) -> NDArray[Any]:
-    """Return the bits of each element as an unsigned integer."""
-    return np.frombuffer(tensor.data, f"u{DTYPES[tensor.dtype].bits // 8}")
-
-
 def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float) -> NDArray[Any]:
     """Do as `torch.isclose(found, expected, ..., equal_nan=True)`; an infinity is close to itself alone."""
     equal = (found == expected) | (np.isnan(found) & np.isnan(expected))
@@ -361,19 +352,6 @@ def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
     with np.errstate(all="ignore"):  # between infinities the gap is NaN, between large numbers it may be infinite
         gaps: NDArray[Any] = np.abs(found - expected)
     return gaps
-
-
-def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> str:
-    position = furthest(expected, found, differ)
-    expected_value, value = number(expected, position), number(found, position)
-    gap = _gap_text(expected_value, value)
-    return f"{_index_text(position, found.shape)}: expected {expected_value}, found {value}{gap}"
-
-
-def _gap_text(expected: Any, found: Any) -> str:
-    absolute = abs(found - expected)
-    relative = absolute / abs(expected) if expected else float("inf") if absolute else 0.0
-    return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
 
 
 def _index_text(position: int, shape: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""Tensors of torch as bytes, and torch's modes."""
+"""Tensors of torch as bytes, and torch without the modes of its caller.
+
+Bytes are viewed, not copied, where the tensor's memory has them as they are; a view keeps the tensor alive.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ import torch
 from .errors import Unsupported
 from .tensors import DTYPES, TORCH_NAMES, TensorBytes
 
+_AUTOCAST = ("cpu", "cuda")
+_DENORMAL, _ONE = np.float32(1e-40), np.float32(1)
 DTYPE_NAMES: Mapping[torch.dtype, str] = {getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items()}
 
 
@@ -58,7 +63,7 @@ def _memory(rows: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-@functools.lru_cache
+@functools.lru_cache  # making a type is much slower than making an array of it
 def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * nbytes
 
@@ -72,10 +77,6 @@ def tensor_content(tensor: torch.Tensor) -> TensorBytes:
     if name is None:
         raise Unsupported(f"{tensor.dtype} is not a dtype of the safetensors format")
     return TensorBytes(name, tuple(tensor.shape), tensor_bytes(tensor))
-
-
-_AUTOCAST = ("cpu", "cuda")
-_DENORMAL, _ONE = np.float32(1e-40), np.float32(1)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Where sets of weights get a device's memory, and which device."""
+"""Which device serves, and where a set of weights waits for its commit: in the device's memory or in the host's.
+
+While calls wait, a copy within the device is many times as fast as one from the host. But calls need memory of the
+device, too, and fail where a staging has left them none.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,49 @@ from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring
 from .host import HostMemory, Memory, StagedIn
 
 T = TypeVar("T")
+StagingMode = Literal["auto", "device", "host"]
+HOST = "cpu"
 RESERVE = 256 << 20  # bytes that a staging at least leaves for calls
+
+
+def device_name(device: object) -> str:
+    """Return the device's name with its index, such as "cuda:0" for "cuda". Raises Unsupported and MissingExtra."""
+    is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
+    if not isinstance(device, str) and not is_torch:
+        raise Unsupported(f'device={device!r}: expected a string such as "cpu", "cuda" or "cuda:1"')
+    if str(device) == HOST:
+        return HOST
+    from .torch_device import open_accelerator  # needs torch
+
+    return open_accelerator(str(device)).name
+
+
+def open_memory(device: str, staging: str) -> Memory:
+    """Return a device's memory. staging: where single residency stages. Raises Unsupported, and MissingExtra."""
+    if staging not in get_args(StagingMode):
+        raise Unsupported(f"staging={staging!r}: expected {', '.join(map(repr, get_args(StagingMode)))}")
+    if device == HOST:
+        if staging == "device":
+            raise Unsupported('staging="device" is for accelerators; on the CPU weights are staged in host memory')
+        return HostMemory()
+    from .torch_device import open_accelerator, ring_of  # needs torch
+
+    accelerator = open_accelerator(device)
+    return DeviceMemory(accelerator, ring_of(accelerator), staging)
 
 
 class DeviceMemory:
     """A device's memory, with that of the host.
 
-    mode: where single residency stages weights. "device": on the device; "host": in ordinary host memory; "auto": on
-    the device if there is room, else on the host. Whole sets are never page-locked, as the driver takes seconds for
-    that, in which calls wait; they are copied through the ring's buffers.
+    Whole sets are never page-locked, as the driver takes seconds for that, in which calls wait; they are copied through
+    the ring's buffers.
     """
 
     def __init__(self, device: Device, ring: Ring, mode: str) -> None:
-        """Raises OutOfMemory if no memory can be page-locked."""
+        """mode: where single residency stages weights: "auto" on the device if there is room, else on the host.
+
+        Raises OutOfMemory if no memory can be page-locked.
+        """
         self._device = device
         self._ring = ring
         self._mode = mode
@@ -136,33 +170,3 @@ class DevicePatch(Patch):
 
     def saved(self, arena: Arena) -> HostPatch:
         return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)
-
-
-StagingMode = Literal["auto", "device", "host"]
-HOST = "cpu"
-
-
-def device_name(device: object) -> str:
-    """Return the device's name with its index, such as "cuda:0" for "cuda". Raises Unsupported and MissingExtra."""
-    is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
-    if not isinstance(device, str) and not is_torch:
-        raise Unsupported(f'device={device!r}: expected a string such as "cpu", "cuda" or "cuda:1"')
-    if str(device) == HOST:
-        return HOST
-    from .torch_device import open_accelerator  # needs torch
-
-    return open_accelerator(str(device)).name
-
-
-def open_memory(device: str, staging: str) -> Memory:
-    """Return a device's memory. staging: where single residency stages. Raises Unsupported, and MissingExtra."""
-    if staging not in get_args(StagingMode):
-        raise Unsupported(f"staging={staging!r}: expected {', '.join(map(repr, get_args(StagingMode)))}")
-    if device == HOST:
-        if staging == "device":
-            raise Unsupported('staging="device" is for accelerators; on the CPU weights are staged in host memory')
-        return HostMemory()
-    from .torch_device import open_accelerator, ring_of  # needs torch
-
-    accelerator = open_accelerator(device)
-    return DeviceMemory(accelerator, ring_of(accelerator), staging)
