@@ -55,17 +55,17 @@ class ArenaLayout:
         self.whole = ByteRange(0, position)
 
 
-class Room(Protocol):
-    """A destination of bytes that are written in pieces."""
+class Destination(Protocol):
+    """Memory into which pieces of tensors are read."""
 
-    most: int  # bytes that one `room` should ask for
+    most: int  # bytes that `buffers` should be asked for at once
 
-    def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
         """Return a context with writable host memory for each slot; at its end the content is in the slot."""
         ...
 
 
-class Arena(Room, Protocol):
+class Arena(Destination, Protocol):
     """Memory of a full set of weights, on the host or on an accelerator. Offsets and sizes are in bytes."""
 
     layout: ArenaLayout
@@ -142,13 +142,11 @@ class HostArena:
 
     def view(self, name: str) -> memoryview:
         """Return the bytes of one weight, writable."""
-        offset, size = self.layout.slots[name]
-        return memoryview(self.memory)[offset : offset + size]
+        return self.fetch(*self.layout.slots[name])
 
-    def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
         """Return the arena's own memory."""
-        memory = memoryview(self.memory)
-        return nullcontext([memory[offset : offset + size] for offset, size in slots])
+        return nullcontext([self.fetch(*slot) for slot in slots])
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
         chunks = self.layout.whole.split(COPY_CHUNK)
@@ -202,7 +200,7 @@ class Scratch:
         offset, size = self.slots[index]
         return self.memory[offset : offset + size]
 
-    def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
         """Return this memory itself."""
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 

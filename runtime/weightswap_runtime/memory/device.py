@@ -129,10 +129,10 @@ class Device(Protocol):
 
 
 class Copy(NamedTuple):
-    """A copy of bytes between a buffer and an arena."""
+    """A copy of bytes from one memory to another, such as from a buffer to an arena."""
 
-    offset: int  # in the arena
-    begin: int  # in the buffer
+    offset: int  # in the memory that is written
+    begin: int  # in the memory that is read
     nbytes: int
 
 
@@ -234,8 +234,8 @@ class Region:
         return self._writer or self.device.staging
 
     @contextmanager
-    def room(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
-        """Yield page-locked memory, whose content is copied to the slots at the end. Beyond `most`: ordinary memory."""
+    def buffers(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
+        """Yield page-locked memory, whose content is copied to the slots at the end; more than `most` is ordinary."""
         begins, runs = plan_runs(slots)
         if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
             large = [memoryview(allocate(slot.nbytes)) for slot in slots]
@@ -253,7 +253,7 @@ class Region:
         """Copy bytes to an offset, through the ring."""
         for start in range(0, len(data), BUFFER_BYTES):
             part = data[start : start + BUFFER_BYTES]
-            with self.room([ByteRange(offset + start, len(part))]) as (target,):
+            with self.buffers([ByteRange(offset + start, len(part))]) as (target,):
                 copy_bytes(target, part)
 
     def read(self, offset: int, target: memoryview) -> None:

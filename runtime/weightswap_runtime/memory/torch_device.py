@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock, RLock
+from timeit import repeat
 from typing import Any
 
 from blake3 import blake3
@@ -390,18 +391,9 @@ def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, f
     parts = [ByteRange(index * BLOCK, BLOCK) for index in range(count)]
     hasher.digests(buffer, parts)  # loads the kernel and locks the pages that it needs
     block = bytes(BLOCK)
-    on_host = _least_seconds(lambda: blake3(block).digest())
-    return _least_seconds(lambda: hasher.digests(buffer, parts)), on_host * count / WorkerThreads().threads
-
-
-def _least_seconds(work: Callable[[], object]) -> float:
-    """Return the shortest of three runs."""
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    runs = (lambda: blake3(block).digest(), lambda: hasher.digests(buffer, parts))
+    on_host, on_device = (min(repeat(run, timer=time.perf_counter, number=1, repeat=3)) for run in runs)
+    return on_device, on_host * count / WorkerThreads().threads
 
 
 def compile_source(source: str, capability: tuple[int, int]) -> bytes:

@@ -25,7 +25,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.names import patterns, select
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, ByteRange, Room, Scratch, allocate
+from weightswap_runtime.memory.arena import Arena, ByteRange, Destination, Scratch, allocate
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
 from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     dtype: str
     source: ByteSource
     begin: int
-    room: Room
+    destination: Destination
     slot: ByteRange
     digests: list[bytes]
     nonfinite: list[Counts]
@@ -176,11 +176,11 @@ def read_scratch(weights: WeightSet, keys: Sequence[str], workers: WorkerThreads
     return scratch, Findings.of(pieces)
 
 
-def new_piece(weights: WeightSet, key: str, room: Room, slot: ByteRange) -> Piece:
+def new_piece(weights: WeightSet, key: str, destination: Destination, slot: ByteRange) -> Piece:
     """Return the piece that reads one tensor of a file into a slot of the same size."""
     stored = weights.tensors[key]
     blanks = [_BLANK] * block_count(stored.nbytes)
-    return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
+    return Piece(key, stored.dtype, stored.file.source, stored.offset, destination, slot, blanks, [])
 
 
 def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, hashing: bool = True) -> None:
@@ -192,7 +192,7 @@ def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, ha
 
 def _unit(piece: Piece, job: Job) -> int:
     """Return the bytes per read that suit the file, the memory and the job."""
-    return job.unit(min(piece.source.unit, piece.room.most))
+    return job.unit(min(piece.source.unit, piece.destination.most))
 
 
 def _parts(piece: Piece, unit: int) -> Iterator[Part]:
@@ -209,7 +209,7 @@ def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
     for part in parts:
         begin, length = part.piece.begin + part.start, part.stop - part.start
         piece, first = part.piece, read[0].piece if read else None
-        follows = first and piece.source is first.source and piece.room is first.room and begin == end
+        follows = first and piece.source is first.source and piece.destination is first.destination and begin == end
         if not (follows and length <= remaining and len(read) < MOST_BUFFERS):
             if read:
                 yield read
@@ -222,13 +222,13 @@ def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
 
 
 def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
-    """Yield groups of reads that a thread does in a row: one large read, or several small ones into one room."""
+    """Yield groups of reads that a thread does in a row: one large read, or several small ones into one destination."""
     group: list[list[Part]] = []
     size = 0
     for read in reads:
-        nbytes, room = sum(part.stop - part.start for part in read), read[0].piece.room
-        full = len(group) == READS or size >= GROUP_BYTES or size + nbytes > room.most
-        if group and (full or room is not group[0][0].piece.room):
+        nbytes, destination = sum(part.stop - part.start for part in read), read[0].piece.destination
+        full = len(group) == READS or size >= GROUP_BYTES or size + nbytes > destination.most
+        if group and (full or destination is not group[0][0].piece.destination):
             yield group
             group, size = [], 0
         group.append(read)
@@ -239,8 +239,8 @@ def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
 
 def _reader(job: Job, hashing: bool) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
-        room = reads[0][0].piece.room
-        with room.room([part.slot for read in reads for part in read]) as memory:
+        destination = reads[0][0].piece.destination
+        with destination.buffers([part.slot for read in reads for part in read]) as memory:
             buffers = iter(memory)
             for read in reads:
                 piece, start, _ = read[0]
@@ -269,7 +269,7 @@ def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
 
     Raises StageCancelled; the copy is then incomplete.
     """
-    with arena.room([arena.layout.slots[weight.name]]) as (target,):
+    with arena.buffers([arena.layout.slots[weight.name]]) as (target,):
         write_rows(weight, rows, target, job)
 
 
