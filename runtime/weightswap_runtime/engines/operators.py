@@ -1,4 +1,9 @@
-"""The operators that a graph may call, and their effects."""
+"""The operators that a graph may call, and what a call of each does to its arguments.
+
+A graph comes from a file, and whoever wrote the file chooses what it calls, with which arguments. So this page is a
+boundary of security: `find_operator` returns only what computes on the tensors, numbers and texts that it is given. Of
+what torch registers it refuses all that opens files, follows addresses, changes the process or trusts its arguments.
+"""
 
 from __future__ import annotations
 
@@ -25,84 +30,64 @@ from weightswap_runtime.errors import Unsupported
 
 from .graph_archive import UnknownPart
 
-# Operators that models apply to weights and constants, and that always return the same for the same arguments: no
-# random numbers, no uninitialized memory, no shapes that depend on values, only dense results.
-_VIEWS = (
-    "view reshape transpose t numpy_T permute unsqueeze squeeze expand expand_as broadcast_to flatten "
-    "unflatten select slice narrow split chunk split_with_sizes unbind movedim swapaxes _to_copy to clone "
-    "contiguous alias type_as "
-)
-_JOINS = (
-    "cat stack concat repeat tile roll flip tril triu diagonal diag_embed index_select gather embedding "
-    "masked_fill where "
-)
-_FILLS = "arange zeros ones full scalar_tensor linspace eye zeros_like ones_like full_like new_zeros new_ones new_full "
-_MATH = (
-    "matmul mm bmm mv dot linear addmm baddbmm outer einsum kron sum mean amax amin prod norm "
-    "linalg_vector_norm var std cumsum cumprod softmax log_softmax _weight_norm _weight_norm_interface "
-    "linalg_inv inverse linalg_cholesky "
-)
-_REPEATABLE = frozenset((_VIEWS + _JOINS + _FILLS + _MATH).split())
+OF_TORCH = {"aten", "prims"}  # namespaces whose operators are judged one by one, by `_problem`
+# a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
+DROPPED = {"aten::_assert_tensor_metadata"}
+DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
+SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # arguments: a boolean, a graph, the graph's inputs
+AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"  # the first argument names a type of device
 # their results may be views of an argument, though their schemas do not say so
 SECRET_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "lift"}
 STATISTICS = {"training", "use_input_stats", "train"}  # if set, the operator writes to running statistics
-# composed of other operators, but their result never shares memory with an argument
-_FRESH = {"linear", "matmul", "layer_norm", "batch_norm", "group_norm", "conv1d", "conv2d", "conv3d", "softmax"}
 
 
-def is_repeatable(overload: OpOverload) -> bool:
-    """Return whether equal arguments always give equal dense tensors, without side effects."""
-    schema = overload._schema
-    name = _short_name(overload)
-    tensors = [str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns]
-    if not tensors or not all(tensors) or is_mutable(overload) or not _is_aten(overload):
-        return False
-    if name == "where":
-        return len(schema.arguments) == 3
-    return name in _REPEATABLE or (torch.Tag.pointwise in overload.tags and not _UNREPEATABLE_TAGS & set(overload.tags))
+class Operator(NamedTuple):
+    """An operator or function that a graph calls."""
+
+    call: Callable[..., Any]
+    name: str
+    pure: bool  # a call whose result is unused can be removed
+    keywords: frozenset[str] = frozenset()  # names of arguments that may be passed by keyword
+    higher_order: bool = False
+    past_autograd: bool = True  # as in `Compiled`
+    repeatable: bool = False  # equal arguments always give equal tensors, without side effects
+    mutable: bool = False  # it may write to its arguments
+    fresh: bool = False  # no result shares memory with an argument
+    vmap: bool = False  # it is a part of `torch.vmap`
 
 
-def is_mutable(overload: OpOverload) -> bool:
-    """Return whether a call may write to its arguments, even if its schema does not say so."""
-    schema = overload._schema
-    return schema.is_mutable or any(argument.name in STATISTICS for argument in schema.arguments)
+class MissingOperator(Exception):
+    """An operator that no package in this process has registered."""
 
 
-def is_fresh(overload: OpOverload) -> bool:
-    """Return whether no result shares memory with an argument.
-
-    An operator that is composed of others may return an argument although its schema does not say so.
-    """
-    if declares_views(overload) or not _is_aten(overload) or _short_name(overload) in SECRET_VIEWS:
-        return False
-    return not is_composed(overload) or _short_name(overload) in _FRESH
+class ForeignFunction(Exception):
+    """A function that no graph has a reason to call."""
 
 
-def declares_views(overload: OpOverload) -> bool:
-    """Return whether the schema says that results share memory with arguments."""
-    return any(result.alias_info is not None for result in overload._schema.returns)
+@functools.cache  # of at most as many as are registered: what raises is not cached
+def find_operator(target: str) -> Operator:
+    """Return the operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
+    if target in _NUMBERS:
+        return Operator(_NUMBERS[target], target, pure=True)
+    if target in _VMAP:
+        return Operator(_VMAP[target], target, pure=False, past_autograd=False, mutable=True, vmap=True)
+    if target.startswith(f"{predispatch.__name__}."):
+        raise UnknownPart(f"the function {target!r:.80}")
+    parts = target.split(".")
+    # words alone, so that no part reaches an attribute of an attribute
+    if parts[:2] != ["torch", "ops"] or not all(_WORD.fullmatch(part) for part in parts):
+        raise ForeignFunction(f"{target!r:.80}")
+    if parts[2:3] == ["higher_order"]:
+        return _higher_order(parts[3:], target)
+    return _overload(parts[2:], target)
 
 
-def is_composed(overload: OpOverload) -> bool:
-    """Return whether an operator is composed of others."""
-    full_name = overload.name()  # type: ignore[no-untyped-call]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
-
-
-def _is_aten(overload: OpOverload) -> bool:
-    return overload._schema.name.startswith("aten::")
-
-
-def _short_name(overload: OpOverload) -> str:
-    return overload._schema.name.removeprefix("aten::")
-
-
-_UNREPEATABLE_TAGS = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-    torch.Tag.inplace_view,
-}
+def check_strings(operator: Operator, kinds: Iterable[str]) -> None:
+    """Raise ForeignFunction if a call has strings that could be more than modes. kinds: those of its arguments."""
+    namespace = operator.name.partition("::")[0]
+    takes_modes = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
+    if not takes_modes and _STRINGS.intersection(kinds):
+        raise ForeignFunction(f"{operator.name!r:.80} with a string, which could be the name of a file")
 
 
 def import_libraries(names: Iterable[str]) -> None:
@@ -123,87 +108,10 @@ def import_libraries(names: Iterable[str]) -> None:
             raise Unsupported(f"op_libraries: {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
-_PLAIN = "Tensor|int|float|bool|number|complex|str|Device|Generator"
-_TYPE = re.compile(rf"(Optional\[)?(List\[)?(Optional\[)?({_PLAIN})\]{{0,3}}")
-# of other kinds of tensors, of their memory, of gradients, and of single devices
-_OTHER_KINDS = re.compile(
-    r"sparse|cs[rc]|bs[rc]|coalesce|hspmm|sspaddmm|smm|(crow|ccol|col|row)_indices|nested|jagged|padded_tensor|mkldnn"
-    r"|(?<!fake_)quantiz|qscheme|q_(per|scale|zero)|int_repr|^set_?$|set_data|from_file|resize_output|resize_as_sp"
-    r"|backward|(retain|requires)_grad|record_stream|cudnn|miopen|mps|_xla|fbgemm"
-)
-_PRIVATE = re.compile(
-    "_("
-    r"adaptive_avg_pool\dd|assert_\w+|functional_assert_\w+|functional_sym_\w+|batch_norm_\w+|native_batch_norm_\w+"
-    r"|native_multi_head_attention|transform_bias_rescale_qkv|transformer_encoder_layer_fwd|cast_\w+|to_copy|to_cpu"
-    r"|cdist_forward|pdist_forward|euclidean_dist|conj|conj_copy|conj_physical|neg_view|neg_view_copy|convolution"
-    r"|convolution_mode|slow_conv2d_forward|dim_arange|shape_as_tensor|embedding_bag|embedding_bag_forward_only"
-    r"|fft_[cr]2[cr]|fused_rms_norm|fused_dropout|grouped_mm|int_mm|mixed_dtypes_linear|scaled_mm|scaled_mm_v2"
-    r"|scaled_grouped_mm|scaled_grouped_mm_v2|weight_int\dpack_mm\w*|convert_weight_to_int4pack\w*|dyn_quant_\w+"
-    r"|fake_quantize_\w+|fused_moving_avg_obs_fq_helper\w*|linalg_(det|eigh|eigvals|slogdet|solve_ex|svd|check_errors)"
-    r"|cholesky_solve_helper|lu_with_info|local_scalar_dense|log_softmax|softmax|masked_softmax|safe_softmax|logcumsumexp"
-    r"|cummax_helper|cummin_helper|aminmax|unique|unique2|is_(all|any)_true|is_zerotensor|stack|chunk_cat|pad_circular"
-    r"|pad_enum|prelu_kernel|addmm_activation|add_relu_?|reshape_copy|unsafe_view|trilinear|weight_norm|weight_norm_interface"
-    r"|scaled_dot_product_\w+|flash_attention_forward|efficient_attention_forward|thnn_fused_(gru|lstm)_cell"
-    r"|histogramdd_\w+|sample_dirichlet|standard_gamma|upsample_\w+|foreach_\w+"
-    ")"
-)
-# with their names beginning as those that are excluded
-_COORDINATES = frozenset(
-    {
-        *("to_sparse", "_to_sparse", "to_dense", "_to_dense", "coalesce", "_coalesce", "is_coalesced"),
-        *("sparse_coo_tensor", "sparse_dim", "sparse_mask", "indices", "_indices", "values", "_values"),
-        *("_sparse_mm", "_sparse_addmm", "_sparse_sum", "_sparse_softmax", "_sparse_log_softmax"),
-    }
-)
-_TRUSTING = frozenset({"ctc_loss", "_ctc_loss", "segment_reduce"})  # lengths and labels that they are given
-_CHECKS = re.compile(r"_?(assert|sym_constrain|validate|linalg_check)_\w+")
-
-
-def problem(operator: OpOverload) -> str:
-    """Return why a graph may not call an operator of torch's own; empty if it may."""
-    schema = operator._schema
-    name = schema.name.partition("::")[2]
-    written = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    if not all(_TYPE.fullmatch(str(argument.type)) for argument in schema.arguments):
-        return "which takes more than tensors and numbers"
-    if name in _TRUSTING:
-        return "which does not check the lengths that it is given"
-    if name.startswith("_") and not name.startswith("__") and name not in _COORDINATES and not _PRIVATE.fullmatch(name):
-        return "which is internal to torch"
-    if name not in _COORDINATES and _OTHER_KINDS.search(name):
-        return "which does more than compute with dense tensors"
-    if any(argument.kwarg_only for argument in written):
-        return "which writes to tensors that it is not about"
-    if not schema.returns and not written and not _CHECKS.fullmatch(name):
-        return "which changes the process, not a tensor"
-    return ""
-
-
-def is_sparse(operator: OpOverload) -> bool:
-    """Return whether an operator is one of those for sparse tensors."""
-    return operator._schema.name.partition("::")[2] in _COORDINATES
-
-
-def _checked(
-    indices: torch.Tensor, values: torch.Tensor, size: list[int] | None = None, **options: Any
-) -> torch.Tensor:
-    """Return a sparse tensor with indices of its own, all within its size. Raises RuntimeError for others."""
-    options = {name: value for name, value in options.items() if name in ("dtype", "device", "is_coalesced")}
-    return torch.sparse_coo_tensor(indices.clone(), values, size, check_invariants=True, **options)
-
-
-_aten = torch.ops.aten
-# what is called instead of operators that are safe only with a check, or a copy
-SAFE: dict[OpOverload, Callable[..., Any]] = {
-    _aten.sparse_coo_tensor.indices: _checked,
-    _aten.sparse_coo_tensor.indices_size: _checked,
-    _aten.indices.default: lambda tensor: _aten.indices.default(tensor).clone(),
-    _aten._indices.default: lambda tensor: _aten._indices.default(tensor).clone(),
-}
-
-
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ not_ lshift rshift"
 _SYMBOLIC = "sym_not sym_int sym_float sym_ite sym_max sym_min sym_sum sym_sqrt _sym_sqrt"
+# arithmetic on sizes
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **{f"_operator.{name}": getattr(operator, name) for name in _SCALAR.split()},
     **{f"math.{name}": getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
@@ -217,80 +125,10 @@ _VMAP: dict[str, Callable[..., Any]] = {
     if hasattr(predispatch, name)
 }
 _HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
-OF_TORCH = {"aten", "prims"}
-# internal to torch, for compilers, processes and packed objects: no export calls them, and some read more than tensors
-_INTERNAL = frozenset(
-    {
-        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
-        *("debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked"),
-        *("onednn", "onnx", "prim", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime"),
-        *("streams", "symm_mem"),
-    }
-)
+_SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 # their operators' strings are modes; elsewhere a string may be the path of a file (`image::write_file`)
 _TAKES_STRINGS = {*OF_TORCH, "quantized_decomposed", "torchao"}
 _STRINGS = {"as_string", "as_strings", "as_string_to_argument"}
-_HANDLES = re.compile(r"\b(Storage|Stream)\b")
-# a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
-DROPPED = {"aten::_assert_tensor_metadata"}
-DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
-SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # arguments: a boolean, a graph, the graph's inputs
-AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"  # the first argument names a type of device
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
-
-
-class Operator(NamedTuple):
-    """An operator or function that a graph calls. pure: a call whose result is unused can be removed.
-
-    keywords: the names of arguments that may be passed by keyword. past_autograd: as in `Compiled`. repeatable: equal
-    arguments always give equal tensors, without side effects. mutable: it may write to its arguments. fresh: no result
-    shares memory with an argument. vmap: it is a part of `torch.vmap`.
-    """
-
-    call: Callable[..., Any]
-    name: str
-    pure: bool
-    keywords: frozenset[str] = frozenset()
-    higher_order: bool = False
-    past_autograd: bool = True
-    repeatable: bool = False
-    mutable: bool = False
-    fresh: bool = False
-    vmap: bool = False
-
-
-class MissingOperator(Exception):
-    """An operator that no package in this process has registered."""
-
-
-class ForeignFunction(Exception):
-    """A function that no graph has a reason to call."""
-
-
-@functools.cache
-def find_operator(target: str) -> Operator:
-    """Return the operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
-    if target in _NUMBERS:
-        return Operator(_NUMBERS[target], target, pure=True)
-    if target in _VMAP:
-        return Operator(_VMAP[target], target, pure=False, past_autograd=False, mutable=True, vmap=True)
-    if target.startswith(f"{predispatch.__name__}."):
-        raise UnknownPart(f"the function {target!r:.80}")
-    parts = target.split(".")
-    if parts[:2] != ["torch", "ops"] or not all(_WORD.fullmatch(part) for part in parts):
-        raise ForeignFunction(f"{target!r:.80}")
-    if parts[2:3] == ["higher_order"]:
-        return _higher_order(parts[3:], target)
-    return _overload(parts[2:], target)
-
-
-def check_strings(operator: Operator, kinds: Iterable[str]) -> None:
-    """Raise ForeignFunction if a call has strings that could be more than modes. kinds: those of its arguments."""
-    namespace = operator.name.partition("::")[0]
-    of_torch = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
-    if not of_torch and _STRINGS.intersection(kinds):
-        raise ForeignFunction(f"{operator.name!r:.80} with a string, which could be the name of a file")
 
 
 def _higher_order(parts: list[str], target: str) -> Operator:
@@ -309,23 +147,23 @@ def _overload(parts: list[str], target: str) -> Operator:
     if namespace in _INTERNAL:
         raise ForeignFunction(f"{target!r:.80}, which is internal to torch")
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
-    if not _is_dispatched(full):
+    if not _is_dispatched(full):  # before `torch.ops`, which has operators of TorchScript, too
         raise MissingOperator(target)
     torch_operator = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     schema = torch_operator._schema
     name = schema.name
     if any(_HANDLES.search(str(argument.type)) for argument in schema.arguments):
         raise ForeignFunction(f"{target!r}, which bypasses tensors")
-    if namespace in OF_TORCH and (why := problem(torch_operator)):
+    if namespace in OF_TORCH and (why := _problem(torch_operator)):
         raise ForeignFunction(f"{target!r}, {why}")
-    keywords = frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name))
     return Operator(
-        SAFE.get(torch_operator) or _FASTER.get(torch_operator, torch_operator._op),
+        _SAFE.get(torch_operator) or _FASTER.get(torch_operator, torch_operator._op),
         name,
         pure=name in _SIZES,
-        keywords=keywords,
-        past_autograd=name.startswith("aten::") and not is_sparse(torch_operator),
-        repeatable=is_repeatable(torch_operator),
+        # a keyword of Python cannot be written in a call
+        keywords=frozenset(argument.name for argument in schema.arguments if not iskeyword(argument.name)),
+        past_autograd=name.startswith("aten::") and name.removeprefix("aten::") not in _COORDINATES,
+        repeatable=_is_repeatable(torch_operator),
         mutable=is_mutable(torch_operator),
         fresh=is_fresh(torch_operator),
     )
@@ -339,7 +177,169 @@ def _is_dispatched(name: str) -> bool:
         raise ForeignFunction(f"{name!r:.80}") from error
 
 
+# internal to torch, for compilers, processes and packed objects: no export calls them, and some read more than tensors
+_INTERNAL = frozenset(
+    {
+        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
+        *("debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked"),
+        *("onednn", "onnx", "prim", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime"),
+        *("streams", "symm_mem"),
+    }
+)
+_HANDLES = re.compile(r"\b(Storage|Stream)\b")
+# as schemas print types: a dtype, a layout and a memory format are an `int`. What else there is are Python objects
+_PLAIN = "Tensor|int|float|bool|number|complex|str|Device|Generator"
+_TYPE = re.compile(rf"(Optional\[)?(List\[)?(Optional\[)?({_PLAIN})\]{{0,3}}")
+# of other kinds of tensors, whose kernels trust indices and packed bytes; of their memory, of gradients, and of single
+# devices. `search` finds these words anywhere in a name, so that variants which a new torch adds are refused, too
+_OTHER_KINDS = re.compile(
+    r"sparse|cs[rc]|bs[rc]|coalesce|hspmm|sspaddmm|smm|(crow|ccol|col|row)_indices|nested|jagged|padded_tensor|mkldnn"
+    r"|(?<!fake_)quantiz|qscheme|q_(per|scale|zero)|int_repr|^set_?$|set_data|from_file|resize_output|resize_as_sp"
+    r"|backward|(retain|requires)_grad|record_stream|cudnn|miopen|mps|_xla|fbgemm"
+)
+# the internal operators that exports contain. The others may leave the checks of their arguments to their callers in
+# torch, so the list names what is allowed, and a new torch's internal operators are refused until they are added
+_PRIVATE = re.compile(
+    "_("
+    r"adaptive_avg_pool\dd|assert_\w+|functional_assert_\w+|functional_sym_\w+|batch_norm_\w+|native_batch_norm_\w+"
+    r"|native_multi_head_attention|transform_bias_rescale_qkv|transformer_encoder_layer_fwd|cast_\w+|to_copy|to_cpu"
+    r"|cdist_forward|pdist_forward|euclidean_dist|conj|conj_copy|conj_physical|neg_view|neg_view_copy|convolution"
+    r"|convolution_mode|slow_conv2d_forward|dim_arange|shape_as_tensor|embedding_bag|embedding_bag_forward_only"
+    r"|fft_[cr]2[cr]|fused_rms_norm|fused_dropout|grouped_mm|int_mm|mixed_dtypes_linear|scaled_mm|scaled_mm_v2"
+    r"|scaled_grouped_mm|scaled_grouped_mm_v2|weight_int\dpack_mm\w*|convert_weight_to_int4pack\w*|dyn_quant_\w+"
+    r"|fake_quantize_\w+|fused_moving_avg_obs_fq_helper\w*|linalg_(det|eigh|eigvals|slogdet|solve_ex|svd|check_errors)"
+    r"|cholesky_solve_helper|lu_with_info|local_scalar_dense|log_softmax|softmax|masked_softmax|safe_softmax|logcumsumexp"
+    r"|cummax_helper|cummin_helper|aminmax|unique|unique2|is_(all|any)_true|is_zerotensor|stack|chunk_cat|pad_circular"
+    r"|pad_enum|prelu_kernel|addmm_activation|add_relu_?|reshape_copy|unsafe_view|trilinear|weight_norm|weight_norm_interface"
+    r"|scaled_dot_product_\w+|flash_attention_forward|efficient_attention_forward|thnn_fused_(gru|lstm)_cell"
+    r"|histogramdd_\w+|sample_dirichlet|standard_gamma|upsample_\w+|foreach_\w+"
+    ")"
+)
+# of sparse tensors by coordinates, which models do build; their names begin as those that are excluded
+_COORDINATES = frozenset(
+    {
+        *("to_sparse", "_to_sparse", "to_dense", "_to_dense", "coalesce", "_coalesce", "is_coalesced"),
+        *("sparse_coo_tensor", "sparse_dim", "sparse_mask", "indices", "_indices", "values", "_values"),
+        *("_sparse_mm", "_sparse_addmm", "_sparse_sum", "_sparse_softmax", "_sparse_log_softmax"),
+    }
+)
+# they read as many labels and rows as the lengths that they are given say, beyond the end of the tensors
+_TRUSTING = frozenset({"ctc_loss", "_ctc_loss", "segment_reduce"})
+_CHECKS = re.compile(r"_?(assert|sym_constrain|validate|linalg_check)_\w+")
+
+
+def _problem(operator: OpOverload) -> str:
+    """Return why a graph may not call an operator of torch's own; empty if it may."""
+    schema = operator._schema
+    name = schema.name.partition("::")[2]
+    written = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if not all(_TYPE.fullmatch(str(argument.type)) for argument in schema.arguments):
+        return "which takes more than tensors and numbers"
+    if name in _TRUSTING:
+        return "which does not check the lengths that it is given"
+    if name.startswith("_") and not name.startswith("__") and name not in _COORDINATES and not _PRIVATE.fullmatch(name):
+        return "which is internal to torch"
+    if name not in _COORDINATES and _OTHER_KINDS.search(name):
+        return "which does more than compute with dense tensors"
+    if any(argument.kwarg_only for argument in written):  # `out=`
+        return "which writes to tensors that it is not about"
+    if not schema.returns and not written and not _CHECKS.fullmatch(name):
+        return "which changes the process, not a tensor"
+    return ""
+
+
+def is_mutable(overload: OpOverload) -> bool:
+    """Return whether a call may write to its arguments, even if its schema does not say so."""
+    schema = overload._schema
+    return schema.is_mutable or any(argument.name in STATISTICS for argument in schema.arguments)
+
+
+def is_fresh(overload: OpOverload) -> bool:
+    """Return whether no result shares memory with an argument.
+
+    An operator that is composed of others may return an argument although its schema does not say so.
+    """
+    name = _aten_name(overload)
+    if not name or name in SECRET_VIEWS or declares_views(overload):
+        return False
+    return name in _FRESH or not is_composed(overload)
+
+
+def declares_views(overload: OpOverload) -> bool:
+    """Return whether the schema says that results share memory with arguments."""
+    return any(result.alias_info is not None for result in overload._schema.returns)
+
+
+def is_composed(overload: OpOverload) -> bool:
+    """Return whether an operator is composed of others."""
+    full_name = overload.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
+
+
+# composed of other operators, but their result never shares memory with an argument
+_FRESH = {"linear", "matmul", "layer_norm", "batch_norm", "group_norm", "conv1d", "conv2d", "conv3d", "softmax"}
+# Operators that models apply to weights and constants, and that always return the same for the same arguments: no
+# random numbers, no uninitialized memory, no shapes that depend on values, only dense results. An operator that is not
+# here stays in the call, which is slower but never wrong.
+_VIEWS = (
+    "view reshape transpose t numpy_T permute unsqueeze squeeze expand expand_as broadcast_to flatten "
+    "unflatten select slice narrow split chunk split_with_sizes unbind movedim swapaxes _to_copy to clone "
+    "contiguous alias type_as "
+)
+_JOINS = (
+    "cat stack concat repeat tile roll flip tril triu diagonal diag_embed index_select gather embedding "
+    "masked_fill where "
+)
+_FILLS = "arange zeros ones full scalar_tensor linspace eye zeros_like ones_like full_like new_zeros new_ones new_full "
+_MATH = (
+    "matmul mm bmm mv dot linear addmm baddbmm outer einsum kron sum mean amax amin prod norm "
+    "linalg_vector_norm var std cumsum cumprod softmax log_softmax _weight_norm _weight_norm_interface "
+    "linalg_inv inverse linalg_cholesky "
+)
+_REPEATABLE = frozenset((_VIEWS + _JOINS + _FILLS + _MATH).split())
+_UNREPEATABLE_TAGS = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.inplace_view,
+}
+
+
+def _is_repeatable(overload: OpOverload) -> bool:
+    """Return whether equal arguments always give equal dense tensors, without side effects."""
+    schema, name = overload._schema, _aten_name(overload)
+    tensors = [str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns]
+    if not name or not tensors or not all(tensors) or is_mutable(overload):
+        return False
+    if name == "where":
+        return len(schema.arguments) == 3  # with one, its shape depends on values
+    return name in _REPEATABLE or (torch.Tag.pointwise in overload.tags and not _UNREPEATABLE_TAGS & set(overload.tags))
+
+
+def _aten_name(overload: OpOverload) -> str:
+    """Return the name of one of ATen's operators; empty for others."""
+    namespace, _, name = overload._schema.name.partition("::")
+    return name if namespace == "aten" else ""
+
+
+def _sparse_tensor(
+    indices: torch.Tensor, values: torch.Tensor, size: list[int] | None = None, **options: Any
+) -> torch.Tensor:
+    """Return a sparse tensor with indices of its own, all within its size. Raises RuntimeError for others."""
+    options = {name: value for name, value in options.items() if name in ("dtype", "device", "is_coalesced")}
+    return torch.sparse_coo_tensor(indices.clone(), values, size, check_invariants=True, **options)
+
+
+_aten = torch.ops.aten
 _tensor, _nn = torch.Tensor, torch._C._nn
+# What is called instead of operators that are safe only with a check, or a copy: kernels trust a sparse tensor's
+# indices, so a graph must neither choose them unchecked nor write to them afterwards.
+_SAFE: dict[OpOverload, Callable[..., Any]] = {
+    _aten.sparse_coo_tensor.indices: _sparse_tensor,
+    _aten.sparse_coo_tensor.indices_size: _sparse_tensor,
+    _aten.indices.default: lambda tensor: _aten.indices.default(tensor).clone(),
+    _aten._indices.default: lambda tensor: _aten._indices.default(tensor).clone(),
+}
 # torch functions that do the same as an overload, with the same arguments, in less time per call
 _FASTER: dict[OpOverload, Callable[..., Any]] = {
     _aten.sym_size.int: _tensor.size,
