@@ -1,4 +1,20 @@
-"""A graph as straight-line Python: literals, prologue, function."""
+"""A graph as a Python function: one statement for each call of an operator.
+
+The graph of `relu(x @ w.T)` becomes this source, which Python compiles once:
+
+    def graph(v1, v2):
+     v3 = c0(v1); del v1
+     v4 = c1(v2, v3); del v2, v3
+     v5 = c2(v4); del v4
+     return (v5,)
+
+No interpreter stands between two operators, so a call takes less time than that of the module the graph came from. Nor
+does any text of an archive become source code: names are generated here, and strings, floats, dtypes and devices are
+constants in the function's globals, as the operators are (`c0`).
+
+Statements that depend on weights and constants alone (here `v3`) can be hoisted to a second function, the prologue. It
+runs once for each set of weights, and the graph takes its results as parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +32,8 @@ from weightswap_runtime.tensors import DTYPES
 from .graph_archive import (
     Argument,
     Graph,
-    Name,
     NamedArgument,
     Node,
-    OptionalTensor,
-    Subgraph,
     Symbol,
     UnknownPart,
     calls,
@@ -41,126 +54,63 @@ from .operators import (
     find_operator,
 )
 
-# the first two are not dtypes of weight files
+_POSITIONAL, _KEYWORD = 1, 2
+_SPARSE = ("as_layout", 1)
+_MOST_BITS = 64  # of an integer: no operator takes a longer one
+# the schema's numbers of torch's constants; the first two are not dtypes of weight files
 _DTYPES = {9: "complex32", 11: "complex128"} | {row.code: row.torch or "" for row in DTYPES.values() if row.code}
 _MEMORY_FORMATS = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
 _LAYOUTS = {1: "sparse_coo", 7: "strided"}  # tensors of other layouts have indices that nobody checks
 _TABLES = {"as_scalar_type": _DTYPES, "as_memory_format": _MEMORY_FORMATS, "as_layout": _LAYOUTS}
-CONSTANTS = {*_TABLES, "as_device", "as_complex"}
-_MOST_BITS = 64
 
-
-def constant(kind: str, value: Any, device: torch.device) -> Any:
-    """Return torch's object for a value of one of the kinds CONSTANTS. Raises UnknownPart.
-
-    A graph runs where its weights are, wherever it was captured: every device in it becomes `device`.
-    """
-    if kind == "as_complex":
-        return complex(value.real, value.imag)
-    if kind == "as_device":
-        if value.type not in ("cpu", "cuda"):
-            raise UnknownPart(f"a tensor on the device {value.type!r:.40}")
-        return device
-    torch_value = getattr(torch, _TABLES[kind].get(value, ""), None)
-    if torch_value is None:
-        raise UnknownPart(f"{kind} {value}")
-    return torch_value
-
-
-def literal(value: int) -> str:
-    """Return an integer or boolean as Python source. Raises UnknownPart for one that no operator takes."""
-    if value.bit_length() > _MOST_BITS:
-        raise UnknownPart(f"an integer of {value.bit_length()} bits")
-    return f"({value!r})" if value < 0 else repr(value)
-
-
-class Line(NamedTuple):
-    """One call of an operator with the assignment of its results. `uses` and `defines` are local names."""
-
-    text: str
-    uses: frozenset[str]
-    defines: tuple[str, ...]
-    operator: Operator
-
-
-def body(lines: Sequence[Line], returned: frozenset[str]) -> list[str]:
-    """Return the text of the lines that are needed. Each name is deleted after its last use, to free its memory."""
-    needed = set(returned)
-    texts: list[str] = []
-    for text, uses, defines, operator in reversed(lines):
-        if operator.pure and needed.isdisjoint(defines):
-            continue
-        unneeded = sorted({*uses, *defines} - needed)
-        texts.append(f"{text}; del {', '.join(unneeded)}" if unneeded else text)
-        needed |= uses
-    return texts[::-1]
-
-
-def split(
-    lines: Sequence[Line], fixed: frozenset[str], returned: frozenset[str]
-) -> tuple[list[Line], list[Line], list[str]]:
-    """Return the lines that depend on `fixed` names alone, the other lines, and the names that the former pass on.
-
-    A line stays with the others if a later line may write to its results: the next call would see such a write.
-    """
-    written: set[str] = set()
-    while True:
-        early, late = _by_names(lines, fixed, written)
-        names = {name for line in early for name in line.defines}
-        overwritten = names & _written(late, lines)
-        if not overwritten:
-            break
-        written |= overwritten
-    used = returned.union(*(line.uses for line in late))
-    return early, late, [name for line in early for name in line.defines if name in used]
-
-
-def _by_names(lines: Sequence[Line], fixed: frozenset[str], written: set[str]) -> tuple[list[Line], list[Line]]:
-    known = set(fixed)
-    early: list[Line] = []
-    late: list[Line] = []
-    for line in lines:
-        if line.operator.repeatable and line.uses <= known and written.isdisjoint(line.defines):
-            known.update(line.defines)
-            early.append(line)
-        else:
-            late.append(line)
-    return early, late
-
-
-def _written(late: Sequence[Line], lines: Sequence[Line]) -> set[str]:
-    """Return the names whose memory the lines of `late` may write to."""
-    written = {name for line in late if line.operator.mutable for name in line.uses}
-    for line in reversed(lines):  # a result comes after the arguments that it may share memory with
-        if not line.operator.fresh and not written.isdisjoint(line.defines):
-            written |= line.uses
-    return written
-
-
-_POSITIONAL, _KEYWORD = 1, 2
-_SPARSE = ("as_layout", 1)
-
-
-class Compiled(NamedTuple):
-    """A graph's function with its number of inputs and outputs. It returns a tuple.
-
-    `prologue` takes the fixed inputs and returns as many values as `hoisted` says, which precede the inputs in a call.
-    past_autograd: the function computes the same if the dispatcher skips autograd, as it has only torch's own
-    operators and no part that runs with gradients. kinds: the schema's kinds of the inputs; a call ignores the values
-    of literals.
-    """
-
-    call: Callable[..., Any]
-    inputs: int
-    outputs: int
-    past_autograd: bool
-    prologue: Callable[..., Any] | None = None
-    hoisted: int = 0
-    kinds: tuple[str, ...] = ()
+Result = TypeVar("Result")
 
 
 class DamagedGraph(Exception):
     """A graph that contradicts itself."""
+
+
+DAMAGED = (
+    DamagedGraph,
+    msgspec.MsgspecError,
+    zipfile.BadZipFile,
+    # raised by Python for numbers and nesting that no export writes
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    ValueError,
+)
+
+
+class Compiled(NamedTuple):
+    """A graph's functions."""
+
+    call: Callable[..., Any]  # takes the results of the prologue and then the inputs; returns a tuple
+    kinds: tuple[str, ...]  # of the inputs, as the schema calls them; a call ignores the values of literals
+    outputs: int
+    # whether the function computes the same if the dispatcher skips autograd, as it has only torch's own operators and
+    # no part that runs with gradients
+    past_autograd: bool
+    prologue: Callable[..., Any] | None = None  # takes the fixed inputs; returns a tuple
+    hoisted: int = 0  # number of the prologue's results
+
+
+def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
+    """Compile the graph in the artifact's file `name`. Tensors that the function creates are made on `device`.
+
+    fixed: for each input, whether it is the same in all calls, as for `compile_graph`.
+    Raises ArtifactError, also for operators that no package in this process has registered.
+    """
+    raw = artifact.read(name)
+    where = str(artifact.path / name)
+    graph = read_graph(raw, where)
+    return checked(raw, where, lambda: compile_graph(graph, device, fixed))
+
+
+def read_graph(raw: bytes, where: str) -> Graph:
+    """Read the graph from an archive's bytes. Raises ArtifactError."""
+    check_records(raw, where)
+    return checked(raw, where, lambda: read_program(raw).graph_module.graph)
 
 
 def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
@@ -170,11 +120,57 @@ def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()
 
     Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
     """
-    return _Function(_Constants(device)).compile(graph, fixed)
+    return _Writer(_Constants(device)).compile(graph, fixed)
+
+
+def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
+    """Return the result of `read`, which parses an archive's bytes; turn its errors into ArtifactError."""
+    try:
+        return read()
+    except MissingOperator:
+        raise ArtifactError(f"{where}: {_missing(calls(raw))}") from None
+    except (UnknownPart, ForeignFunction) as reason:
+        raise ArtifactError(
+            f"{where}: has {reason}, which weightswap does not run. Export the artifact again, or install the "
+            "weightswap that wrote it."
+        ) from None
+    except DAMAGED as error:
+        raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
+
+
+def _missing(targets: Iterable[str]) -> str:
+    """Return the message about all operators that this process lacks, not only the first."""
+    missing = sorted(filter(_is_missing, targets))
+    libraries = sorted({target.split(".")[2] for target in missing} - OF_TORCH)
+    if not libraries:
+        return f"needs {', '.join(missing)}, which torch {torch.__version__} lacks. Install the torch that exported it."
+    return (
+        f"needs {', '.join(missing)}, which this process lacks. Name what registers the operators of "
+        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it first; or export without it."
+    )
+
+
+def _is_missing(target: str) -> bool:
+    try:
+        find_operator(target)
+    except MissingOperator:
+        return True
+    except (ForeignFunction, UnknownPart):
+        pass
+    return False
+
+
+class _Line(NamedTuple):
+    """One call of an operator with the assignment of its results."""
+
+    text: str
+    uses: frozenset[str]  # local names
+    defines: tuple[str, ...]  # local names
+    operator: Operator
 
 
 class _Constants:
-    """Constants that the functions of one graph share: operators, and values that are no literals in the source."""
+    """What a graph's function and those of its subgraphs share: constants, and what is known of all of them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -184,6 +180,7 @@ class _Constants:
         self._names: dict[tuple[type, Any], str] = {}
 
     def add(self, value: Any) -> str:
+        # by its type, as True == 1; by its text, as 0.0 == -0.0 and a NaN equals nothing
         key = (type(value), repr(value) if isinstance(value, float | complex) else value)
         if key not in self._names:
             self._names[key] = name = f"c{len(self._names)}"
@@ -191,13 +188,13 @@ class _Constants:
         return self._names[key]
 
 
-class _Function:
-    """Writer of one graph's function."""
+class _Writer:
+    """Writes the function of one graph. A subgraph has a writer, and so local names, of its own."""
 
     def __init__(self, constants: _Constants) -> None:
         self._constants = constants
-        self._locals: dict[str, str] = {}
-        self._used: set[str] = set()
+        self._locals: dict[str, str] = {}  # local names by those in the graph
+        self._used: set[str] = set()  # local names in the line that is being written
         self._count = 0
 
     def compile(self, graph: Graph, fixed: Sequence[bool] = ()) -> Compiled:
@@ -205,29 +202,29 @@ class _Function:
         lines = [line for node in graph.nodes if (line := self._line(node)) is not None]
         self._used = set()
         values = [self._value(output) for output in graph.outputs]
+        returned = frozenset(self._used)
+        if graph.is_single_tensor_return and len(values) != 1:
+            raise DamagedGraph(f"{len(values)} outputs where one is returned")
+        result = values[0] if graph.is_single_tensor_return else _tuple(values)
+        # not strict: whether the graph has the method's inputs is checked with the kinds of the compiled one
         kept = [parameter for parameter, is_fixed in zip(parameters, fixed, strict=False) if is_fixed]
-        early, late, hoisted = split(lines, frozenset(kept), frozenset(self._used)) if any(fixed) else ([], lines, [])
-        if graph.is_single_tensor_return:
-            if len(values) != 1:
-                raise DamagedGraph(f"{len(values)} outputs where one is returned")
-            result = values[0]
-        else:
-            result = _tuple(values)
-        call = self._write([*hoisted, *parameters], body(late, frozenset(self._used)), result)
-        if self._constants.vmap:
-            call = _leave_vmap(call)
-        prologue = self._write(kept, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
-        past_autograd = self._constants.past_autograd
-        kinds = tuple(kind for argument in graph.inputs for kind in argument)
-        return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted), kinds)
-
-    def _write(self, parameters: list[str], lines: list[str], result: str) -> Callable[..., Any]:
-        """Compile a function's source, in which every name was generated here."""
-        source = "\n".join(
-            [f"def graph({', '.join(parameters)}):", *(f" {line}" for line in lines), f" return {result}"]
+        early, late, hoisted = _split(lines, frozenset(kept), returned) if kept else ([], lines, [])
+        call = self._function([*hoisted, *parameters], late, returned, result)
+        return Compiled(
+            _leave_vmap(call) if self._constants.vmap else call,
+            tuple(kind for argument in graph.inputs for kind in argument),
+            len(values),
+            self._constants.past_autograd,
+            self._function(kept, early, frozenset(hoisted), _tuple(hoisted)) if hoisted else None,
+            len(hoisted),
         )
+
+    def _function(
+        self, parameters: list[str], lines: list[_Line], returned: frozenset[str], result: str
+    ) -> Callable[..., Any]:
+        texts = [f"def graph({', '.join(parameters)}):", *_needed(lines, returned), f"return {result}"]
         scope = dict(self._constants.values)
-        exec(compile(source, "<graph>", "exec"), scope)
+        exec(compile("\n ".join(texts), "<graph>", "exec"), scope)  # every name in it was generated here
         function: Callable[..., Any] = scope["graph"]
         return function
 
@@ -260,7 +257,7 @@ class _Function:
         self._used.add(self._locals[name])
         return self._locals[name]
 
-    def _line(self, node: Node) -> Line | None:
+    def _line(self, node: Node) -> _Line | None:
         operator = find_operator(node.target)
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
@@ -276,7 +273,7 @@ class _Function:
         before = self._count
         target = self._target(node, operator)
         defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
-        return Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator)
+        return _Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator)
 
     def _call(self, node: Node, operator: Operator) -> str:
         called, inputs = self._constants.add(operator.call), node.inputs
@@ -292,7 +289,10 @@ class _Function:
         return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
 
     def _cast_if_needed(self, node: Node, call: str) -> str:
-        """Return an expression that calls a cast only if it changes something; else the result is the argument."""
+        """Return an expression that calls a cast only if it changes something; else the result is the argument.
+
+        Many casts of a graph change nothing, and a comparison takes a small part of a call's time.
+        """
         argument, *properties = (read_argument(item.arg) for item in node.inputs)
         if argument[0] != "as_tensor" or not properties or any(kind not in _COMPARED for kind, _ in properties):
             return call
@@ -308,8 +308,7 @@ class _Function:
         result, name = read_argument(node.outputs[0])
         if (kind, result, training) != ("as_tensor", "as_tensor", False):
             return False
-        self._use(value.name)
-        self._name(name.name, self._locals[value.name])
+        self._name(name.name, self._use(value.name))
         return True
 
     def _arguments(self, inputs: Iterable[NamedArgument], operator: Operator) -> Iterator[str]:
@@ -331,8 +330,8 @@ class _Function:
         targets = [self._result(output) for output in node.outputs]
         if len(targets) != 1:
             return _tuple(targets) if targets else ""
-        single = operator.higher_order and node.is_hop_single_tensor_return is False
-        return _tuple(targets) if single and "as_tensor" in node.outputs[0] else targets[0]
+        returns_tuple = operator.higher_order and node.is_hop_single_tensor_return is False
+        return _tuple(targets) if returns_tuple and "as_tensor" in node.outputs[0] else targets[0]
 
     def _result(self, output: Argument) -> str:
         kind, value = read_argument(output)
@@ -354,63 +353,68 @@ class _Function:
     def _expression(self, kind: str, value: Any) -> str:
         if kind in _ITEMS:
             return f"[{', '.join(self._expression(_ITEMS[kind], item) for item in value)}]"
-        if kind in CONSTANTS:
-            return self._constants.add(constant(kind, value, self._constants.device))
-        write = _EXPRESSIONS.get(kind)
-        if write is None:
+        if (write := _EXPRESSIONS.get(kind)) is None:
             raise UnknownPart(f"an argument of the kind {kind!r}")
         return write(self, value)
 
-    def _tensor(self, value: Name) -> str:
-        return self._use(value.name)
+    def _constant(self, kind: str, value: int) -> str:
+        """Return the name of torch's object for a number of the schema, if it has one."""
+        torch_value = getattr(torch, _TABLES[kind].get(value, ""), None)
+        if torch_value is None:
+            raise UnknownPart(f"{kind} {value}")
+        return self._constants.add(torch_value)
 
-    def _none(self, value: bool) -> str:
-        return "None"
-
-    def _integer(self, value: int) -> str:
-        return literal(value)
-
-    def _string(self, value: str) -> str:
-        return self._constants.add(value)
-
-    def _optional(self, value: OptionalTensor) -> str:
-        return "None" if value.as_tensor is None else self._use(value.as_tensor.name)
+    def _device(self, device_type: str) -> str:
+        """A graph runs where its weights are, wherever it was captured: every device in it becomes that one."""
+        if device_type not in ("cpu", "cuda"):
+            raise UnknownPart(f"a tensor on the device {device_type!r:.40}")
+        return self._constants.add(self._constants.device)
 
     def _symbol(self, value: Symbol) -> str:
         if value.as_name is not None:
             return self._use(value.as_name)
         if value.as_float is not None:
-            return self._float(value.as_float)
+            return self._constants.add(float(value.as_float))
         number = value.as_int if value.as_int is not None else value.as_bool
         if number is None:
             raise UnknownPart("a number without a value")
-        return literal(number)
-
-    def _subgraph(self, value: Subgraph) -> str:
-        return self._constants.add(_Function(self._constants).compile(value.graph).call)
+        return _integer(number)
 
     def _mapping(self, value: dict[str, Argument]) -> str:
         return f"{{{', '.join(f'{self._constants.add(name)}: {self._value(item)}' for name, item in value.items())}}}"
 
-    def _float(self, value: float | str) -> str:
-        return self._constants.add(float(value))
+
+def _integer(value: int) -> str:
+    """Return an integer or boolean as source, the only literals in it."""
+    if value.bit_length() > _MOST_BITS:
+        raise UnknownPart(f"an integer of {value.bit_length()} bits")
+    return f"({value!r})" if value < 0 else repr(value)
 
 
-_EXPRESSIONS: dict[str, Callable[[_Function, Any], str]] = {
-    "as_tensor": _Function._tensor,
-    "as_optional_tensor": _Function._optional,
-    "as_none": _Function._none,
-    "as_int": _Function._integer,
-    "as_bool": _Function._integer,
-    "as_float": _Function._float,
-    "as_string": _Function._string,
-    "as_sym_int": _Function._symbol,
-    "as_sym_float": _Function._symbol,
-    "as_sym_bool": _Function._symbol,
-    "as_graph": _Function._subgraph,
-    "as_string_to_argument": _Function._mapping,
+# how a value of each kind is written; see also `_ITEMS`
+_EXPRESSIONS: dict[str, Callable[[_Writer, Any], str]] = {
+    "as_none": lambda *_: "None",
+    "as_tensor": lambda writer, value: writer._use(value.name),
+    "as_optional_tensor": lambda writer, value: (
+        "None" if value.as_tensor is None else writer._use(value.as_tensor.name)
+    ),
+    "as_int": lambda _, value: _integer(value),
+    "as_bool": lambda _, value: _integer(value),
+    "as_float": lambda writer, value: writer._constants.add(float(value)),
+    "as_complex": lambda writer, value: writer._constants.add(complex(value.real, value.imag)),
+    "as_string": lambda writer, value: writer._constants.add(value),
+    "as_sym_int": _Writer._symbol,
+    "as_sym_float": _Writer._symbol,
+    "as_sym_bool": _Writer._symbol,
+    "as_scalar_type": lambda writer, value: writer._constant("as_scalar_type", value),
+    "as_memory_format": lambda writer, value: writer._constant("as_memory_format", value),
+    "as_layout": lambda writer, value: writer._constant("as_layout", value),
+    "as_device": lambda writer, value: writer._device(value.type),
+    "as_graph": lambda writer, value: writer._constants.add(_Writer(writer._constants).compile(value.graph).call),
+    "as_string_to_argument": _Writer._mapping,
 }
 _COMPARED = {"as_scalar_type": "dtype is", "as_layout": "layout is", "as_device": "device =="}
+# kinds of lists, and the kind of their items
 _ITEMS = {
     "as_tensors": "as_tensor",
     "as_ints": "as_int",
@@ -427,8 +431,70 @@ _ITEMS = {
 }
 
 
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)}{',' if items else ''})"
+
+
+def _needed(lines: Sequence[_Line], returned: frozenset[str]) -> list[str]:
+    """Return the text of the lines that are needed. Each name is deleted after its last use, to free its memory."""
+    needed = set(returned)
+    texts: list[str] = []
+    for text, uses, defines, operator in reversed(lines):
+        if operator.pure and needed.isdisjoint(defines):
+            continue
+        unneeded = sorted({*uses, *defines} - needed)
+        texts.append(f"{text}; del {', '.join(unneeded)}" if unneeded else text)
+        needed |= uses
+    return texts[::-1]
+
+
+def _split(
+    lines: Sequence[_Line], fixed: frozenset[str], returned: frozenset[str]
+) -> tuple[list[_Line], list[_Line], list[str]]:
+    """Return the lines that depend on `fixed` names alone, the other lines, and the names that the former pass on.
+
+    A line stays with the others if a later line may write to its results: the next call would see such a write. Then
+    the lines that use its results stay, too, and may write in their turn, so this repeats until nothing changes.
+    """
+    written: set[str] = set()
+    while True:
+        early, late = _by_names(lines, fixed, written)
+        names = {name for line in early for name in line.defines}
+        overwritten = names & _written(late, lines)
+        if not overwritten:
+            break
+        written |= overwritten
+    used = returned.union(*(line.uses for line in late))
+    return early, late, [name for line in early for name in line.defines if name in used]
+
+
+def _by_names(lines: Sequence[_Line], fixed: frozenset[str], written: set[str]) -> tuple[list[_Line], list[_Line]]:
+    known = set(fixed)
+    early: list[_Line] = []
+    late: list[_Line] = []
+    for line in lines:
+        if line.operator.repeatable and line.uses <= known and written.isdisjoint(line.defines):
+            known.update(line.defines)
+            early.append(line)
+        else:
+            late.append(line)
+    return early, late
+
+
+def _written(late: Sequence[_Line], lines: Sequence[_Line]) -> set[str]:
+    """Return the names whose memory the lines of `late` may write to."""
+    written = {name for line in late if line.operator.mutable for name in line.uses}
+    for line in reversed(lines):  # a result comes after the arguments that it may share memory with
+        if not line.operator.fresh and not written.isdisjoint(line.defines):
+            written |= line.uses
+    return written
+
+
 def _leave_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it leaves every vmap level that it entered, even after an error."""
+    """Wrap a function so that it leaves every vmap level that it entered, even after an error.
+
+    Levels belong to the thread: one that is left behind would change what the caller's own operators do.
+    """
     depth_now = torch._C._functorch.get_dynamic_layer_stack_depth
     leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
 
@@ -443,75 +509,3 @@ def _leave_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
             leave(depth)
 
     return graph
-
-
-def _tuple(items: list[str]) -> str:
-    return f"({', '.join(items)}{',' if items else ''})"
-
-
-Result = TypeVar("Result")
-DAMAGED = (
-    DamagedGraph,
-    msgspec.MsgspecError,
-    zipfile.BadZipFile,
-    # raised by Python for numbers and nesting that no export writes
-    OverflowError,
-    RecursionError,
-    SyntaxError,
-    ValueError,
-)
-
-
-def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
-    """Compile the graph in the artifact's file `name`. Tensors that the function creates are made on `device`.
-
-    fixed: for each input, whether it is the same in all calls, as for `compile_graph`.
-    Raises ArtifactError, also for operators that no package in this process has registered.
-    """
-    raw = artifact.read(name)
-    where = str(artifact.path / name)
-    graph = read_graph(raw, where)
-    return checked(raw, where, lambda: compile_graph(graph, device, fixed))
-
-
-def read_graph(raw: bytes, where: str) -> Graph:
-    """Read the graph from an archive's bytes. Raises ArtifactError."""
-    check_records(raw, where)
-    return checked(raw, where, lambda: read_program(raw).graph_module.graph)
-
-
-def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, which parses an archive's bytes; turn its errors into ArtifactError."""
-    try:
-        return read()
-    except MissingOperator:
-        raise ArtifactError(f"{where}: {_missing(calls(raw))}") from None
-    except (UnknownPart, ForeignFunction) as reason:
-        raise ArtifactError(
-            f"{where}: has {reason}, which weightswap does not run. Export the artifact again, or install the "
-            "weightswap that wrote it."
-        ) from None
-    except DAMAGED as error:
-        raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
-
-
-def _missing(targets: Iterable[str]) -> str:
-    """Return the message about operators that this process lacks."""
-    missing = sorted(filter(_is_missing, targets))
-    libraries = sorted({target.split(".")[2] for target in missing} - OF_TORCH)
-    if not libraries:
-        return f"needs {', '.join(missing)}, which torch {torch.__version__} lacks. Install the torch that exported it."
-    return (
-        f"needs {', '.join(missing)}, which this process lacks. Name what registers the operators of "
-        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it first; or export without it."
-    )
-
-
-def _is_missing(target: str) -> bool:
-    try:
-        find_operator(target)
-    except MissingOperator:
-        return True
-    except (ForeignFunction, UnknownPart):
-        pass
-    return False
