@@ -1,4 +1,4 @@
-"""Files of AOTInductor in an artifact, and the machines they are for."""
+"""AOTInductor's packages in an artifact, and the machines they are for. Needs no torch, and loads no machine code."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from weightswap_runtime.tensors import describe, row_major, same_type
 
 NOTE_NAME = "extra/weightswap.json"
 LIBRARY_SUFFIX = ".wrapper.so"
-
+BESIDE_GPUS = "cpu-x86_64-avx2"  # target of the processor that code for a GPU needs
+_CUDA = "cuda-sm"
+# the levels 3 and 4 of x86-64's ABI, as /proc/cpuinfo spells their features
 _V3 = frozenset(["avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A kind of machine. `flags` are the features of its processor, as /proc/cpuinfo calls them.
-
-    `march` is the compiler's name for a processor with exactly these features; `bits` is the width of its vectors.
-    """
+    """A kind of machine."""
 
     name: str
-    flags: frozenset[str]
-    march: str
-    bits: int
+    flags: frozenset[str]  # features of its processor
+    march: str  # the compiler's name for a processor with exactly these features
+    bits: int  # width of its vectors
 
 
-TARGETS = {
+TARGETS = {  # fastest first
     target.name: target
     for target in (
         Target("cpu-x86_64-avx512", _V4, "x86-64-v4", 512),
@@ -46,16 +45,11 @@ TARGETS = {
 }
 
 
-BESIDE_GPUS = "cpu-x86_64-avx2"  # target of the processor that code for a GPU needs
-
-_CUDA = "cuda-sm"
-
-
 class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that a package is bound to: its name in the package (fqn), and its kind and name in the manifest."""
+    """A tensor that a package is bound to."""
 
-    fqn: str
-    kind: Literal["weight", "state", "constant", "variant"]
+    fqn: str  # its name in the package
+    kind: Literal["weight", "state", "constant", "variant"]  # in the manifest, as are the others
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -63,61 +57,22 @@ class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Origin and target of a package, stored in it. `written` lists the flat inputs, by index, that a call changes."""
+    """Origin and target of a package, stored in it."""
 
     graph_id: str
     method: str
     target: str
     torch: str
     tensors: tuple[NotedTensor, ...]
-    written: tuple[int, ...] = ()
-
-
-def package_file(target: str, method: str) -> str:
-    """Return the path of a method's package in an artifact."""
-    return f"engines/aoti/{target}/{method}.pt2"
-
-
-def gpu_target(capability: tuple[int, int]) -> str:
-    """Return the target of GPUs with a compute capability. Its machine code runs on no others."""
-    return f"{_CUDA}{capability[0]}{capability[1]}"
-
-
-def is_gpu_target(target: str) -> bool:
-    """Return whether packages for a target run on a GPU."""
-    return target.startswith(_CUDA)
-
-
-@cache
-def machine_targets() -> tuple[str, ...]:
-    """Return the targets whose packages this machine's processor can run, fastest first."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return ()
-    flags = _processor_flags()
-    return tuple(target.name for target in TARGETS.values() if target.flags <= flags)
-
-
-def machine_name() -> str:
-    """Describe this machine, for messages."""
-    targets = machine_targets()
-    return targets[0] if targets else f"a {platform.machine()} with {platform.system()} that no target describes"
-
-
-def _processor_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
+    written: tuple[int, ...] = ()  # indices of flat inputs that a call changes
 
 
 class Package(NamedTuple):
-    """One method's package: its path, its note and its machine code."""
+    """One method's package."""
 
-    where: str
+    where: str  # its path
     note: Note
-    library: bytes
+    library: bytes  # its machine code
 
 
 def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
@@ -143,19 +98,6 @@ def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
     raise Unsupported(
         f"{artifact.path}: {who}was compiled for {targets}; {machine}. Run on a machine like this one: {command}"
     )
-
-
-def _targets_of(artifact: Artifact, method: str) -> set[str]:
-    """Return the targets that a method was compiled for."""
-    offered = {name.split("/")[2] for name in artifact.manifest.files if name.startswith("engines/aoti/")}
-    return {target for target in offered if package_file(target, method) in artifact.manifest.files}
-
-
-def _command(artifact: Artifact, target: str, methods: Collection[str]) -> str:
-    """Return the command that compiles methods for a target."""
-    device = " --device cuda" if is_gpu_target(target) else ""
-    some = "" if len(methods) == len(artifact.methods) else "".join(f" --method {name}" for name in methods)
-    return f"weightswap compile {artifact.path} --engine aoti{device}{some}"
 
 
 def read_package(artifact: Artifact, target: str, method: str) -> Package:
@@ -189,6 +131,19 @@ def can_run(artifact: Artifact) -> bool:
     except Unsupported:
         return False
     return True
+
+
+def _targets_of(artifact: Artifact, method: str) -> set[str]:
+    """Return the targets that a method was compiled for."""
+    offered = {name.split("/")[2] for name in artifact.manifest.files if name.startswith("engines/aoti/")}
+    return {target for target in offered if package_file(target, method) in artifact.manifest.files}
+
+
+def _command(artifact: Artifact, target: str, methods: Collection[str]) -> str:
+    """Return the command that compiles methods for a target."""
+    device = " --device cuda" if is_gpu_target(target) else ""
+    some = "" if len(methods) == len(artifact.methods) else "".join(f" --method {name}" for name in methods)
+    return f"weightswap compile {artifact.path} --engine aoti{device}{some}"
 
 
 def _installed() -> str:
@@ -231,3 +186,42 @@ def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None
         wanted = f"{describe(row)} in {list(stride)}"
         return f"it takes {bound.name!r} as {found}, expected {wanted}"
     return None
+
+
+def package_file(target: str, method: str) -> str:
+    """Return the path of a method's package in an artifact."""
+    return f"engines/aoti/{target}/{method}.pt2"
+
+
+def gpu_target(capability: tuple[int, int]) -> str:
+    """Return the target of GPUs with a compute capability. Its machine code runs on no others."""
+    return f"{_CUDA}{capability[0]}{capability[1]}"
+
+
+def is_gpu_target(target: str) -> bool:
+    """Return whether packages for a target run on a GPU."""
+    return target.startswith(_CUDA)
+
+
+@cache
+def machine_targets() -> tuple[str, ...]:
+    """Return the targets whose packages this machine's processor can run, fastest first."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return ()
+    flags = _processor_flags()
+    return tuple(target.name for target in TARGETS.values() if target.flags <= flags)
+
+
+def machine_name() -> str:
+    """Describe this machine, for messages."""
+    targets = machine_targets()
+    return targets[0] if targets else f"a {platform.machine()} with {platform.system()} that no target describes"
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())

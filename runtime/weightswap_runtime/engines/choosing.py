@@ -18,82 +18,16 @@ EngineName = Literal["torch", "aoti", "onnx", "auto"]
 
 
 class EngineRow(NamedTuple):
-    """One engine. `offered` says whether this machine and the artifact have what the engine needs on the CPU.
-
-    compiled: it runs files compiled for it, those under engines/NAME. by_device: each of them is for one device.
-    is_exact: its outputs equal eager's bit for bit. row_major: it needs all weights in row-major order.
-    """
+    """One engine, and what is particular to it."""
 
     open: Callable[[Artifact, str, EngineOptions], Engine]
-    offered: Callable[[Artifact], bool]
-    compiled: bool = True
-    by_device: bool = False
-    is_exact: bool = False
-    row_major: bool = False
+    offered: Callable[[Artifact], bool]  # whether this machine and the artifact have what it needs on the CPU
+    compiled: bool = True  # it runs files compiled for it, those under engines/NAME
+    by_device: bool = False  # each of these files is for one device
+    is_exact: bool = False  # its outputs equal eager's bit for bit
+    row_major: bool = False  # it needs all weights in row-major order
     takes_threads: bool = False
     takes_cuda_graphs: bool = False
-
-
-def _torch(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
-    if device != HOST:
-        from .torch_device import AcceleratedEngine
-
-        _, prologue, on_host, cuda_graphs = options
-        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
-    from .torch_cpu import TorchEngine
-
-    return TorchEngine(artifact, prologue=options.prologue)
-
-
-def _aoti(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
-    if device != HOST:
-        from .aoti import AotiAcceleratedEngine
-
-        return AotiAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
-    from .aoti import AotiEngine
-
-    return AotiEngine(artifact, prologue=options.prologue)
-
-
-def _onnx(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
-    if device != HOST:
-        from .onnx_torch import OnnxAcceleratedEngine
-
-        return OnnxAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
-    if len(compiled_methods("onnx", artifact)) < len(artifact.methods):
-        from .onnx_torch import OnnxBesideTorch
-
-        return OnnxBesideTorch(artifact, options.threads, prologue=options.prologue)
-    from .onnx import OnnxEngine
-
-    return OnnxEngine(artifact, options.threads)
-
-
-def _has_torch() -> bool:
-    """Return whether torch is installed and can be imported."""
-    try:
-        import_module("torch")
-    except ImportError:
-        return False
-    return True
-
-
-def compiled_methods(name: str, artifact: Artifact) -> list[str]:
-    """Return the methods that an artifact has an engine's files for; all methods if the engine needs no files."""
-    return artifact.compiled_methods(name) if ENGINES[name].compiled else list(artifact.methods)
-
-
-def _has_onnx(artifact: Artifact) -> bool:
-    compiled = compiled_methods("onnx", artifact)
-    is_complete = len(compiled) == len(artifact.methods)
-    return bool(compiled) and find_spec("onnxruntime") is not None and (is_complete or _has_torch())
-
-
-ENGINES: dict[str, EngineRow] = {
-    "torch": EngineRow(_torch, lambda _: _has_torch(), compiled=False, is_exact=True, takes_cuda_graphs=True),
-    "aoti": EngineRow(_aoti, lambda artifact: _has_torch() and can_run(artifact), by_device=True),
-    "onnx": EngineRow(_onnx, _has_onnx, row_major=True, takes_threads=True),
-}
 
 
 def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
@@ -154,3 +88,65 @@ def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptio
             f"--engine {name}{where}"
         )
     return row.open(artifact, device, options)
+
+
+def compiled_methods(name: str, artifact: Artifact) -> list[str]:
+    """Return the methods that an artifact has an engine's files for; all methods if the engine needs no files."""
+    return artifact.compiled_methods(name) if ENGINES[name].compiled else list(artifact.methods)
+
+
+def _torch(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    if device != HOST:
+        from .torch_device import AcceleratedEngine
+
+        _, prologue, on_host, cuda_graphs = options
+        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
+    from .torch_cpu import TorchEngine
+
+    return TorchEngine(artifact, prologue=options.prologue)
+
+
+def _aoti(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    if device != HOST:
+        from .aoti import AotiAcceleratedEngine
+
+        return AotiAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
+    from .aoti import AotiEngine
+
+    return AotiEngine(artifact, prologue=options.prologue)
+
+
+def _onnx(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    if device != HOST:
+        from .onnx_torch import OnnxAcceleratedEngine
+
+        return OnnxAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
+    if len(compiled_methods("onnx", artifact)) < len(artifact.methods):
+        from .onnx_torch import OnnxBesideTorch
+
+        return OnnxBesideTorch(artifact, options.threads, prologue=options.prologue)
+    from .onnx import OnnxEngine
+
+    return OnnxEngine(artifact, options.threads)
+
+
+def _has_torch() -> bool:
+    """Return whether torch is installed and can be imported."""
+    try:
+        import_module("torch")
+    except ImportError:
+        return False
+    return True
+
+
+def _has_onnx(artifact: Artifact) -> bool:
+    compiled = compiled_methods("onnx", artifact)
+    is_complete = len(compiled) == len(artifact.methods)
+    return bool(compiled) and find_spec("onnxruntime") is not None and (is_complete or _has_torch())
+
+
+ENGINES: dict[str, EngineRow] = {
+    "torch": EngineRow(_torch, lambda _: _has_torch(), compiled=False, is_exact=True, takes_cuda_graphs=True),
+    "aoti": EngineRow(_aoti, lambda artifact: _has_torch() and can_run(artifact), by_device=True),
+    "onnx": EngineRow(_onnx, _has_onnx, row_major=True, takes_threads=True),
+}

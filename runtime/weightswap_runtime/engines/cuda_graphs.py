@@ -1,4 +1,9 @@
-"""CUDA graphs: recording and replay."""
+"""CUDA graphs: calls of recurring shapes are recorded once and replayed, so the host does not launch each kernel anew.
+
+A replay reads and writes the addresses of the recording. The weights of a session keep theirs, so its graphs stay valid
+when new weights are copied there; inputs are copied to where a graph expects them, and its outputs are copied out.
+`Shapes` says which calls to record, `Captures` has a session's recordings and replays them, `CudaRecorder` makes them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,18 @@ from weightswap_runtime.memory.torch_device import Accelerator
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_runtime.torch_tensors import default_torch_modes
 
-MOST = 64  # shapes that are captured at most, unless they are named
+from .torch_calls import writes_to
+
+MOST = 64  # shapes that are captured at most, unless they are named: each keeps its inputs, outputs and kernels
+MOST_STREAMS = 32  # of one priority in torch
+_PRIORITY = -2  # torch's own code and most applications use no streams of this priority
+WARM_UPS = 2  # in their first calls libraries allocate and choose kernels, which a capture does not allow
 _log = logging.getLogger("weightswap.captures")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+Inputs = list[Any]  # flat inputs of a method
 Function = Callable[[], list[Any]]
-Inputs = list[Any]
-Run = Callable[[str, Inputs], list[Any]]
+Recorded = tuple[Callable[[], object], list[Any]]
 
 
 class Passing(Exception):
@@ -34,7 +45,7 @@ class Passing(Exception):
 class GraphRecorder(Protocol):
     """Records the work that a function enqueues on a device."""
 
-    def record(self, function: Function) -> tuple[Callable[[], object], list[Any]]:
+    def record(self, function: Function) -> Recorded:
         """Run the function several times. Return a function that replays its work, and the tensors with its results.
 
         A replay runs in the current stream, and must follow the previous one.
@@ -86,28 +97,27 @@ def key_of(method: str, inputs: Inputs) -> Hashable:
 
 
 class _CapturedCall(NamedTuple):
-    """A recorded call. `inputs` is the memory that it reads; `written` are the indices of inputs that it writes to.
+    """A recorded call."""
 
-    streams: the keys of the streams that this memory was lent to.
-    """
-
-    inputs: Inputs
+    inputs: Inputs  # the memory that it reads
     outputs: list[Any]
     replay: Callable[[], object]
-    written: list[int]
-    streams: set[int]
+    written: list[int]  # indices of inputs that it writes to
+    streams: set[int]  # keys of the streams that the memory of the inputs was lent to
 
 
 class Captures:
     """The captured calls of one session. They share scratch memory, so each replay waits for the previous one."""
 
-    def __init__(self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Run) -> None:
+    def __init__(
+        self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Callable[[str, Inputs], list[Any]]
+    ) -> None:
         """run: function that runs a method on flat inputs."""
         self._device = device
         self._recorder = recorder
         self._shapes = shapes
         self._run = run
-        self._lock = RLock()
+        self._lock = RLock()  # a signal handler may call the model
         self._captured: dict[Hashable, _CapturedCall] = {}
         self._last = device.current()  # the stream of the last replay: one of torch's, which are never destroyed
 
@@ -130,14 +140,14 @@ class Captures:
             captured = self._capture(key, method, inputs)
         if captured is None:
             return None
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad():  # until the outputs are copied: the next replay writes to the same memory
             self._follow()
             self._lend(captured)
             _fill(captured.inputs, inputs)
             captured.replay()
             for index in captured.written:
                 inputs[index].copy_(captured.inputs[index])
-            return [_copied(value) for value in captured.outputs]
+            return [value.clone() if isinstance(value, torch.Tensor) else value for value in captured.outputs]
 
     def _follow(self) -> None:
         """Let the current stream wait for the last replay, if that was in another stream."""
@@ -154,6 +164,7 @@ class Captures:
             captured.streams.add(key)
 
     def _capture(self, key: Hashable, method: str, inputs: Inputs) -> _CapturedCall | None:
+        """Record a call, or remember why that fails: a call that cannot be captured runs as it would without this."""
         last = _LastOperator()  # type: ignore[no-untyped-call]
         try:
             with default_torch_modes(), self._lock:
@@ -169,10 +180,10 @@ class Captures:
         self._follow()
         static = [_like(value) for value in inputs]
         _fill(static, inputs)  # raises if elements of an input overlap
-        versions = [_version(value) for value in static]
+        versions = [writes_to(value) for value in static]
         with last:
             replay, outputs = self._recorder.record(lambda: self._run(method, static))
-        written = [index for index, value in enumerate(static) if _version(value) != versions[index]]
+        written = [index for index, value in enumerate(static) if writes_to(value) != versions[index]]
         return _CapturedCall(static, outputs, replay, written, set())
 
 
@@ -189,17 +200,8 @@ def _fill(static: Inputs, inputs: Inputs) -> None:
             target.copy_(value)
 
 
-def _version(value: Any) -> int:
-    """Return a counter of writes to a tensor."""
-    return int(value._version) if isinstance(value, torch.Tensor) else 0
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the operator that was called last."""
+    """Remembers the operator that was called last, for the message if it cannot be captured."""
 
     name = "before the first operator"
 
@@ -210,84 +212,10 @@ class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-_PRIORITY = -2  # torch's own code and most applications use no streams of this priority
-MOST_STREAMS = 32  # of one priority in torch
-WARM_UPS = 2  # in their first calls libraries allocate and choose kernels, which a capture does not allow
 _capturing = RLock()  # torch's generator of a device knows of one capture at a time; a signal handler may call a model
 _failed: list[torch.cuda.CUDAGraph] = []  # kept alive, as torch's host allocator never stops querying them
-
-
-class NoStream(Passing):
-    """Every stream of the device is used by a session that captures."""
-
-    def __init__(self) -> None:
-        streams = f"all of torch's {MOST_STREAMS} streams of priority {_PRIORITY}"
-        super().__init__(f"{streams} are taken by sessions that capture; close some")
-
-
-class _StreamLease:
-    """A stream that nobody else captures in, as long as this object lives."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-
-class _Replay:
-    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is leased again."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, lease: _StreamLease) -> None:
-        self._graph = graph
-        self._lease = lease
-        self._replay = graph.replay
-
-    def __call__(self) -> None:
-        self._replay()
-
-    def __del__(self) -> None:
-        del self._replay, self._graph
-
-
-class CaptureStreams:
-    """Streams of one device, each leased to one session at a time, and one shared stream for warm-ups.
-
-    A graph keeps the scratch memory of cuBLAS for the recording thread and stream. If two sessions shared a stream,
-    their replays, which are not in order with each other, would share that memory.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._lock = Lock()
-        self._free: list[Stream] = []
-        self._used_ids: set[int] = set()
-        self._torch = accelerator.torch
-        self.warm_up = self._new()
-        self.repairs = self._new()
-
-    def take(self) -> _StreamLease:
-        """Lease a stream. Raises NoStream."""
-        with self._lock:
-            lease = _StreamLease(self._free.pop() if self._free else self._new())
-        weakref.finalize(lease, self._free.append, lease.stream).atexit = False
-        return lease
-
-    def _new(self) -> Stream:
-        for _ in range(MOST_STREAMS):
-            stream = torch.cuda.Stream(self._torch, priority=_PRIORITY)  # type: ignore[no-untyped-call]
-            if stream.stream_id not in self._used_ids:  # torch hands them out round-robin
-                self._used_ids.add(stream.stream_id)
-                return stream
-        raise NoStream
-
-
-_streams: dict[int, CaptureStreams] = {}
+_streams_by_device: dict[int, CaptureStreams] = {}
 _creating = Lock()
-
-
-def streams_of(accelerator: Accelerator) -> CaptureStreams:
-    """Return the streams of a device, which all models share."""
-    with _creating:
-        if accelerator.index not in _streams:
-            _streams[accelerator.index] = CaptureStreams(accelerator)
-        return _streams[accelerator.index]
 
 
 class CudaRecorder:
@@ -303,9 +231,9 @@ class CudaRecorder:
 
     @cached_property
     def _lease(self) -> _StreamLease:
-        return self._streams.take()
+        return self._streams.take()  # not before the first capture, as there are few
 
-    def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
+    def record(self, function: Function) -> Recorded:
         """Warm the function up, then record it. Unlike with `torch.cuda.graph`, other threads and streams keep running.
 
         Returns a function that replays it in the current stream, and the tensors that then hold its results.
@@ -325,7 +253,7 @@ class CudaRecorder:
         for tensor in tensors:
             tensor.record_stream(stream)
 
-    def _warm_up(self, function: Callable[[], list[Any]], outer: Stream) -> None:
+    def _warm_up(self, function: Function, outer: Stream) -> None:
         """Run in a stream that all recorders share: torch's allocator caches memory per stream."""
         stream = self._streams.warm_up
         with self._accelerator.on(stream):
@@ -337,9 +265,10 @@ class CudaRecorder:
             finally:
                 self._accelerator.wait(outer, self._accelerator.mark(stream))
 
-    def _capture(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
+    def _capture(self, function: Function) -> Recorded:
         graph = torch.cuda.CUDAGraph()
         try:
+            # "thread_local": other threads may allocate and synchronize meanwhile, as calls and swaps do
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             outputs = function()
             graph.capture_end()
@@ -378,3 +307,65 @@ class CudaRecorder:
             graph.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self._accelerator.torch)  # torch warns of an empty one
             graph.capture_end()
+
+
+class _Replay:
+    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is leased again."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, lease: _StreamLease) -> None:
+        self._graph = graph
+        self._lease = lease
+        self._replay = graph.replay
+
+    def __call__(self) -> None:
+        self._replay()
+
+    def __del__(self) -> None:
+        del self._replay, self._graph
+
+
+class _StreamLease:
+    """A stream that nobody else captures in, as long as this object lives."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+class CaptureStreams:
+    """Streams of one device, each leased to one session at a time, and one shared stream for warm-ups.
+
+    A graph keeps the scratch memory of cuBLAS for the recording thread and stream. If two sessions shared a stream,
+    their replays, which are not in order with each other, would share that memory.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._lock = Lock()
+        self._free: list[Stream] = []
+        self._used_ids: set[int] = set()
+        self._torch = accelerator.torch
+        self.warm_up = self._new()
+        self.repairs = self._new()
+
+    def take(self) -> _StreamLease:
+        """Lease a stream. Raises Passing if sessions that capture use all of them."""
+        with self._lock:
+            lease = _StreamLease(self._free.pop() if self._free else self._new())
+        weakref.finalize(lease, self._free.append, lease.stream).atexit = False
+        return lease
+
+    def _new(self) -> Stream:
+        for _ in range(MOST_STREAMS):
+            stream = torch.cuda.Stream(self._torch, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+            if stream.stream_id not in self._used_ids:  # torch hands them out round-robin
+                self._used_ids.add(stream.stream_id)
+                return stream
+        streams = f"all of torch's {MOST_STREAMS} streams of priority {_PRIORITY}"
+        raise Passing(f"{streams} are taken by sessions that capture; close some")
+
+
+def streams_of(accelerator: Accelerator) -> CaptureStreams:
+    """Return the streams of a device, which all models share."""
+    with _creating:
+        if accelerator.index not in _streams_by_device:
+            _streams_by_device[accelerator.index] = CaptureStreams(accelerator)
+        return _streams_by_device[accelerator.index]

@@ -1,4 +1,7 @@
-"""The interface of engines: Engine opens an artifact's graphs, Bound runs them over one arena."""
+"""The interface of engines: an Engine has opened an artifact's graphs, a Bound runs them on the weights of one arena.
+
+Graphs are opened once. A swap brings weights into an arena, and a Bound has kept its addresses all along.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ CudaGraphs = Literal["auto"] | Sequence[Mapping[str, int] | Sequence[int]]
 
 
 class EngineOptions(NamedTuple):
-    """Options of an engine. on_host: an engine on a device can also be bound to host memory, for trials."""
+    """Options of an engine."""
 
-    threads: int | None = None
-    prologue: bool = True
-    on_host: bool = False
-    cuda_graphs: CudaGraphs | None = None
+    threads: int | None = None  # for each call; None: the engine's default
+    prologue: bool = True  # compute what depends on weights alone once for each set of weights, not in each call
+    on_host: bool = False  # an engine on a device can also be bound to host memory, for trials
+    cuda_graphs: CudaGraphs | None = None  # the calls that are recorded and replayed
 
 
 class State(Protocol):
@@ -75,7 +78,7 @@ class Bound(Protocol):
 
 
 class Engine(Protocol):
-    """One artifact's graphs, ready to be bound. `dtypes` maps the engine's dtype objects to safetensors names."""
+    """One artifact's graphs, ready to be bound."""
 
     @property
     def name(self) -> str: ...
@@ -87,7 +90,9 @@ class Engine(Protocol):
     @property
     def tensor_type(self) -> type[Any]: ...
     @property
-    def dtypes(self) -> Mapping[Any, str]: ...
+    def dtypes(self) -> Mapping[Any, str]:
+        """The safetensors names of the engine's dtype objects."""
+        ...
 
     def misplaced(self, value: Any) -> str | None:
         """Describe what is wrong with an input other than its dtype and shape. Return None if nothing is."""

@@ -1,4 +1,4 @@
-"""Names and element types of ONNX graphs. No onnxruntime."""
+"""Names and element types of ONNX graphs, for those who write them and those who run them. Needs no onnxruntime."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from weightswap_runtime.format.signature import Leaf, Literal, Tensor, input_lea
 
 
 class Names(NamedTuple):
-    """Names in the ONNX graph. `inputs` and `outputs` follow the flat signature, with None for literals.
+    """Names in the ONNX graph."""
 
-    `tensors` are the FQNs of weights, state and variants, which are inputs, too. `after` maps the FQN of a state
-    tensor to the name of the output with its value after the call.
-    """
-
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
-    tensors: tuple[str, ...]
-    after: dict[str, str]
+    inputs: tuple[str | None, ...]  # as the flat signature has them, with None for literals
+    outputs: tuple[str | None, ...]  # likewise
+    tensors: tuple[str, ...]  # FQNs of weights, state and variants, which are inputs, too
+    after: dict[str, str]  # the output with the value of a state tensor after the call, by its FQN
 
 
 def graph_file(method: str) -> str:
@@ -70,10 +66,10 @@ def _free(name: str, role: str, taken: set[str]) -> str:
 
 
 class Element(NamedTuple):
-    """An element type: its name in ONNX Runtime and its number in ONNX's TensorProto."""
+    """An element type."""
 
-    text: str
-    code: int
+    text: str  # its name in ONNX Runtime
+    code: int  # its number in ONNX's TensorProto
 
 
 ELEMENTS = {

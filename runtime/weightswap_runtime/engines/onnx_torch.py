@@ -1,4 +1,8 @@
-"""The engine `onnx` on a device, and beside `torch`."""
+"""The engine `onnx` where it meets torch: on a device, and on the CPU beside `torch`, for what has no ONNX graph.
+
+On a device tensors are torch's, and ONNX Runtime is given their addresses. On the CPU they are numpy arrays, and those
+of calls that `torch` runs are converted.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ from .onnx import (
     value_of,
 )
 from .onnx_names import ELEMENTS, dtype_of
-from .torch_calls import ChosenTensors, MethodCall, Tensors, TorchState, load_graph
+from .torch_calls import ChosenTensors, MethodCall, Tensors, TorchState, as_row_major, load_graph, writes_to
 from .torch_cpu import TorchEngine
 from .torch_device import AcceleratedEngine
 
@@ -119,7 +123,7 @@ class BoundBoth:
     ) -> list[Any]:
         engine = self._engine
         tensors = [engine.tensor(content_of(value)) if isinstance(value, np.ndarray) else value for value in inputs]
-        versions = [_version(value) for value in tensors]
+        versions = [writes_to(value) for value in tensors]
         torch_state = None
         if state is not None:
             torch_state = engine.new_state({name: state.content(name) for name in engine.state_names})
@@ -128,7 +132,7 @@ class BoundBoth:
             content_array(engine.content(value)) if isinstance(value, torch.Tensor) else value for value in outputs
         ]
         for array, tensor, version in zip(inputs, tensors, versions, strict=True):
-            if _version(tensor) != version:  # the graph has written to it
+            if writes_to(tensor) != version:  # the graph has written to it
                 array[...] = content_array(engine.content(tensor))
         if state is not None and torch_state is not None:
             contents = {name: torch_state.content(name) for name in engine.state_names}
@@ -136,27 +140,22 @@ class BoundBoth:
         return results
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) else 0
-
-
 class Counterpart(NamedTuple):
-    """ONNX Runtime's execution provider, device name and options for one of torch's device types."""
+    """What ONNX Runtime has for one of torch's types of devices."""
 
-    provider: str
-    device: str
-    options: Mapping[str, str]
+    provider: str  # execution provider
+    device: str  # name of the device
+    options: Mapping[str, str]  # of the provider
 
 
-# computes as torch does, without TF32, and does not search for the fastest convolution in the first call of each shape
 COUNTERPARTS = {
     "cuda": Counterpart(
         "CUDAExecutionProvider",
         "cuda",
         {
-            "use_tf32": "0",
-            "cudnn_conv_algo_search": "HEURISTIC",
-            "arena_extend_strategy": "kSameAsRequested",
+            "use_tf32": "0",  # torch computes without it
+            "cudnn_conv_algo_search": "HEURISTIC",  # not a search for the fastest in the first call of each shape
+            "arena_extend_strategy": "kSameAsRequested",  # not in powers of two: torch needs memory beside it
         },
     )
 }
@@ -228,7 +227,7 @@ class OnnxCall:
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         self._graph.check_sizes(inputs)
-        values = [_row_major(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        values = [as_row_major(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         try:
             binding = self._pool.pop()
         except IndexError:
@@ -280,11 +279,6 @@ class OnnxCall:
         if isinstance(leaf, Tensor):
             return _view(value, torch_dtype(leaf.dtype)).to(self._accelerator.torch, copy=True)
         return int(_view(value, torch.int64)) if isinstance(leaf, Integer) else None
-
-
-def _row_major(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a row-major copy without lazy conjugation or negation."""
-    return value.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _view(value: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What torch's engines share: state, variants, calls of graphs."""
+"""What the engines on torch share: states, chosen variants, calls of a method's graph, and what they need of inputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ from weightswap_runtime.torch_tensors import tensor_content
 
 from .graph import Compiled, open_graph
 
+Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
+_FIXED = ("weight", "constant")
+# the schema's kinds of inputs, by types of a signature's leaves
+_KINDS: dict[type, tuple[str, ...]] = {
+    Tensor: ("as_tensor",),
+    Integer: ("as_sym_int",),
+    Literal: ("as_none", "as_bool", "as_int", "as_float", "as_string"),
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class ChosenTensors:
-    """Tensors by FQN, with tied ones under each of their names. `storages` are the addresses of their storages."""
+    """Tensors of variants by FQN, with tied ones under each of their names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], storages: list[int] | None = None) -> None:
+        """storages: the addresses of the tensors' storages, if they are known."""
         self.tensors = tensors
         if storages is None:
             storages = list({tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
@@ -36,17 +47,13 @@ class ChosenTensors:
 
 
 class TorchState:
-    """One copy of an artifact's state; calls write into its tensors.
-
-    `tensors` maps FQNs to tensors, with tied ones under each of their names.
-    """
+    """One copy of an artifact's state; calls write into its tensors."""
 
     def __init__(self, rows: Sequence[NamedTensor], initial: Mapping[str, torch.Tensor]) -> None:
         """initial: values by the names of the rows; they are copied."""
         self._initial = initial
         self._by_row = {row.name: _copied(row, initial[row.name]) for row in rows}
-        self.tensors = {name: self._by_row[row.name] for row in rows for name in row.names}
-        self._all = list(self._by_row.values())
+        self.tensors = {name: self._by_row[row.name] for row in rows for name in row.names}  # by FQN
         self._by_graph: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
 
     def reset(self) -> None:
@@ -73,7 +80,7 @@ class TorchState:
 
     def storages(self) -> list[int]:
         """Return the addresses of the tensors' storages, which may change when a call resizes one."""
-        return [tensor.untyped_storage().data_ptr() for tensor in self._all]
+        return [tensor.untyped_storage().data_ptr() for tensor in self._by_row.values()]
 
 
 def _copied(row: NamedTensor, value: torch.Tensor) -> torch.Tensor:
@@ -91,21 +98,12 @@ def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.set_(value.clone(memory_format=torch.preserve_format))  # type: ignore[call-overload]
 
 
-Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
-_FIXED = ("weight", "constant")
-_KINDS: dict[type, tuple[str, ...]] = {
-    Tensor: ("as_tensor",),
-    Integer: ("as_sym_int",),
-    Literal: ("as_none", "as_bool", "as_int", "as_float", "as_string"),
-}
-
-
 class MethodCall(Protocol):
-    """One method with its tensors in place. stateful: it takes a state. hoisted: the results of `run_prologue`."""
+    """One method with its tensors in place."""
 
-    past_autograd: bool
-    stateful: bool
-    hoisted: list[torch.Tensor]
+    past_autograd: bool  # it may run without the dispatcher's autograd, as in `Compiled`
+    stateful: bool  # it takes a state
+    hoisted: list[torch.Tensor]  # the results of `run_prologue`
 
     @property
     def has_prologue(self) -> bool: ...
@@ -142,7 +140,12 @@ def _fits(graph: Compiled, method: Method) -> bool:
 
 
 class GraphCall:
-    """One method's graph with its tensors in place."""
+    """One method's graph with its tensors in place.
+
+    All arguments of the graph's function stand in one list, `_slots`: the results of the prologue, then the inputs as
+    the manifest lists them. A call copies the list and fills in what belongs to the call. If nothing but the caller's
+    inputs does, and these come last, which is the rule, it passes `_bound`, the part before them, and no list is made.
+    """
 
     def __init__(self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Tensors) -> None:
         self._graph = graph.call
@@ -159,8 +162,9 @@ class GraphCall:
         self._variable = [(index, item.name) for index, item in slots if item.kind == "variant"]
         self._with_variants: WeakKeyDictionary[ChosenTensors, list[Any]] = WeakKeyDictionary()
         self.stateful = bool(self._states)
-        varies = self.stateful or bool(self._variable)
-        self._bound = self._slots[: self._inputs[0]] if self._has_inputs_last() and not varies else None
+        first = len(slots) + graph.hoisted - len(self._inputs)
+        has_inputs_last = bool(self._inputs) and self._inputs[0] == first
+        self._bound = self._slots[:first] if has_inputs_last and not self.stateful and not self._variable else None
 
     @property
     def has_prologue(self) -> bool:
@@ -180,10 +184,6 @@ class GraphCall:
         if self._bound is not None:
             self._bound[: self._hoisted_count] = values
         self.hoisted = list(values)
-
-    def _has_inputs_last(self) -> bool:
-        count = len(self._inputs)
-        return bool(count) and self._inputs == list(range(len(self._slots) - count, len(self._slots)))
 
     def __call__(self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None) -> Any:
         if self._bound is not None:
@@ -218,15 +218,25 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+def as_row_major(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a row-major copy without lazy conjugation or negation: compiled code reads raw memory."""
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().contiguous()
+
+
+def writes_to(value: Any) -> int:
+    """Return a counter of writes to a tensor; 0 for other values."""
+    return int(value._version) if isinstance(value, torch.Tensor) else 0
+
+
+_eval_frame = torch._C._dynamo.eval_frame
 _innermost_transformation = torch._C._functorch.peek_interpreter_stack
 _NO_TRANSFORMATION = (
     "cannot be called within torch.func's transforms: instead of vmap, pass it the whole batch at once; for grad, vjp, "
     "jvp and the like, its outputs have no derivatives"
 )
 _NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; pass it the primal part"
-
-_eval_frame = torch._C._dynamo.eval_frame
 
 
 def uncompiled(function: F) -> F:
@@ -239,7 +249,10 @@ def uncompiled(function: F) -> F:
 
 
 def check_plain(method: str, inputs: Sequence[Any]) -> None:
-    """Raise InputMismatch within torch.func's transformations and for dual tensors. Takes 0.1 us."""
+    """Raise InputMismatch within torch.func's transformations and for dual tensors. Takes 0.1 us.
+
+    The engines skip what torch would do for both, so their outputs would silently lack derivatives.
+    """
     if _innermost_transformation() is not None:
         raise InputMismatch(method, [_NO_TRANSFORMATION])
     if forward_ad._current_level >= 0 and any(map(_is_dual, inputs)):

@@ -1,4 +1,8 @@
-"""The engine `torch`: runs the captured ATen graph as it was captured, so its outputs equal eager bit for bit."""
+"""The engine `torch`: runs the captured ATen graph as it was captured, so its outputs equal eager bit for bit.
+
+Outputs share no memory with weights, state or constants: a caller may keep one while a swap overwrites the weights, or
+write to it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,44 +46,6 @@ from .torch_calls import (
     uncompiled,
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
-_NOTHING = nullcontext()
-
-
-def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
-    """Do the same as torch.no_grad() in a fifth of its time. An interrupt cannot leave the thread in that mode."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = torch.is_grad_enabled()
-        try:
-            torch._C._set_grad_enabled(False)
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return wrapped
-
-
-def _past_autograd() -> AbstractContextManager[object]:
-    """Skip the dispatcher's autograd kernels, which do nothing without gradients but take time.
-
-    Views are still tracked, unlike in inference mode: matmul picks a kernel by whether a view's base needs gradients.
-    """
-    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
-    return guard
-
-
-def environment_here() -> Environment:
-    """Return what decides the last bits of an output in this process and thread."""
-    return Environment(
-        torch=str(torch.__version__),
-        device="cpu",
-        capability=torch.backends.cpu.get_cpu_capability(),
-        threads=torch.get_num_threads(),
-    )
-
 
 class TorchEngine:
     """The graphs of one artifact on the CPU."""
@@ -105,7 +71,7 @@ class TorchEngine:
         self._graphs = self._open(artifact, prologue)
 
     def _row_tensor(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
-        if item.zero:
+        if item.zero:  # no file has it; one element stands for all
             return torch.zeros((), dtype=torch_dtype(item.dtype), device=self.device).expand(item.shape)
         return self._to_device(_strided(item, copied_tensor(content)))
 
@@ -207,6 +173,59 @@ class TorchEngine:
         return default_torch_modes()
 
 
+def _strided(item: NamedTensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy of it in the row's strides."""
+    if item.stride is None:
+        return value
+    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def layout_problem(value: torch.Tensor) -> str | None:
+    """Describe what is wrong with an input's layout. Return None if nothing is."""
+    if value.is_nested:
+        return "expected a dense tensor, got a nested one"
+    return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
+
+
+def environment_here() -> Environment:
+    """Return what decides the last bits of an output in this process and thread."""
+    return Environment(
+        torch=str(torch.__version__),
+        device="cpu",
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+    )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NOTHING = nullcontext()
+
+
+def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """Do the same as torch.no_grad() in a fifth of its time. An interrupt cannot leave the thread in that mode."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return wrapped
+
+
+def _past_autograd() -> AbstractContextManager[object]:
+    """Skip the dispatcher's autograd kernels, which do nothing without gradients but take time.
+
+    Views are still tracked, unlike in inference mode: matmul picks a kernel by whether a view's base needs gradients.
+    """
+    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
 class BoundTorch:
     """All methods over one arena. Safe to call from any number of threads, if each call has a state of its own."""
 
@@ -222,7 +241,7 @@ class BoundTorch:
         self._spare: list[TorchState] = []  # with initial values, for calls without a state
         self._begin = arena.address
         self._end = arena.address + max(1, arena.layout.nbytes)
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}  # what outputs must not view, either
 
     @_without_gradients
     @uncompiled
@@ -239,17 +258,14 @@ class BoundTorch:
                 return [self._detach(value, storages) for value in call(inputs, None, chosen)]
             if state is not None:
                 return self._run_with(call, inputs, state, chosen)
-            spare = self._take_spare()
+            try:
+                spare = self._spare.pop()  # without a look before: another thread may take the last one
+            except IndexError:
+                spare = self._new_state()
             outputs = self._run_with(call, inputs, spare, chosen)
             spare.reset()
             self._spare.append(spare)  # not after an error, which may leave it half changed
             return outputs
-
-    def _take_spare(self) -> TorchState:
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self._new_state()
 
     def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, TorchState)
@@ -289,7 +305,12 @@ class BoundTorch:
 
     @default_torch_modes()
     def keep(self) -> Callable[[], None]:
-        copies = [(value, value.untyped_storage().clone()) for value in self._computed()]  # type: ignore[no-untyped-call]
+        copies = [
+            (value, value.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            for call in self._calls.values()
+            for value in call.hoisted
+            if not self._in_arena(value)
+        ]
 
         def restore() -> None:
             for value, storage in copies:
@@ -297,32 +318,14 @@ class BoundTorch:
 
         return restore
 
-    def _computed(self) -> Iterator[torch.Tensor]:
-        """Yield the results of the prologue that are not views of weights."""
-        for call in self._calls.values():
-            yield from (value for value in call.hoisted if not self._in_arena(value))
-
     def _in_arena(self, value: torch.Tensor) -> bool:
         return self._begin <= value.untyped_storage().data_ptr() < self._end
 
     def _detach(self, value: Any, storages: Collection[int]) -> Any:
+        """Return an output that views no memory of ours. storages: those of the call's state and variants."""
         if not isinstance(value, torch.Tensor):
             return value
         pointer = value.untyped_storage().data_ptr()
         if self._begin <= pointer < self._end or pointer in self._owned or pointer in storages:
             return value.clone()
         return value if value.grad_fn is None else value.detach()
-
-
-def layout_problem(value: torch.Tensor) -> str | None:
-    """Describe what is wrong with an input's layout. Return None if nothing is."""
-    if value.is_nested:
-        return "expected a dense tensor, got a nested one"
-    return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
-
-
-def _strided(item: NamedTensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy of it in the row's strides."""
-    if item.stride is None:
-        return value
-    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,4 +1,10 @@
-"""The engine `torch` on a device."""
+"""The engine `torch` on a device: calls in whatever stream is the thread's current one, without waits of the host.
+
+torch's allocator knows of the stream alone that memory was allocated in. Memory that another stream uses is lent to it
+(`record_stream`), or it could be reused while the device still reads it: the arena's by `DeviceArena.use`, that of
+constants, of the prologue's results, of states and of variants here. A stream that is not torch's may be destroyed at
+any time, so nothing is lent to it: what uses the memory next waits for the call.
+"""
 
 from __future__ import annotations
 
@@ -30,78 +36,10 @@ from weightswap_runtime.memory.torch_device import Accelerator, TorchBuffer, ope
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.torch_tensors import default_torch_modes, torch_dtype
 
-from .cuda_graphs import Captures, GraphRecorder, Shapes
+from .cuda_graphs import Captures, CudaRecorder, GraphRecorder, Shapes
 from .engine import AUTO, Bound, Chosen, CudaGraphs, State
 from .torch_calls import ChosenTensors, MethodCall, TorchState, check_plain, uncompiled
 from .torch_cpu import BoundTorch, TorchEngine, layout_problem
-
-
-def samples(cuda_graphs: CudaGraphs, manifest: Manifest, device: torch.device) -> Iterator[tuple[str, list[Any]]]:
-    """Yield methods with flat inputs of zeros, for every method without state that can have the sizes.
-
-    cuda_graphs: for each capture the sizes of the named dimensions, or the shape of the input of a method that takes
-    one tensor. Raises Unsupported for sizes that no method has, and for those out of range.
-    """
-    if cuda_graphs == AUTO:
-        return
-    if isinstance(cuda_graphs, str | Mapping) or not isinstance(cuda_graphs, Iterable):
-        raise Unsupported(f'cuda_graphs={cuda_graphs!r}: expected "auto", or a list of sizes such as [{{"batch": 1}}]')
-    for request in cuda_graphs:
-        _check(request)
-        fitting = [
-            (name, inputs)
-            for name, method in manifest.methods.items()
-            if not method.has_state and (inputs := _sample(request, method.signature, device)) is not None
-        ]
-        if not fitting:
-            has = "; ".join(f"{name} has {_described(method)}" for name, method in manifest.methods.items())
-            raise Unsupported(f"cuda_graphs: no method can be called with {request!r}: {has}")
-        yield from fitting
-
-
-def _check(request: Any) -> None:
-    sizes = request.values() if isinstance(request, Mapping) else request
-    if isinstance(request, str) or not isinstance(sizes, Iterable) or not all(type(size) is int for size in sizes):
-        raise Unsupported(f'cuda_graphs: {request!r} is neither sizes by name, such as {{"batch": 1}}, nor a shape')
-
-
-def _sample(request: Any, signature: Signature, device: torch.device) -> list[Any] | None:
-    flat = input_leaves(signature)
-    sizes = request if isinstance(request, Mapping) else _sizes_of_shape(tuple(request), flat)
-    if sizes is None or not in_range(sizes, signature.dims):
-        return None
-    return [_zeros(leaf, sizes, device) for leaf in flat]
-
-
-def _sizes_of_shape(shape: tuple[int, ...], flat: list[Leaf]) -> Sizes | None:
-    """Return the named sizes of a method's only tensor for a shape; None if it cannot have this shape."""
-    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-    if len(tensors) != 1 or len(tensors[0].shape) != len(shape):
-        return None
-    dynamic = {text: size for text, size in zip(tensors[0].shape, shape, strict=True) if isinstance(text, str)}
-    sizes = {}
-    for text, size in dynamic.items():
-        factor, dim, offset = parse_size(text)
-        sizes[dim] = (size - offset) // factor
-    return sizes if tuple(size_at(size, sizes) for size in tensors[0].shape) == shape else None
-
-
-def _zeros(leaf: Leaf, sizes: Sizes, device: torch.device) -> Any:
-    if isinstance(leaf, Literal):
-        return leaf.content
-    if isinstance(leaf, Integer):
-        return size_at(leaf.value, sizes)
-    return torch.zeros([size_at(size, sizes) for size in leaf.shape], dtype=torch_dtype(leaf.dtype), device=device)
-
-
-def _described(method: Method) -> str:
-    if method.has_state:
-        return "state, and calls with state are never captured"
-    signature = method.signature
-    if not signature.dims:
-        return "no named dimensions"
-    return ", ".join(f"{name} ({dim.min} to {dim.max or 'any'})" for name, dim in signature.dims.items())
-
 
 _CPU = torch.device("cpu")
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -127,11 +65,10 @@ class AcceleratedEngine(TorchEngine):
         self.device = self._accelerator.torch
         with self._accelerator.on(self._accelerator.staging):
             super().__init__(artifact, prologue=prologue)
+            named = [] if cuda_graphs is None else list(samples(cuda_graphs, artifact.manifest, self.device))
             self._ready = self._accelerator.mark(self._accelerator.staging)
         self._shapes: Shapes | None = None
         if cuda_graphs is not None:
-            with self._accelerator.on(self._accelerator.staging):
-                named = list(samples(cuda_graphs, artifact.manifest, self.device))
             self._shapes = Shapes(named, auto=cuda_graphs == AUTO)
             self._new_recorder()  # raises Unsupported now, not at the first capture
         self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
@@ -177,8 +114,6 @@ class AcceleratedEngine(TorchEngine):
         return AcceleratedState(self._manifest.state, self._initial, self._accelerator)
 
     def _new_recorder(self) -> GraphRecorder:
-        from .cuda_graphs import CudaRecorder
-
         return CudaRecorder(self._accelerator)
 
     def tensor(self, content: TensorBytes) -> torch.Tensor:
@@ -223,45 +158,6 @@ class AcceleratedEngine(TorchEngine):
             yield
 
 
-class AcceleratedState(TorchState):
-    """A state on a device. Work on it in one stream waits for earlier work on it in another."""
-
-    def __init__(
-        self, rows: Sequence[NamedTensor], initial: Mapping[str, torch.Tensor], accelerator: Accelerator
-    ) -> None:
-        super().__init__(rows, initial)
-        self._accelerator = accelerator
-        self._changed = accelerator.mark(accelerator.current())
-        self._lent: set[int] = set()
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Let the block read or write the state in the thread's current stream, after earlier work on it."""
-        stream = self._accelerator.current()
-        self._accelerator.wait(stream, self._changed)
-        key = self._accelerator.current_key()
-        if key not in self._lent and not self._accelerator.is_foreign(stream):
-            for tensor in self.tensors.values():
-                tensor.record_stream(stream)
-            self._lent.add(key)
-        try:
-            yield
-        finally:
-            self._changed = self._accelerator.mark(stream)
-
-    def put(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set values by the names of the rows. Raises Unsupported while the application captures a CUDA graph."""
-        check_call(self._accelerator, "a state that is put back")
-        with self.in_turn():
-            super().put(values)
-
-    def content(self, name: str) -> TensorBytes:
-        """Copy the content of a row's tensor once the device is done with it. Raises Unsupported as `put` does."""
-        check_call(self._accelerator, "a state that is read")
-        with self.in_turn():
-            return super().content(name)
-
-
 class BoundAccelerated(BoundTorch):
     """All methods over one arena of a device. Safe to call from any number of threads, in any stream."""
 
@@ -276,8 +172,8 @@ class BoundAccelerated(BoundTorch):
         super().__init__(calls, arena, owned, new_state)
         self._arena = arena
         self._accelerator = accelerator
-        self._lent: set[int] = set()
-        self._own = owned
+        self._lent: set[int] = set()  # keys of streams
+        self._own = owned  # what is neither in the arena nor of a call
         self._captures: Captures | None = None
 
     def capture(self, recorder: GraphRecorder, shapes: Shapes) -> None:
@@ -367,6 +263,45 @@ class BoundAccelerated(BoundTorch):
         self._lent.clear()
 
 
+class AcceleratedState(TorchState):
+    """A state on a device. Work on it in one stream waits for earlier work on it in another."""
+
+    def __init__(
+        self, rows: Sequence[NamedTensor], initial: Mapping[str, torch.Tensor], accelerator: Accelerator
+    ) -> None:
+        super().__init__(rows, initial)
+        self._accelerator = accelerator
+        self._changed = accelerator.mark(accelerator.current())  # after the last work on it
+        self._lent: set[int] = set()  # keys of streams
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let the block read or write the state in the thread's current stream, after earlier work on it."""
+        stream = self._accelerator.current()
+        self._accelerator.wait(stream, self._changed)
+        key = self._accelerator.current_key()
+        if key not in self._lent and not self._accelerator.is_foreign(stream):
+            for tensor in self.tensors.values():
+                tensor.record_stream(stream)
+            self._lent.add(key)
+        try:
+            yield
+        finally:
+            self._changed = self._accelerator.mark(stream)
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set values by the names of the rows. Raises Unsupported while the application captures a CUDA graph."""
+        check_call(self._accelerator, "a state that is put back")
+        with self.in_turn():
+            super().put(values)
+
+    def content(self, name: str) -> TensorBytes:
+        """Copy the content of a row's tensor once the device is done with it. Raises Unsupported as `put` does."""
+        check_call(self._accelerator, "a state that is read")
+        with self.in_turn():
+            return super().content(name)
+
+
 class OnHost:
     """Trial of weights staged in host memory, on the CPU: inputs come from the device, and outputs go to it."""
 
@@ -386,12 +321,13 @@ class OnHost:
         """Run a method on flat inputs. Return flat outputs; both are on the device, as are the state and variants."""
         if isinstance(chosen, ChosenTensors):
             chosen = ChosenTensors({name: self._to_host(value) for name, value in chosen.tensors.items()})
-        if not isinstance(state, TorchState):
-            return _moved(self._to_device, self._bound.run(method, _moved(self._to_host, inputs), None, chosen))
-        here = self._engine.new_state({name: state.content(name) for name, _ in state.values()})
-        outputs = _moved(self._to_device, self._bound.run(method, _moved(self._to_host, inputs), here, chosen))
-        state.put({name: self._to_device(value) for name, value in here.values()})
-        return outputs
+        here = None
+        if isinstance(state, TorchState):
+            here = self._engine.new_state({name: state.content(name) for name, _ in state.values()})
+        outputs = self._bound.run(method, _moved(self._to_host, inputs), here, chosen)
+        if isinstance(state, TorchState) and here is not None:
+            state.put({name: self._to_device(value) for name, value in here.values()})
+        return _moved(self._to_device, outputs)
 
     @property
     def has_prologue(self) -> bool:
@@ -400,3 +336,70 @@ class OnHost:
 
 def _moved(move: Move, values: list[Any]) -> list[Any]:
     return [move(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def samples(cuda_graphs: CudaGraphs, manifest: Manifest, device: torch.device) -> Iterator[tuple[str, list[Any]]]:
+    """Yield methods with flat inputs of zeros, for every method without state that can have the sizes.
+
+    cuda_graphs: for each capture the sizes of the named dimensions, or the shape of the input of a method that takes
+    one tensor. Raises Unsupported for sizes that no method has, and for those out of range.
+    """
+    if cuda_graphs == AUTO:
+        return
+    if isinstance(cuda_graphs, str | Mapping) or not isinstance(cuda_graphs, Iterable):
+        raise Unsupported(f'cuda_graphs={cuda_graphs!r}: expected "auto", or a list of sizes such as [{{"batch": 1}}]')
+    for request in cuda_graphs:
+        _check(request)
+        fitting = [
+            (name, inputs)
+            for name, method in manifest.methods.items()
+            if not method.has_state and (inputs := _sample(request, method.signature, device)) is not None
+        ]
+        if not fitting:
+            has = "; ".join(f"{name} has {_described(method)}" for name, method in manifest.methods.items())
+            raise Unsupported(f"cuda_graphs: no method can be called with {request!r}: {has}")
+        yield from fitting
+
+
+def _check(request: Any) -> None:
+    sizes = request.values() if isinstance(request, Mapping) else request
+    if isinstance(request, str) or not isinstance(sizes, Iterable) or not all(type(size) is int for size in sizes):
+        raise Unsupported(f'cuda_graphs: {request!r} is neither sizes by name, such as {{"batch": 1}}, nor a shape')
+
+
+def _sample(request: Any, signature: Signature, device: torch.device) -> list[Any] | None:
+    flat = input_leaves(signature)
+    sizes = request if isinstance(request, Mapping) else _sizes_of_shape(tuple(request), flat)
+    if sizes is None or not in_range(sizes, signature.dims):
+        return None
+    return [_zeros(leaf, sizes, device) for leaf in flat]
+
+
+def _sizes_of_shape(shape: tuple[int, ...], flat: list[Leaf]) -> Sizes | None:
+    """Return the named sizes of a method's only tensor for a shape; None if it cannot have this shape."""
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+    if len(tensors) != 1 or len(tensors[0].shape) != len(shape):
+        return None
+    dynamic = {text: size for text, size in zip(tensors[0].shape, shape, strict=True) if isinstance(text, str)}
+    sizes = {}
+    for text, size in dynamic.items():
+        factor, dim, offset = parse_size(text)
+        sizes[dim] = (size - offset) // factor
+    return sizes if tuple(size_at(size, sizes) for size in tensors[0].shape) == shape else None
+
+
+def _zeros(leaf: Leaf, sizes: Sizes, device: torch.device) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.content
+    if isinstance(leaf, Integer):
+        return size_at(leaf.value, sizes)
+    return torch.zeros([size_at(size, sizes) for size in leaf.shape], dtype=torch_dtype(leaf.dtype), device=device)
+
+
+def _described(method: Method) -> str:
+    if method.has_state:
+        return "state, and calls with state are never captured"
+    signature = method.signature
+    if not signature.dims:
+        return "no named dimensions"
+    return ", ".join(f"{name} ({dim.min} to {dim.max or 'any'})" for name, dim in signature.dims.items())
