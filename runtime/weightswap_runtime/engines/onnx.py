@@ -183,8 +183,6 @@ class BoundOnnx:
         self._calls = calls
         self._arena = arena
         self._new_state = new_state
-        for call in calls.values():
-            call.warm_up()
         renew_in_children(self)
 
     def run(
@@ -232,11 +230,7 @@ class _CpuCall:
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
         self.stateful = bool(self._read or self._changed)
-        self._pool: list[Any] = []
-
-    def warm_up(self) -> None:
-        """Create the binding that the first call needs."""
-        self._pool.append(self._new_binding())
+        self._pool = [self._new_binding()]  # so that no call after a swap has to create the first one
 
     def _new_binding(self) -> Any:
         binding = self._graph.session.io_binding()
@@ -315,7 +309,7 @@ class OnnxGraph:
         """threads: for each call; None: one for each core. Raises ArtifactError and Unsupported."""
         manifest = artifact.manifest
         self._where = str(artifact.path / graph_file(method))
-        self._raw = artifact.read(graph_file(method))
+        self._raw = artifact.read(graph_file(method))  # kept, as a forked child opens it again
         self._threads = threads
         self._provider = provider
         self._session: Any = None

@@ -195,8 +195,7 @@ class BoundAccelerated(BoundTorch):
         self._lend()
         if isinstance(chosen, ChosenTensors):
             chosen.lend(self._accelerator.current())
-        elif self._is_captured(method):
-            assert self._captures is not None
+        elif self._captures is not None and self._may_replay(method):
             outputs = self._captures.replay(method, inputs)
             if outputs is not None:
                 return outputs
@@ -216,11 +215,9 @@ class BoundAccelerated(BoundTorch):
             if state is not None or chosen is not None or self._calls[method].stateful:
                 self._accelerator.finish(mark)
 
-    def _is_captured(self, method: str) -> bool:
+    def _may_replay(self, method: str) -> bool:
         """Return whether calls may be replayed: not with a state, whose address varies, nor in a caller's autocast."""
-        if self._captures is None or self._calls[method].stateful:
-            return False
-        return not torch.is_autocast_enabled(self._accelerator.torch.type)
+        return not self._calls[method].stateful and not torch.is_autocast_enabled(self._accelerator.torch.type)
 
     def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, AcceleratedState)
@@ -260,7 +257,7 @@ class BoundAccelerated(BoundTorch):
 
     def _run_prologue(self) -> None:
         super()._run_prologue()
-        self._lent.clear()
+        self._lent.clear()  # the results of the first run are not lent yet
 
 
 class AcceleratedState(TorchState):
