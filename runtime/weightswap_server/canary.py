@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from weightswap_runtime.errors import StageClosed, Unsupported
-from weightswap_runtime.format.expressions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.expressions import parse_rule
 from weightswap_runtime.live.variants import VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
 
@@ -215,8 +214,6 @@ def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
     return largest, 0.0 if largest == 0 else largest / scale if scale else float("inf")
 
 
-_FOR = re.compile(r"(.*\S)\s+for\s+(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h)\s*", re.DOTALL)
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
 Values = Mapping[str, float | None]
 
 
@@ -227,13 +224,11 @@ class Rule:
     def __init__(self, text: str, known: frozenset[str]) -> None:
         """known: the names that it may use. Raises Unsupported."""
         self.text = text
-        match = _FOR.fullmatch(text)
-        condition, self.seconds = (match[1], float(match[2]) * _SECONDS[match[3]]) if match else (text, 0.0)
         try:
-            self._condition = parse_condition(condition, fractions=True)
+            self._condition, self.seconds = parse_rule(text)
         except ValueError as error:
             raise Unsupported(f"the rule {text!r}: {error}; expected e.g. `errors < 0.001 for 5 min`") from error
-        self._names = condition_dims(self._condition)
+        self._names = self._condition.names
         if unknown := sorted(self._names - known):
             raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are: {', '.join(sorted(known))}")
         self._since: float | None = None
@@ -245,7 +240,7 @@ class Rule:
     def holds(self, values: Values, now: float) -> bool:
         """Check the condition once. now: seconds of a monotonic clock."""
         measured = {name: value for name, value in values.items() if value is not None and name in self._names}
-        if measured.keys() != self._names or not evaluate(self._condition, measured):
+        if measured.keys() != self._names or not self._condition.holds(measured):
             self._since = None
             return False
         if self._since is None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightswap_runtime.errors import InputMismatch, Unsupported, brief
 from weightswap_runtime.format.calls import CallCheck
-from weightswap_runtime.format.expressions import all_hold, condition_dims, parse_condition
+from weightswap_runtime.format.expressions import all_hold, parse_condition
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,
@@ -98,7 +98,7 @@ class ServedMethod:
         """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
         Raises Unsupported if calls cannot be batched along it."""
         tensors = [leaf for leaf in (*self._inputs, *self._outputs) if isinstance(leaf, Tensor)]
-        conditions = [condition_dims(parse_condition(text)) for text in self.signature.conditions]
+        conditions = [parse_condition(text).names for text in self.signature.conditions]
         if (
             dim not in self.signature.dims
             or any(isinstance(leaf, Integer) for leaf in (*self._inputs, *self._outputs))

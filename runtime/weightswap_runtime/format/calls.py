@@ -10,7 +10,7 @@ import msgspec
 from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.tensors import DTYPES, TensorBytes, Typed, describe
 
-from .expressions import Condition, condition_dims, evaluate, parse_condition
+from .expressions import Condition, parse_condition
 from .signature import (
     Dict,
     Integer,
@@ -61,7 +61,7 @@ class CallCheck:
         self._kind = kind
         self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
         self._accepted: set[Hashable] = set()
-        self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
+        self._conditions = [parse_condition(text) for text in signature.conditions]
         self.sizes = {
             size: parse_size(size)
             for _, node in self._parameters
@@ -141,13 +141,13 @@ class _Check:
         else:
             self._sequence(node, value, path)  # type: ignore[arg-type]
 
-    def check_conditions(self, conditions: Sequence[tuple[str, Condition]]) -> None:
+    def check_conditions(self, conditions: Sequence[Condition]) -> None:
         sizes = {dim: value for dim, (value, _) in self._bound.items()}
-        for text, condition in conditions:
-            if not evaluate(condition, sizes):
-                actual = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
+        for condition in conditions:
+            if not condition.holds(sizes):
+                actual = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition.names))
                 self.problems.append(
-                    f"the graph was captured for {text}, got {actual}; export with other sample inputs"
+                    f"the graph was captured for {condition.text}, got {actual}; export with other sample inputs"
                 )
 
     def _tensor(self, node: Tensor, value: Any) -> None:

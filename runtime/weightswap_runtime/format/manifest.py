@@ -16,7 +16,7 @@ from blake3 import blake3
 from weightswap_runtime.errors import ArtifactError, FormatVersionError, listed
 from weightswap_runtime.tensors import DIGEST, DTYPES, describe, is_valid, nbytes
 
-from .expressions import condition_dims, parse_condition
+from .expressions import parse_condition
 from .safetensors import LEAST_HEADER, MAX_HEADER, TensorRow
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
 from .signature import Literal as LiteralLeaf
@@ -344,7 +344,7 @@ def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> 
     known = {expression.dim for leaf in inputs for expression in _parsed_sizes(leaf)}
     for text in signature.conditions:
         try:
-            unbound = condition_dims(parse_condition(text)) - known
+            unbound = parse_condition(text).names - known
         except ValueError as error:
             yield f"{name}: {error}"
         else:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -13,7 +11,7 @@ from typing import Literal, TypeVar
 
 from weightswap_runtime.errors import DigestMismatch, Unsupported, listed
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.expressions import COMPARISONS
+from weightswap_runtime.format.expressions import NAME_MATCHES, parse_filter
 from weightswap_runtime.format.names import Keys
 from weightswap_runtime.tensors import TensorType
 from weightswap_tools.tensor_set import SetRequest, check_levels, open_set
@@ -35,10 +33,7 @@ from .streaming import (
     strangers,
 )
 
-MOST_CHARACTERS = 2000
-_PATTERN = re.compile(r"""\bname\s*~\s*(?:"([^"]*)"|'([^']*)')""")
 Quantity = Callable[[TensorDiff], float | None]
-Test = Callable[[TensorDiff], bool]
 
 
 def _of(part: Literal["values_after", "change"], field: str) -> Quantity:
@@ -78,13 +73,11 @@ class Policy:
     def __init__(self, text: str) -> None:
         """Parse a condition. Raises Unsupported, with the column, if the text is not a condition."""
         self.text = text
-        if len(text) > MOST_CHARACTERS:
-            raise Unsupported(f"a condition of {len(text)} characters; at most {MOST_CHARACTERS} are allowed")
-        tree = _parse(text.strip())
-        self._test = _TestCompiler(text.strip()).test(tree)
-        self.quantities = (
-            frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) & QUANTITIES.keys()
-        )
+        try:
+            self._condition = parse_filter(text, QUANTITIES)
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        self.quantities = self._condition.names & QUANTITIES.keys()
 
     @property
     def needs_values(self) -> bool:
@@ -93,84 +86,20 @@ class Policy:
 
     def meets(self, tensor: TensorDiff) -> bool:
         """Return whether the condition holds for a tensor. Comparisons of an unknown quantity do not hold."""
-        return self._test(tensor)
+        return self._condition.holds({name: _value(name, tensor) for name in self._condition.names})
 
     def failures(self, diff: WeightsDiff) -> tuple[str, ...]:
         """Return the names of all tensors for which the condition holds, the most alarming first."""
         return tuple(tensor.name for tensor in diff.tensors if self.meets(tensor))
 
 
-def _parse(text: str) -> ast.expr:
-    """Parse the text as Python, with each `name ~ "PATTERN"` replaced by a name of the same width and column."""
-    words = _PATTERN.sub(lambda match: "name".ljust(len(match[0]), "_"), text)
-    try:
-        return ast.parse(re.sub(r"\s", " ", words), mode="eval").body
-    except SyntaxError as error:
-        raise _syntax_error(text, error.offset or len(text) + 1, error.msg) from error
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise _syntax_error(text, 1, str(error)) from error
-
-
-class _TestCompiler:
-    """Compiler from the nodes of a condition to test functions."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._patterns = {match.start(): match[1] or match[2] or "" for match in _PATTERN.finditer(text)}
-
-    def test(self, node: ast.expr) -> Test:
-        """Return a function that tests a tensor. Raises Unsupported."""
-        match node:
-            case ast.BoolOp(operation, operands):
-                tests = [self.test(operand) for operand in operands]
-                combine = all if isinstance(operation, ast.And) else any
-                return lambda diff: combine(test(diff) for test in tests)
-            case ast.UnaryOp(ast.Not(), operand):
-                negated = self.test(operand)
-                return lambda diff: not negated(diff)
-            case ast.Compare(left, [operation], [right]) if type(operation) in COMPARISONS:
-                return self._comparison(self._quantity(left), COMPARISONS[type(operation)], self._number(right))
-            case ast.Name() if node.col_offset in self._patterns:
-                pattern = self._patterns[node.col_offset]
-                return lambda diff: fnmatchcase(diff.name, pattern)
-            case _:
-                quantity = self._quantity(node)
-                return lambda diff: bool(quantity(diff))
-
-    @staticmethod
-    def _comparison(quantity: Quantity, holds: Callable[[float, float], bool], number: float) -> Test:
-        return lambda diff: (value := quantity(diff)) is not None and holds(value, number)
-
-    def _quantity(self, node: ast.expr) -> Quantity:
-        if isinstance(node, ast.Name) and node.id in QUANTITIES:
-            return _quantity_of(node.id)
-        raise self._error(node, f'expected name ~ "PATTERN" or one of {", ".join(QUANTITIES)}')
-
-    def _number(self, node: ast.expr) -> float:
-        match node:
-            case ast.UnaryOp(ast.USub(), ast.Constant(value=int() | float() as value)):
-                return -value
-            case ast.Constant(value=int() | float() as value):
-                return value
-        raise self._error(node, "expected a number")
-
-    def _error(self, node: ast.expr, what: str) -> Unsupported:
-        return _syntax_error(self._text, node.col_offset + 1, what)
-
-
-def _quantity_of(name: str) -> Quantity:
-    """Return a quantity that is also known for unchanged tensors that were not read."""
-    unread = UNCHANGED.get(name)
-
-    def quantity(diff: TensorDiff) -> float | None:
-        value = QUANTITIES[name](diff)
-        return unread if value is None and diff.status in ("same", "renamed") and diff.change is None else value
-
-    return quantity
-
-
-def _syntax_error(text: str, column: int, what: str) -> Unsupported:
-    return Unsupported(f"the condition {text!r}, column {column}: {what}")
+def _value(name: str, diff: TensorDiff) -> float | None:
+    """Return a quantity, which is also known for unchanged tensors that were not read, or whether a pattern matches."""
+    if name not in QUANTITIES:
+        return fnmatchcase(diff.name, name.removeprefix(NAME_MATCHES))
+    value = QUANTITIES[name](diff)
+    is_unread = value is None and diff.status in ("same", "renamed") and diff.change is None
+    return UNCHANGED.get(name) if is_unread else value
 
 
 T = TypeVar("T")
