@@ -1,4 +1,9 @@
-"""safetensors files: header, metadata, digests, layout, writing."""
+"""safetensors files: reading headers that nobody vouches for, and writing weight files in canonical layout.
+
+A header says which bytes are which tensor, so it is checked wholly before a byte of data is read: names, types, and
+that the ranges cover the data without gap or overlap. Files that weightswap writes also carry a stamp with digests.
+The layout, the stamp and what is refused are specified in docs/format.md.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,12 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from json import JSONDecoder
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from blake3 import blake3
@@ -25,19 +30,17 @@ from weightswap_runtime.sources.opening import open_source
 from weightswap_runtime.sources.writing import PendingFile
 from weightswap_runtime.tensors import DIGEST, DTYPES, MAX_DIMENSIONS, TensorBytes, TensorHasher, nbytes
 
-MAX_HEADER = 100_000_000
+MAX_HEADER = 100_000_000  # as in the safetensors library
 LEAST_HEADER = 4 << 20  # bytes that any reader accepts
-DATA_ALIGNMENT = 4096
-_LENGTH = struct.Struct("<Q")
-_ZIP = b"PK\x03\x04"
-_LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-_AGAIN = "Write it again, or copy it again."
-_METADATA = "__metadata__"
-_NOT_STRINGS = "__metadata__ is not an object of strings"
-_MOST_ENTRY = 4096  # characters of one tensor's entry
-_SPACES = re.compile(r"[ \t\n\r]*+")
-T = TypeVar("T")
+METADATA_KEY = "weightswap"
+MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and name them in their answers
+ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
 LFS_POINTER = "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
+
+_DATA_ALIGNMENT = 4096
+_LABEL_ROOM = 1024  # two sets of weights have the same layout unless labels are longer
+_LENGTH = struct.Struct("<Q")
+_UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
 
 
 class FileTensor(NamedTuple):
@@ -54,15 +57,91 @@ class FileTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Parsed header. `data_start` is the offset in the file at which the data section begins."""
+    """Parsed header."""
 
     tensors: dict[str, FileTensor]
     metadata: dict[str, str]
-    data_start: int
+    data_start: int  # the offset in the file at which the data section begins
 
     def contents(self, data: memoryview) -> dict[str, TensorBytes]:
         """Return the tensors as views of `data`, the file's data section."""
         return {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in self.tensors.items()}
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """Entry that weightswap adds to `__metadata__`."""
+
+    graph_id: str
+    weights_id: str
+    digests: dict[str, str]  # the `tensor_digest` of each tensor of the file
+    labels: dict[str, str] = {}
+    cast: dict[str, list[str]] | msgspec.UnsetType = msgspec.UNSET  # former dtype -> sorted names; absent if none was
+
+
+class TensorRow(NamedTuple):
+    """Tensor to be written; `shape` in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightFile(AbstractContextManager["WeightFile"]):
+    """Open safetensors file whose header has been read and checked. Callers read the data from `source`.
+
+    path: a local path or an fsspec URL; the attributes `path` and `where` show no credentials of it. A local file stays
+    readable when its name is replaced, a remote object while its content is the same. `check_unchanged()` detects
+    writes. check: a callback, called every few milliseconds while waiting for a remote response; an exception that it
+    raises ends the wait. most_header: the most bytes of the header; see `Manifest.most_header`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
+    ) -> None:
+        self.path = as_location(path)
+        self.source = open_source(self.path, check)
+        try:
+            self.where = self.source.where
+            self.header = read_header(self.source, most_header)
+            self.tensors = self.header.tensors
+            self.stamp = _read_stamp(self.header, self.where)
+            if self.stamp is None:  # without digests, only the file's times show that it changed
+                self.source.await_stable_mtime()
+                if read_header(self.source) != self.header:  # it may have changed before they were looked at
+                    raise WeightFileError(
+                        f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never "
+                        "rewrite them."
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""
+        self.source.check_unchanged(proven=proven)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
+    """Read and parse the header of a safetensors file. Raises WeightFileError."""
+    prefix = bytearray(min(_LENGTH.size, source.size))
+    source.read_into([memoryview(prefix)], 0)
+    length = header_length(bytes(prefix), source.size, source.where, most)
+    raw = bytearray(length)
+    source.read_into([memoryview(raw)], len(prefix))
+    return parse_header(bytes(raw), source.size, source.where)
+
+
+def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str, TensorBytes], dict[str, str]]:
+    """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
+    length = header_length(raw[: _LENGTH.size], len(raw), where, most)
+    header = parse_header(raw[_LENGTH.size : _LENGTH.size + length], len(raw), where)
+    return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
 
 def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEADER) -> int:
@@ -72,12 +151,13 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
     """
     if len(prefix) < _LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
-    if prefix.startswith(_ZIP):
+    if prefix.startswith(b"PK\x03\x04"):
         raise DamagedFile(
             f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
             "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
         )
-    if prefix == _LFS and file_size < _MAX_LFS:
+    # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md: pointers have less than 1024 bytes
+    if prefix == b"version " and file_size < 1024:
         raise DamagedFile(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
@@ -101,101 +181,78 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     if not raw.startswith(b"{"):
         _refuse(where, "the header does not begin with '{', so it is not a safetensors header")
     try:
-        tensors, metadata = _Reader(raw.decode(), where).header()
+        tensors, metadata = _HeaderReader(raw.decode(), where).read()
     except (ValueError, RecursionError) as error:
         _refuse(where, f"the header is not JSON, or has a long entry ({error})")
-    _check_names(tensors, where)
     _check_coverage(tensors, file_size - data_start, where)
     return Header(tensors, metadata, data_start)
 
 
-def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str, TensorBytes], dict[str, str]]:
-    """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
-    length = header_length(raw[:8], len(raw), where, most)
-    header = parse_header(raw[8 : 8 + length], len(raw), where)
-    return header.contents(memoryview(raw)[header.data_start :]), header.metadata
-
-
-def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
-    """Return the bytes before the data section, padded with spaces to a multiple of 4096.
-
-    `reserve` is the number of extra bytes to leave room for, so that longer metadata does not move the data section.
-    """
-    entries = {
-        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
-        for name, t in tensors.items()
-    }
-    document = {_METADATA: dict(metadata), **entries}
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    blocks = -(-(_LENGTH.size + len(text) + reserve) // DATA_ALIGNMENT)
-    size = blocks * DATA_ALIGNMENT - _LENGTH.size
-    if size > MAX_HEADER:
-        raise WeightFileError(f"a header of {size} bytes would be needed; safetensors allows {MAX_HEADER}")
-    return _LENGTH.pack(size) + text.ljust(size)
-
-
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise DamagedFile(f"{where}: {problem}. {_AGAIN}")
+    raise DamagedFile(f"{where}: {problem}. Write it again, or copy it again.")
 
 
 def _cut_off(where: str, problem: str) -> NoReturn:
-    raise TruncatedFile(f"{where}: {problem}. {_AGAIN}")
+    raise TruncatedFile(f"{where}: {problem}. Write it again, or copy it again.")
 
 
-class _Reader:
-    """Reader of a header's JSON, value by value: while one is decoded, no other thread runs."""
+class _HeaderReader:
+    """Reader of a header's JSON, value by value.
+
+    The decoder, written in C, holds the interpreter until it is done: 100 MB at once would stop all calls for seconds.
+    """
+
+    _SPACES = re.compile(r"[ \t\n\r]*+")
+    _MOST_ENTRY = 4096  # characters of one tensor's entry: one value must not be most of the header, either
 
     def __init__(self, text: str, where: str) -> None:
         self._text, self._where, self._place = text, where, 0
-        self._decode = JSONDecoder(object_pairs_hook=self._unique).raw_decode
+        self._decode = JSONDecoder(object_pairs_hook=self._without_duplicates).raw_decode
 
-    def header(self) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    def read(self) -> tuple[dict[str, FileTensor], dict[str, str]]:
         """Return the tensors and the metadata. Raises ValueError and RecursionError for what is not JSON."""
+        tensors: dict[str, FileTensor] = {}
         metadata: dict[str, str] = {}
-
-        def value(name: str) -> FileTensor | None:
-            if name != _METADATA:
-                return _tensor(name, self._entry(), self._where)
-            if self._next() == "{":
-                metadata.update(self._object(self._text_of))
-            else:
-                _refuse(self._where, _NOT_STRINGS)
-            return None
-
-        found = self._object(value)
+        for name in self._members():
+            if name != "__metadata__":
+                tensors[name] = _tensor(name, self._entry(), self._where)
+                continue
+            self._expect_text("{")
+            for key in self._members():
+                self._expect_text('"')
+                metadata[key] = self._string()
         if self._next():
             raise ValueError("it goes on after its end")
-        return {name: tensor for name, tensor in found.items() if tensor is not None}, metadata
+        return tensors, metadata
 
-    def _object(self, value: Callable[[str], T]) -> dict[str, T]:
-        """Read an object. value: reads the value of a name."""
-        members: dict[str, T] = {}
+    def _members(self) -> Iterator[str]:
+        """Yield each name of an object; the caller reads its value, which comes next."""
+        seen: set[str] = set()
         self._pass("{")
         while self._next() != "}":
-            if members:
+            if seen:
                 self._pass(",")
             name = self._string()
-            if name in members:
-                self._unique([(name, None), (name, None)])
+            if name in seen:
+                self._refuse_duplicates([name])
+            seen.add(name)
             self._pass(":")
-            members[name] = value(name)
+            yield name
         self._pass("}")
-        return members
-
-    def _text_of(self, name: str) -> str:
-        if self._next() != '"':
-            _refuse(self._where, _NOT_STRINGS)
-        return self._string()
 
     def _next(self) -> str:
         """Return the next character that is no space, or an empty string."""
-        self._place = _SPACES.match(self._text, self._place).end()  # type: ignore[union-attr]
+        self._place = self._SPACES.match(self._text, self._place).end()  # type: ignore[union-attr]
         return self._text[self._place : self._place + 1]
 
     def _pass(self, expected: str) -> None:
         if self._next() != expected:
             raise ValueError(f"expected {expected!r} at character {self._place}")
         self._place += 1
+
+    def _expect_text(self, begins: str) -> None:
+        if self._next() != begins:
+            _refuse(self._where, "__metadata__ is not an object of strings")
 
     def _string(self) -> str:
         if self._next() != '"':
@@ -205,28 +262,25 @@ class _Reader:
 
     def _entry(self) -> object:
         self._next()
-        entry, length = self._decode(self._text[self._place : self._place + _MOST_ENTRY])
+        entry, length = self._decode(self._text[self._place : self._place + self._MOST_ENTRY])
         self._place += length
         return entry
 
-    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _without_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         document = dict(pairs)
         if len(document) != len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            duplicates = sorted(brief(name) for name, count in counts.items() if count > 1)
-            _refuse(self._where, f"the header has duplicate keys: {listed(duplicates)}")
+            self._refuse_duplicates(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         return document
 
-
-def _check_names(names: Iterable[str], where: str) -> None:
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            _refuse(where, f"the name {_short(name)!a} is not Unicode text")
+    def _refuse_duplicates(self, names: Iterable[str]) -> NoReturn:
+        _refuse(self._where, f"the header has duplicate keys: {listed(sorted(map(brief, names)))}")
 
 
 def _tensor(name: str, entry: object, where: str) -> FileTensor:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        _refuse(where, f"the name {_short(name)!a} is not Unicode text")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         _refuse(where, f"{_short(name)} is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -276,148 +330,6 @@ def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: st
         _refuse(where, f"{data_size - position} bytes follow the last tensor")
 
 
-def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, FileTensor]:
-    """Lay out (name, dtype, shape) rows one after another, and return their ranges. Raises WeightFileError."""
-    placed: dict[str, FileTensor] = {}
-    position = 0
-    for name, dtype, shape in tensors:
-        size = nbytes(dtype, shape)
-        if size is None:
-            raise WeightFileError(f"{name}: {dtype}{list(shape)} does not fill whole bytes")
-        placed[name] = FileTensor(dtype, shape, position, position + size)
-        position += size
-    return placed
-
-
-ALIGNMENT = 256
-LABEL_ROOM = 1024
-MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and name them in their answers
-METADATA_KEY = "weightswap"
-TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-_UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
-
-
-class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Entry that weightswap adds to `__metadata__`. `digests` maps tensor names to their `tensor_digest`s.
-
-    `cast` lists the tensors that were cast when they were packed: their former dtype -> their names, sorted. Files
-    without cast tensors have no such field.
-    """
-
-    graph_id: str
-    weights_id: str
-    digests: dict[str, str]
-    labels: dict[str, str] = {}
-    cast: dict[str, list[str]] | msgspec.UnsetType = msgspec.UNSET
-
-
-def label_problem(labels: Mapping[str, str]) -> str:
-    """Return what is wrong with the labels of a file; an empty string if nothing is."""
-    try:
-        size = len(msgspec.json.encode(labels))
-    except UnicodeEncodeError as error:
-        return f"the label {error.object!a:.200} is not valid Unicode"
-    if size <= MOST_LABEL_BYTES:
-        return ""
-    return f"its labels have {size} bytes as JSON, but servers read at most {MOST_LABEL_BYTES}; pack shorter ones"
-
-
-class TensorRow(NamedTuple):
-    """Tensor to be written; `shape` in elements."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def weights_id(rows: Iterable[tuple[TensorRow, str]]) -> str:
-    """Return BLAKE3 over the sorted lines `name dtype [shape] digest`; independent of file, order and layout."""
-    lines = sorted(f"{t.name} {t.dtype} [{','.join(map(str, t.shape))}] {digest}\n" for t, digest in rows)
-    return blake3("".join(lines).encode()).hexdigest()
-
-
-def size_alignment(size: int) -> int:
-    """Return the largest power of two that divides `size`, at most 256; 256 for an empty tensor."""
-    return min(size & -size, ALIGNMENT) if size else ALIGNMENT
-
-
-def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """Sort rows by falling alignment of their size, then by name; every tensor then starts at such an alignment."""
-    return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
-
-
-class WeightFile(AbstractContextManager["WeightFile"]):
-    """Open safetensors file whose header has been read and checked. Callers read the data from `source`.
-
-    path: a local path or an fsspec URL; the attributes `path` and `where` show no credentials of it. A local file stays
-    readable when its name is replaced, a remote object while its content is the same. `check_unchanged()` detects
-    writes. check: a callback, called every few milliseconds while waiting for a remote response; an exception that it
-    raises ends the wait. most_header: the most bytes of the header; see `Manifest.most_header`.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
-    ) -> None:
-        self.path = as_location(path)
-        self.source = open_source(self.path, check)
-        try:
-            self.where = self.source.where
-            self.header = read_header(self.source, most_header)
-            self.tensors = self.header.tensors
-            self.stamp = _read_stamp(self.header, self.where)
-            if self.stamp is None:  # without digests, only the file's times show that it changed
-                self.source.await_stable_mtime()
-                self._check_header()
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_header(self) -> None:
-        """Raise WeightFileError if the header changed before the file's mtime was stable."""
-        if read_header(self.source) != self.header:
-            raise WeightFileError(
-                f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
-                "them."
-            )
-
-    def check_unchanged(self, *, proven: bool = False) -> None:
-        """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""
-        self.source.check_unchanged(proven=proven)
-
-    def close(self) -> None:
-        self.source.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def encode_tensors(
-    tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] = MappingProxyType({})
-) -> list[memoryview]:
-    """Return the pieces of a small safetensors file, in canonical order."""
-    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-    header = render_header(pack_ranges(order), {"format": "pt", **metadata})
-    return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
-
-
-def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
-    """Read and parse the header of a safetensors file. Raises WeightFileError."""
-    prefix = bytearray(min(8, source.size))
-    source.read_into([memoryview(prefix)], 0)
-    length = header_length(bytes(prefix), source.size, source.where, most)
-    raw = bytearray(length)
-    source.read_into([memoryview(raw)], len(prefix))
-    return parse_header(bytes(raw), source.size, source.where)
-
-
-def holds_goldens(metadata: Mapping[str, str]) -> bool:
-    """Return True if a file holds recorded calls instead of weights."""
-    try:
-        return "cases" in msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return False
-
-
 def _read_stamp(header: Header, where: str) -> Stamp | None:
     text = header.metadata.get(METADATA_KEY)
     if text is None:
@@ -445,6 +357,44 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
             "file does not hold. Copy the file again, or pack its checkpoint again."
         )
     return stamp
+
+
+def holds_goldens(metadata: Mapping[str, str]) -> bool:
+    """Return True if a file holds recorded calls instead of weights."""
+    try:
+        return "cases" in msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+
+
+def label_problem(labels: Mapping[str, str]) -> str:
+    """Return what is wrong with the labels of a file; an empty string if nothing is."""
+    try:
+        size = len(msgspec.json.encode(labels))
+    except UnicodeEncodeError as error:
+        return f"the label {error.object!a:.200} is not valid Unicode"
+    if size <= MOST_LABEL_BYTES:
+        return ""
+    return f"its labels have {size} bytes as JSON, but servers read at most {MOST_LABEL_BYTES}; pack shorter ones"
+
+
+def weights_id(rows: Iterable[tuple[TensorRow, str]]) -> str:
+    """Return BLAKE3 over the sorted lines `name dtype [shape] digest`; independent of file, order and layout."""
+    lines = sorted(f"{t.name} {t.dtype} [{','.join(map(str, t.shape))}] {digest}\n" for t, digest in rows)
+    return blake3("".join(lines).encode()).hexdigest()
+
+
+def size_alignment(size: int) -> int:
+    """Return the largest power of two that divides `size`, at most 256; 256 for an empty tensor."""
+    return min(size & -size, ALIGNMENT) if size else ALIGNMENT
+
+
+def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Sort rows by falling alignment of their size, then by name; every tensor then starts at such an alignment."""
+    return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
+
+
+TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
 
 
 def write_weight_file(
@@ -515,8 +465,18 @@ class StampedFile(PendingFile):
         for row, (name, pieces) in zip(self._order, items, strict=True):
             if row.name != name:
                 raise ValueError(f"expected the tensor {row.name!r} next, got {name!r}")
-            digests[name] = _write_tensor(self.file.write, pieces, self._ranges[name])
+            digests[name] = self._write_tensor(pieces, self._ranges[name].nbytes)
         return digests
+
+    def _write_tensor(self, pieces: Iterable[memoryview], expected: int) -> str:
+        hasher = TensorHasher()
+        written = 0
+        for piece in pieces:
+            hasher.update(piece)
+            written += self.file.write(piece)
+        if written != expected:
+            raise ValueError(f"got {written} bytes for a tensor of {expected}")
+        return hasher.hexdigest()
 
     def write_stamp(self, stamp: msgspec.Struct) -> None:
         """Write the header into the gap before the tensors, and flush all bytes to disk."""
@@ -532,15 +492,44 @@ class StampedFile(PendingFile):
         # transformers and others refuse files without "format"
         metadata = {"format": "pt", self._key: msgspec.json.encode(stamp).decode()}
         text = json.dumps(msgspec.json.encode(self._labels).decode(), ensure_ascii=False)
-        return render_header(self._ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))
+        return render_header(self._ranges, metadata, reserve=max(0, _LABEL_ROOM - len(text.encode())))
 
 
-def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryview], expected: FileTensor) -> str:
-    hasher = TensorHasher()
-    written = 0
-    for piece in pieces:
-        hasher.update(piece)
-        written += write(piece)
-    if written != expected.nbytes:
-        raise ValueError(f"got {written} bytes for a tensor of {expected.nbytes}")
-    return hasher.hexdigest()
+def encode_tensors(
+    tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] = MappingProxyType({})
+) -> list[memoryview]:
+    """Return the pieces of a small safetensors file, in canonical order."""
+    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    header = render_header(pack_ranges(order), {"format": "pt", **metadata})
+    return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
+
+
+def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, FileTensor]:
+    """Lay out (name, dtype, shape) rows one after another, and return their ranges. Raises WeightFileError."""
+    placed: dict[str, FileTensor] = {}
+    position = 0
+    for name, dtype, shape in tensors:
+        size = nbytes(dtype, shape)
+        if size is None:
+            raise WeightFileError(f"{name}: {dtype}{list(shape)} does not fill whole bytes")
+        placed[name] = FileTensor(dtype, shape, position, position + size)
+        position += size
+    return placed
+
+
+def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
+    """Return the bytes before the data section, padded with spaces to a multiple of 4096.
+
+    `reserve` is the number of extra bytes to leave room for, so that longer metadata does not move the data section.
+    """
+    entries = {
+        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
+        for name, t in tensors.items()
+    }
+    document = {"__metadata__": dict(metadata), **entries}
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    blocks = -(-(_LENGTH.size + len(text) + reserve) // _DATA_ALIGNMENT)
+    size = blocks * _DATA_ALIGNMENT - _LENGTH.size
+    if size > MAX_HEADER:
+        raise WeightFileError(f"a header of {size} bytes would be needed; safetensors allows {MAX_HEADER}")
+    return _LENGTH.pack(size) + text.ljust(size)
