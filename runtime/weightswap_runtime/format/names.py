@@ -1,4 +1,9 @@
-"""Which name of a file is which weight; patterns of names."""
+"""Which tensor of a set is which weight: names as FQNs or as a checkpoint's keys, and patterns of names.
+
+A set without weightswap's stamp may be either: a state dict whose loading renames nothing looks like runtime names. So
+names are matched by one or more *readings*; the first that fits is taken, and if none does, the error has the problems
+of the nearest one. docs/checkpoints.md has the rules.
+"""
 
 from __future__ import annotations
 
@@ -17,50 +22,42 @@ from weightswap_runtime.tensors import Typed, describe, same_type
 
 from .manifest import Manifest, NamedTensor
 
+# What torch.compile, activation checkpointing, FSDP, and (Distributed)DataParallel put into names. The last is tried
+# last, as models have parts of that name, too.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
-NESTING = ("state_dict", "model")
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"  # the key of `Module.get_extra_state`
+_NESTING = ("state_dict", "model")  # keys under which trainers keep a model's tensors
 _MOST_PAIRS = 10_000  # of names to compare for hints, each in some tenths of a millisecond
 _PEFT = re.compile(r"^base_model\.model\.|\.(lora|ia3|oft|vera)_\w+\.|\.base_layer\.")
+
 Keys = Literal["checkpoint", "fqn"]
 
 
 class Match(NamedTuple):
-    """Names of the weights in a set of tensors, and the problems.
+    """Names of the weights in a set of tensors, and the problems."""
 
-    `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
-    `computed` maps a weight that the adapter computes to its inputs: checkpoint key -> name in the set.
-    `only_dtypes` is True if every problem is a tensor of another dtype; `unknown` are weights that no checkpoint key
-    gives; `extra_state` is an unexpected extra state, if nothing else is wrong.
-    """
-
-    found: dict[str, tuple[str, ...]]
-    computed: dict[str, dict[str, str]]
+    found: dict[str, tuple[str, ...]]  # weight that is copied -> names that hold it; all must hold the same bytes
+    computed: dict[str, dict[str, str]]  # weight that the adapter computes -> its inputs: checkpoint key -> name
     ignored: tuple[str, ...]
     problems: tuple[str, ...]
-    only_dtypes: bool = False
-    unknown: tuple[str, ...] = ()
-    extra_state: str = ""
+    advice: str  # what to do about the problems
 
 
 class Demand(NamedTuple):
-    """Requirement of a reading for one weight: any of `keys`, or `all` of them; each with its type."""
+    """What a reading needs for one weight."""
 
     weight: NamedTensor
-    keys: dict[str, Typed]
-    all: bool = False
+    keys: dict[str, Typed]  # with the type that each must have
+    all: bool = False  # all keys are needed; otherwise any of them
 
 
 class Reading(NamedTuple):
-    """Way to interpret the names of a set of tensors.
-
-    `ignored` names may be present, `needed` names must be; with `part` any other names may be present, too.
-    """
+    """Way to interpret the names of a set of tensors."""
 
     demands: tuple[Demand, ...]
-    ignored: frozenset[str]
-    needed: tuple[str, ...] = ()
-    part: bool = False
+    ignored: frozenset[str]  # names that may be present
+    needed: tuple[str, ...] = ()  # names that must be present, though they are not read
+    part: bool = False  # any other names may be present, too
 
     def complete(self, names: Collection[str]) -> bool:
         """Return True if the names are exactly the demanded ones, whatever the tensors' types."""
@@ -76,56 +73,62 @@ class Reading(NamedTuple):
         present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
         used = {key for keys in present.values() for key in keys}
         extra = [key for key in tensors if key not in used]
-        left_out = {key for key in extra if key in self.ignored or _is_empty_state(key, tensors[key])}
-        unexpected = {key: tensors[key] for key in extra if key not in left_out and not self.part}
+        # an empty extra state says nothing
+        ignored = [key for key in extra if key in self.ignored or (0 in tensors[key].shape and extra_state_of(key))]
+        others = set(extra).difference(ignored)
+        unexpected = {key: tensors[key] for key in extra if key in others and not self.part}
         missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
-        hints = _suggestions(missing, unexpected)
-        problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
-        problems = _interleaved(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
         lacking = [name for name in self.needed if name not in tensors]
+        hints = _suggestions(missing, unexpected)
+        problems = _interleaved(
+            [text for demand in self.demands for text in _problems(demand, tensors, hints)],
+            [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected],
+        )
         problems += [f"{name}: missing; the loading code checks whether it is present" for name in lacking]
-        unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
+        all_names_fit = not (missing or unexpected or lacking)
         return Match(
             found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
             computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
-            ignored=tuple(key for key in extra if key in left_out),
+            ignored=tuple(ignored),
             problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
-            only_dtypes=not (missing or unexpected or unknown or lacking) and self._same_shapes(tensors),
-            unknown=unknown,
-            extra_state=min(unexpected)
-            if unexpected and len(problems) == sum(map(bool, map(extra_state_of, unexpected)))
-            else "",
+            advice=self._advice(tensors, problems, unexpected, all_names_fit) if problems else "",
         )
 
-    def _same_shapes(self, tensors: Mapping[str, Typed]) -> bool:
-        return all(
-            tuple(tensors[key].shape) == tuple(typed.shape)
-            for demand in self.demands
-            for key, typed in demand.keys.items()
-            if key in tensors
+    def _advice(
+        self, tensors: Mapping[str, Typed], problems: Sequence[str], unexpected: Collection[str], all_names_fit: bool
+    ) -> str:
+        if unknown := [demand.weight.name for demand in self.demands if not demand.keys]:
+            return (
+                f"No checkpoint key provides {listed(unknown)}: on the build side, load the checkpoint into "
+                "the model and pack the model (weightswap pack --recipe, pack(model=...))."
+            )
+        expected = [item for demand in self.demands for item in demand.keys.items() if item[0] in tensors]
+        if all_names_fit and all(tuple(tensors[key].shape) == tuple(typed.shape) for key, typed in expected):
+            return (
+                "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the "
+                "model in the checkpoint's dtype."
+            )
+        if len(problems) == len(unexpected) and all(map(extra_state_of, unexpected)):
+            return (
+                f"Its trainer has saved more than tensors, such as {min(unexpected)}, which the exported model does "
+                "not have and which may change outputs. If they do not matter, leave them out: "
+                'ignore="*_extra_state*".'
+            )
+        return (
+            "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
+            "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+            "pack --recipe, pack(model=...))."
         )
-
-
-def extra_state_of(name: object) -> str:
-    """Return the extra state (`Module.get_extra_state`) that a name is of, or the empty string."""
-    parts = name.split(".") if isinstance(name, str) else []
-    place = next((index for index, part in enumerate(parts) if part.startswith(EXTRA_STATE)), None)
-    return "" if place is None else ".".join(parts[: place + 1])
-
-
-def _is_empty_state(name: str, tensor: Typed) -> bool:
-    return 0 in tensor.shape and bool(extra_state_of(name))
 
 
 def by_fqn(manifest: Manifest) -> Reading:
     """Return the reading in which names are runtime FQNs. State, variants and ignored keys may be present."""
     demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
-    others = (*manifest.state, *chain.from_iterable(manifest.variants.values()))
-    ignored = {name for tensor in others for name in tensor.names} | set(manifest.adapter.ignored)
-    return Reading(demands, frozenset(ignored))
+    others = {name for tensor in (*manifest.state, *manifest.variable) for name in tensor.names}
+    return Reading(demands, frozenset(others | set(manifest.adapter.ignored)))
 
 
-def by_assumed_fqn(manifest: Manifest) -> Reading:
+def _by_assumed_fqn(manifest: Manifest) -> Reading:
     """Return the FQN reading for a file without a stamp; keys that the loading code needs must be present, too."""
     return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
 
@@ -143,25 +146,11 @@ def by_key(manifest: Manifest) -> Reading:
     return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
 
 
-def tied_names(manifest: Manifest) -> frozenset[str]:
-    """Return the names and keys of which a file may have several for one tensor, whose values must then be equal."""
-    names = (weight.names for weight in manifest.weights)
-    keys = (source.keys for source in manifest.adapter.sources if source.transform is None)
-    return frozenset(name for several in (*names, *keys) if len(several) > 1 for name in several)
-
-
-def is_among(name: str, known: Collection[str]) -> bool:
-    """Return whether a name is known, perhaps without what wrappers and containers add to it."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    starts = next((index for index, part in enumerate(parts) if part not in NESTING), 0)
-    return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
-
-
 Readings = tuple[Callable[[Manifest], Reading], ...]
 NAMES: Readings = (by_fqn,)
 KEYS: Readings = (by_key,)
-KEYS_THEN_NAMES: Readings = (by_key, by_assumed_fqn)
-UNAMBIGUOUS: Readings = (by_assumed_fqn, by_key)
+KEYS_THEN_NAMES: Readings = (by_key, _by_assumed_fqn)
+UNAMBIGUOUS: Readings = (_by_assumed_fqn, by_key)
 
 
 def resolve(
@@ -187,7 +176,8 @@ def resolve(
             [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
             "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
         )
-    matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
+    wanted = [reading(manifest)._replace(part=part) for reading in readings]
+    matches = _matches(tensors, wanted)
     fitting = [match for match in matches if not match.problems]
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(
@@ -199,8 +189,8 @@ def resolve(
     if fitting:
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
-    demanded = [key for reading in readings for demand in reading(manifest).demands for key in demand.keys]
-    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, demanded) or _advice(nearest))
+    demanded = [key for reading in wanted for demand in reading.demands for key in demand.keys]
+    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, demanded) or nearest.advice)
 
 
 def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
@@ -221,7 +211,7 @@ def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
             if len(set(plain)) == len(plain):
                 yield dict(zip(plain, names, strict=True))
         first = {parts[0] for parts in nested}
-        if len(first) > 1 or not first <= {*NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
+        if len(first) > 1 or not first <= {*_NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
             return
         nested = [parts[1:] for parts in nested]
         yield dict(zip(map(".".join, nested), names, strict=True))
@@ -233,45 +223,6 @@ def _with_names(match: Match, names: Mapping[str, str]) -> Match:
         found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
         computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
         ignored=tuple(names[key] for key in match.ignored),
-    )
-
-
-def _interleaved(missing: list[str], unexpected: list[str]) -> list[str]:
-    """Order problems so that the first ones, which are printed, are of both kinds."""
-    first = MOST_PRINTED - min(MOST_PRINTED // 2, len(unexpected))
-    return missing[:first] + unexpected[: MOST_PRINTED - first] + missing[first:] + unexpected[MOST_PRINTED - first :]
-
-
-def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
-    name = next(filter(_PEFT.search, names), None)
-    if name is None or any(map(_PEFT.search, demanded)):
-        return ""
-    return (
-        f"It has names of PEFT adapters, such as {name}, but the graph has none: merge the adapter into the model "
-        "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
-    )
-
-
-def _advice(match: Match) -> str:
-    if match.only_dtypes:
-        return (
-            "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the model "
-            "in the checkpoint's dtype."
-        )
-    if match.unknown:
-        return (
-            f"No checkpoint key provides {listed(match.unknown)}: on the build side, load the checkpoint into "
-            "the model and pack the model (weightswap pack --recipe, pack(model=...))."
-        )
-    if match.extra_state:
-        return (
-            f"Its trainer has saved more than tensors, such as {match.extra_state}, which the exported model does not "
-            'have and which may change outputs. If they do not matter, leave them out: ignore="*_extra_state*".'
-        )
-    return (
-        "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
-        "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
-        "pack --recipe, pack(model=...))."
     )
 
 
@@ -302,8 +253,7 @@ def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, 
 
 def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
     """Return hints for pairs of missing and unexpected names that are each other's nearest of their shape."""
-    # a wholly foreign file needs no suggestions
-    if len(missing) * len(unexpected) > _MOST_PAIRS:
+    if len(missing) * len(unexpected) > _MOST_PAIRS:  # a wholly foreign file needs no suggestions
         return {}
     nearest_unexpected = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
     nearest_missing = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
@@ -318,25 +268,49 @@ def _nearest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str |
     return next(iter(get_close_matches(name, fitting, n=1, cutoff=0.8)), None)
 
 
+def _interleaved(missing: list[str], unexpected: list[str]) -> list[str]:
+    """Order problems so that the first ones, which are printed, are of both kinds."""
+    first = MOST_PRINTED - min(MOST_PRINTED // 2, len(unexpected))
+    return missing[:first] + unexpected[: MOST_PRINTED - first] + missing[first:] + unexpected[MOST_PRINTED - first :]
+
+
+def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
+    name = next(filter(_PEFT.search, names), None)
+    if name is None or any(map(_PEFT.search, demanded)):
+        return ""
+    return (
+        f"It has names of PEFT adapters, such as {name}, but the graph has none: merge the adapter into the model "
+        "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
+    )
+
+
+def tied_names(manifest: Manifest) -> frozenset[str]:
+    """Return the names and keys of which a file may have several for one tensor, whose values must then be equal."""
+    names = (weight.names for weight in manifest.weights)
+    keys = (source.keys for source in manifest.adapter.sources if source.transform is None)
+    return frozenset(name for several in chain(names, keys) if len(several) > 1 for name in several)
+
+
+def extra_state_of(name: object) -> str:
+    """Return the extra state (`Module.get_extra_state`) that a name is of, or the empty string."""
+    parts = name.split(".") if isinstance(name, str) else []
+    place = next((index for index, part in enumerate(parts) if part.startswith(EXTRA_STATE)), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def is_among(name: str, known: Collection[str]) -> bool:
+    """Return whether a name is known, perhaps without what wrappers and containers add to it."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    starts = next((index for index, part in enumerate(parts) if part not in _NESTING), 0)
+    return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
+
+
 def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
     """Return the patterns in a user's value of an option. Raises Unsupported if it is not one or more strings."""
     result = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
     if not result or not all(isinstance(pattern, str) for pattern in result):
         raise Unsupported(f"{option}={value!r}: expected a pattern such as 'encoder.*', or several")
     return result
-
-
-def ignored_names(
-    names: Iterable[str], ignore: Sequence[str], where: str, kept: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none.
-
-    kept: names that no pattern hides: which of several unlike values for one tensor is meant, it cannot say.
-    """
-    matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
-    for pattern in (pattern for pattern, matches in matched.items() if not matches):
-        warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
-    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))
 
 
 def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
@@ -350,6 +324,16 @@ def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
         hint = f"; did you mean {near[0]!r}?" if near else f", which has names such as {', '.join(names[:3])}"
         raise Unsupported(f"only={', '.join(map(repr, empty))}: matches no weight of {where}{hint}")
     return set().union(*matched.values())
+
+
+def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
+    """Return the manifest with only the weights that have a matching name. Raises Unsupported."""
+    chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
+    weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
+    kept = {weight.name for weight in weights}
+    sources = tuple(source for source in manifest.adapter.sources if source.weight in kept)
+    adapter = msgspec.structs.replace(manifest.adapter, sources=sources)
+    return msgspec.structs.replace(manifest, weights=weights, adapter=adapter)
 
 
 def check_whole(manifest: Manifest, only: Sequence[str], composed: Iterable[str]) -> None:
@@ -369,11 +353,14 @@ def check_whole(manifest: Manifest, only: Sequence[str], composed: Iterable[str]
             )
 
 
-def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
-    """Return the manifest with only the weights that have a matching name. Raises Unsupported."""
-    chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
-    weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
-    kept = {weight.name for weight in weights}
-    sources = tuple(source for source in manifest.adapter.sources if source.weight in kept)
-    adapter = msgspec.structs.replace(manifest.adapter, sources=sources)
-    return msgspec.structs.replace(manifest, weights=weights, adapter=adapter)
+def ignored_names(
+    names: Iterable[str], ignore: Sequence[str], where: str, kept: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the names that any pattern of `ignore=` matches. Warn about each pattern that matches none.
+
+    kept: names that no pattern hides: which of several unlike values for one tensor is meant, it cannot say.
+    """
+    matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
+    for pattern in (pattern for pattern, matches in matched.items() if not matches):
+        warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
+    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))
