@@ -1,12 +1,15 @@
-"""Manifest of an artifact: a typed document that describes all other files of the folder."""
+"""The manifest of an artifact: a typed document that describes all other files of the folder (docs/format.md).
+
+Decoding refuses what contradicts itself, so that all other code may take a `Manifest` at its word: names are unique,
+graphs take only tensors that are listed, each weight has a source, and the graph id is that of the contents.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Literal
 
@@ -18,20 +21,20 @@ from weightswap_runtime.tensors import DIGEST, DTYPES, describe, is_valid, nbyte
 
 from .expressions import parse_condition
 from .safetensors import LEAST_HEADER, MAX_HEADER, TensorRow
-from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
+from .signature import Leaf, Node, Signature, Size, Tensor, input_leaves, leaves, parse_size, sizes_of
 from .signature import Literal as LiteralLeaf
 
 FORMAT_VERSION = 1
-VARIANTS_VERSION = 2  # format version of artifacts that declare variants
-STEPS = ("prefill", "decode")  # the methods that generate text
+VARIANTS_VERSION = 2  # of artifacts that declare variants: readers that know none must not serve them
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 PARTS_NAME = "parts.json"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
-MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits
-_MOST_PROBLEMS = 1000  # that are looked for
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+STEPS = ("prefill", "decode")  # the methods that generate text
+_MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits
+_MOST_PROBLEMS = 1000  # that are looked for: a hostile manifest may have any number
 
 
 class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,21 +73,15 @@ class Method(_ManifestPart, frozen=True):
 
 
 class NamedTensor(_ManifestPart, frozen=True):
-    """Weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
-
-    `stride`, in elements, is set if the model keeps the tensor in an order other than row-major, and None otherwise.
-    Files are always row-major. `requires_grad` is the flag of the model's tensor: some operators choose their algorithm
-    by it, and so the bits of their results, even if no gradient is computed. `zero` marks a state tensor whose initial
-    values are zeros; they are stored in no file.
-    """
+    """Weight, state tensor, constant, or tensor of a group of variants."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-    stride: tuple[int, ...] | None = None
-    requires_grad: bool = False
-    zero: bool = False
+    aliases: tuple[str, ...] = ()  # FQNs of the tensors tied to it
+    stride: tuple[int, ...] | None = None  # in elements, if the model's order is not row-major; that of files always is
+    requires_grad: bool = False  # some operators choose their algorithm by it, and so the bits of their results
+    zero: bool = False  # a state tensor whose initial values are zeros, which are stored in no file
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,14 +97,12 @@ class NamedTensor(_ManifestPart, frozen=True):
 
 
 class WeightSource(_ManifestPart, frozen=True):
-    """Source of a weight in a checkpoint.
-
-    If `transform` is None, each of `keys` holds the weight unchanged (there are several if tied tensors are saved under
-    each name). Otherwise the weight is output number `transform` of `adapter.pt2`, computed from all of `keys`.
-    """
+    """Source of a weight in a checkpoint."""
 
     weight: str
     keys: tuple[str, ...]
+    # None: each of the keys holds the weight unchanged; there are several if tied tensors are saved under each name.
+    # A number: the weight is that output of `adapter.pt2`, computed from all of the keys.
     transform: int | None = None
 
 
@@ -121,18 +116,13 @@ class AdapterInput(_ManifestPart, frozen=True, array_like=True):
 
 
 class Adapter(_ManifestPart, frozen=True):
-    """Recorded way from checkpoint keys to weights. `ignored` keys may be present; they are not read.
-
-    `needed` are the ignored keys that must be present, because the loading code does something else without them.
-    `inputs` are the inputs of the graph of value transforms, in order; empty if there is no such graph. `untraceable`
-    says why the model's loading code could not be recorded; a server then accepts weight files only.
-    """
+    """Recorded way from checkpoint keys to weights."""
 
     sources: tuple[WeightSource, ...]
-    ignored: tuple[str, ...] = ()
-    needed: tuple[str, ...] = ()
-    inputs: tuple[AdapterInput, ...] = ()
-    untraceable: str = ""
+    ignored: tuple[str, ...] = ()  # keys that may be present, and are not read
+    needed: tuple[str, ...] = ()  # those of them without which the loading code does something else
+    inputs: tuple[AdapterInput, ...] = ()  # of the graph that computes weights, in order; empty if there is none
+    untraceable: str = ""  # why the loading code could not be recorded; a server then accepts weight files only
 
 
 class Producer(_ManifestPart, frozen=True):
@@ -141,24 +131,17 @@ class Producer(_ManifestPart, frozen=True):
 
 
 class TextGeneration(_ManifestPart, frozen=True):
-    """Declaration that `prefill` and `decode` generate text, in contexts of `batch` rows of at most `length` tokens.
+    """Declaration that `prefill` and `decode` generate text."""
 
-    Tokens are numbers below `vocabulary`. A row ends after any token in `ends`; `pad` fills the places without a token.
-    """
-
-    length: int
-    batch: int
-    vocabulary: int
-    ends: tuple[int, ...]
-    pad: int
+    length: int  # the most tokens of a row
+    batch: int  # the rows of a context
+    vocabulary: int  # tokens are numbers below it
+    ends: tuple[int, ...]  # a row ends after any of these tokens
+    pad: int  # the token at places that have none
 
 
 class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
-    """The whole document. `files` maps each file of the artifact to its BLAKE3 digest.
-
-    `variants` maps each group to its tensors. A call chooses their values among the resident variants of the group; if
-    it chooses none, they are zeros.
-    """
+    """The whole document."""
 
     format_version: int
     graph_id: str
@@ -169,8 +152,9 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     state: tuple[NamedTensor, ...]
     constants: tuple[NamedTensor, ...]
     adapter: Adapter
-    files: dict[str, str]
+    files: dict[str, str]  # each other file of the artifact -> its BLAKE3 digest
     generation: TextGeneration | None = None
+    # group -> its tensors, whose values a call chooses among the resident variants; zeros if it chooses none
     variants: dict[str, tuple[NamedTensor, ...]] = {}
 
     @property
@@ -242,8 +226,15 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 def _problems(manifest: Manifest) -> Iterator[str]:
     yield from _file_problems(manifest)
     yield from _tensor_problems(manifest)
+    tables = {
+        "weight": manifest.weights,
+        "state": manifest.state,
+        "constant": manifest.constants,
+        "variant": manifest.variable,
+    }
+    known = {kind: {name for row in rows for name in row.names} for kind, rows in tables.items()}
     for name, method in manifest.methods.items():
-        yield from _method_problems(name, method, manifest)
+        yield from _method_problems(name, method, known)
     if not manifest.methods:
         yield "it has no methods"
     yield from _adapter_problems(manifest)
@@ -284,7 +275,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
     for tensor in tensors:
         if not is_valid(tensor):
             yield f"{tensor.name!r} has the type {describe(tensor)}"
-        elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
+        elif math.prod(max(1, size) for size in tensor.shape) >= _MOST_ELEMENTS:
             yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
             yield f"{tensor.name!r} has the stride {list(tensor.stride)} for the shape {list(tensor.shape)}"
@@ -305,15 +296,9 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[str]:
+def _method_problems(name: str, method: Method, known: Mapping[str, Collection[str]]) -> Iterator[str]:
     if not METHOD_NAME.fullmatch(name):
         yield f"the method name {name!r} is not an identifier"
-    known = {
-        "weight": {n for tensor in manifest.weights for n in tensor.names},
-        "state": {n for tensor in manifest.state for n in tensor.names},
-        "constant": {n for tensor in manifest.constants for n in tensor.names},
-        "variant": {n for tensor in manifest.variable for n in tensor.names},
-    }
     for item in method.inputs:
         if item.kind != "input" and item.name not in known[item.kind]:
             yield f"{name} takes the {item.kind} {item.name!r}, which the manifest does not list"
@@ -321,17 +306,15 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
     inputs = input_leaves(signature)
     if len(inputs) != sum(item.kind == "input" for item in method.inputs):
         yield f"{name} has {len(inputs)} inputs in its signature and a different number in its graph"
-    yield from _condition_problems(name, signature, inputs)
     for leaf in (*inputs, *leaves(signature.output)):
         yield from _leaf_problems(name, leaf)
-    for size in (size for leaf in inputs for size in sizes_of(leaf) if isinstance(size, str)):
-        yield from _size_problems(name, size, signature)
+    yield from _dimension_problems(name, signature, inputs)
 
 
 def _leaf_problems(name: str, leaf: Leaf) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype not in DTYPES:
         yield f"{name}: {leaf.name!r} has the unknown dtype {leaf.dtype!r}"
-    if isinstance(leaf, Tensor) and not all(0 <= size < MOST_ELEMENTS for size in leaf.shape if isinstance(size, int)):
+    if isinstance(leaf, Tensor) and not all(0 <= size < _MOST_ELEMENTS for size in leaf.shape if isinstance(size, int)):
         yield f"{name}: {leaf.name!r} has the shape {list(leaf.shape)}"
     try:
         if isinstance(leaf, LiteralLeaf):
@@ -340,33 +323,25 @@ def _leaf_problems(name: str, leaf: Leaf) -> Iterator[str]:
         yield f"{name}: {leaf.name!r} is not a number"
 
 
-def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> Iterator[str]:
-    known = {expression.dim for leaf in inputs for expression in _parsed_sizes(leaf)}
+def _dimension_problems(name: str, signature: Signature, inputs: Iterable[Leaf]) -> Iterator[str]:
+    bound = set()
+    for size in (size for leaf in inputs for size in sizes_of(leaf) if isinstance(size, str)):
+        try:
+            expression = parse_size(size)
+        except ValueError as error:
+            yield f"{name}: {error}"
+            continue
+        bound.add(expression.dim)
+        if expression.factor < 1 or expression.dim not in signature.dims:
+            yield f"{name}: the size {size!r} names no dimension of the signature"
     for text in signature.conditions:
         try:
-            unbound = parse_condition(text).names - known
+            names = parse_condition(text).names
         except ValueError as error:
             yield f"{name}: {error}"
         else:
-            if unbound:
+            if not names <= bound:
                 yield f"{name}: the condition {text!r} names dimensions that no input has"
-
-
-def _parsed_sizes(leaf: Leaf) -> Iterator[SizeExpression]:
-    for size in sizes_of(leaf):
-        if isinstance(size, str):
-            with suppress(ValueError):  # reported by _size_problems
-                yield parse_size(size)
-
-
-def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
-    try:
-        expression = parse_size(size)
-    except ValueError as error:
-        yield f"{name}: {error}"
-        return
-    if expression.factor < 1 or expression.dim not in signature.dims:
-        yield f"{name}: the size {size!r} names no dimension of the signature"
 
 
 def _generation_problems(text: TextGeneration, methods: dict[str, Method]) -> Iterator[str]:
