@@ -18,8 +18,8 @@ from weightswap_exporter.modules.stand_ins import first_line, frame_of
 from weightswap_exporter.modules.tensors import is_fake, named_tensors, parts_of, plain_tree
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.errors import InputMismatch, RecordingError
-from weightswap_runtime.format.calls import CallCheck, Case, Value, type_problem
-from weightswap_runtime.format.goldens import Environment, encode_goldens
+from weightswap_runtime.format.calls import CallCheck
+from weightswap_runtime.format.goldens import Case, Environment, Value, encode_goldens, type_problem
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.safetensors import weights_id
 from weightswap_runtime.format.signature import Integer, Leaf, Literal, Tensor, input_leaves, leaves, unflatten

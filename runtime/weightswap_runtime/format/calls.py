@@ -1,29 +1,23 @@
-"""Checks of a call's arguments, and recorded calls."""
+"""Checks of a call's arguments: from the arguments to the flat inputs of a graph, or to a list of all problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import msgspec
-
 from weightswap_runtime.errors import InputMismatch
-from weightswap_runtime.tensors import DTYPES, TensorBytes, Typed, describe
 
-from .expressions import Condition, parse_condition
+from .expressions import parse_condition
 from .signature import (
     Dict,
     Integer,
     Items,
-    Leaf,
     Literal,
     Node,
     Signature,
     Size,
     Tensor,
     Tuple,
-    call_arguments,
-    input_leaves,
     key_text,
     leaves,
     parse_size,
@@ -31,15 +25,15 @@ from .signature import (
     unflatten,
 )
 
-MOST_ACCEPTED = 1024
+_MOST_ACCEPTED = 1024  # kinds of calls that are remembered; others are checked each time
 
 
 class CallCheck:
     """Checker of a method's calls: turns arguments into the graph's flat inputs.
 
-    `tensor_type` is the engine's tensor class, and `dtypes` maps its dtype objects to safetensors names. `misplaced`
-    returns another problem of a tensor, such as a wrong device, or None. `kind` returns all properties of a tensor that
-    a check depends on.
+    tensor_type: the engine's tensor class. dtypes: its dtype objects -> safetensors names. misplaced: returns another
+    problem of a tensor, such as a wrong device, or None. kind: returns all properties of a tensor that a check depends
+    on, so that a call with tensors of kinds that were accepted before needs no check.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class CallCheck:
         self._kind = kind
         self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
         self._accepted: set[Hashable] = set()
-        self._conditions = [parse_condition(text) for text in signature.conditions]
+        self.conditions = [parse_condition(text) for text in signature.conditions]
         self.sizes = {
             size: parse_size(size)
             for _, node in self._parameters
@@ -75,13 +69,13 @@ class CallCheck:
         if not self._plain or kwargs or not all(type(value) is self.tensor_type for value in args):
             return self._check(args, kwargs)
         try:
-            kinds = tuple(map(self._kind, args))  # a call with kinds that were accepted before needs no check
+            kinds = tuple(map(self._kind, args))
         except RuntimeError:  # nested tensors have no shape
             return self._check(args, kwargs)
         if kinds in self._accepted:
             return list(args)
         flat = self._check(args, kwargs)
-        if len(self._accepted) < MOST_ACCEPTED:
+        if len(self._accepted) < _MOST_ACCEPTED:
             self._accepted.add(kinds)
         return flat
 
@@ -91,8 +85,8 @@ class CallCheck:
         for name, node in self._parameters:
             if name in values:
                 check.walk(node, values[name], name)
-        if self._conditions and not check.problems:
-            check.check_conditions(self._conditions)
+        if not check.problems:
+            check.check_conditions()
         if check.problems:
             raise InputMismatch(self._method, check.problems)
         return check.flat
@@ -127,7 +121,7 @@ class _Check:
         self.flat: list[Any] = []
         self.problems: list[str] = []
         self._expected = expected
-        self._bound: dict[str, tuple[int, str]] = {}
+        self._bound: dict[str, tuple[int, str]] = {}  # dimension -> its size, and where that is from
 
     def walk(self, node: Node, value: Any, path: str) -> None:
         if type(node) is Tensor:
@@ -141,9 +135,9 @@ class _Check:
         else:
             self._sequence(node, value, path)  # type: ignore[arg-type]
 
-    def check_conditions(self, conditions: Sequence[Condition]) -> None:
+    def check_conditions(self) -> None:
         sizes = {dim: value for dim, (value, _) in self._bound.items()}
-        for condition in conditions:
+        for condition in self._expected.conditions:
             if not condition.holds(sizes):
                 actual = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition.names))
                 self.problems.append(
@@ -231,81 +225,3 @@ def _show(value: object) -> str:
     text = repr(list(value)) if isinstance(value, Mapping) else repr(value)
     kind = type(value).__qualname__
     return f"{kind} {text if len(text) <= 60 else text[:60] + '...'}"
-
-
-Value = str | int | None
-_DTYPE_NAMES = {name: name for name in DTYPES}
-
-
-class GoldensPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the goldens' JSON objects."""
-
-
-class Case(GoldensPart, frozen=True):
-    """Recorded call of a method: its flat inputs and outputs, in the graph's order.
-
-    A tensor is stored as the name of the file's tensor, an integer as itself, a literal as None: the signature has its
-    value.
-    """
-
-    method: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
-def case_problems(
-    case: Case, signature: Signature, tensors: Mapping[str, TensorBytes], has_outputs: bool = True
-) -> list[str]:
-    """Return the reasons why a case cannot be a call of the method. `tensors` are those of the case's file."""
-    inputs = input_leaves(signature)
-    outputs = leaves(signature.output) if has_outputs else []
-    problems = [
-        *_value_problems("inputs", inputs, case.inputs, tensors),
-        *_value_problems("outputs", outputs, case.outputs, tensors),
-    ]
-    if not problems:
-        problems += _input_problems(case, signature, tensors)
-        for leaf, value in zip(outputs, case.outputs, strict=True):
-            if isinstance(leaf, Tensor) and isinstance(value, str):
-                text = type_problem(leaf, tensors[value])
-                problems += [f"{leaf.name}{text}"] if text else []
-    return problems
-
-
-def _value_problems(
-    kind: str, expected_leaves: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, TensorBytes]
-) -> Iterator[str]:
-    if len(expected_leaves) != len(values):
-        yield f"expected {len(expected_leaves)} {kind}, found {len(values)}"
-        return
-    for leaf, value in zip(expected_leaves, values, strict=True):
-        if isinstance(leaf, Tensor):
-            fits, expected = value in tensors, "the name of a tensor in the file"
-        elif isinstance(leaf, Integer):
-            fits, expected = type(value) is int, "an integer"
-        else:
-            fits, expected = value is None, "null, as the signature has the literal"
-        if not fits:
-            yield f"{leaf.name}: expected {expected}, found {value!r:.80}"
-
-
-def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, TensorBytes]) -> tuple[str, ...]:
-    """Return the problems for which a server would refuse a call with these inputs."""
-    flat = [tensors[value] if isinstance(value, str) else value for value in case.inputs]
-    # a tensor of a file is on no device, so the check of the device is left out
-    check = CallCheck(case.method, signature, TensorBytes, _DTYPE_NAMES, lambda _: None, id)
-    try:
-        check.flatten(*call_arguments(signature, flat))
-    except InputMismatch as error:
-        return error.problems
-    return ()
-
-
-def type_problem(leaf: Tensor, recorded: Typed) -> str | None:
-    """Return why a recorded tensor cannot be the output `leaf`; None if it can. Dynamic sizes are not checked here."""
-    fits = len(recorded.shape) == len(leaf.shape) and all(
-        expected == size for expected, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(expected, int)
-    )
-    if fits and recorded.dtype == leaf.dtype:
-        return None
-    return f": expected {leaf.dtype}[{', '.join(map(str, leaf.shape))}], found {describe(recorded)}"

@@ -1,8 +1,7 @@
-"""Goldens: recorded inputs with the eager model's outputs for one weights id, as a safetensors file.
+"""Goldens: recorded calls of the eager model for one weights id, as a safetensors file.
 
-An artifact that was exported without weights has inputs only, in the same format.
-
-Reading and checking the file needs no torch; `staging.golden_check` runs the recorded calls.
+They lie beside a weight file or in an artifact; an artifact that was exported without weights has inputs only, in the
+same format. Reading and checking the file needs no torch; `staging.golden_check` runs the recorded calls.
 """
 
 from __future__ import annotations
@@ -16,25 +15,27 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from weightswap_runtime.errors import AccessDenied, GoldensError, OutOfMemory, Unsupported, listed
+from weightswap_runtime.errors import AccessDenied, GoldensError, InputMismatch, OutOfMemory, Unsupported, listed
 from weightswap_runtime.sources.byte_source import Check, open_at_once
 from weightswap_runtime.sources.location import Location, Url, as_location
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.tensors import DIGEST, TensorBytes, Tolerance, digest_of
+from weightswap_runtime.tensors import DIGEST, DTYPES, TensorBytes, Tolerance, Typed, describe, digest_of
 
 from .artifact import Artifact
-from .calls import Case, GoldensPart, case_problems
+from .calls import CallCheck
 from .manifest import Manifest, Versioned
 from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, canonical_order, encode_tensors, parse_file
+from .signature import Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
 from .weight_set import WeightSet, goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"
-INPUTS_NAME = "inputs.safetensors"  # another name: older runtimes, which cannot read it, ignore it
+INPUTS_NAME = "inputs.safetensors"  # of an artifact without weights
 FORMAT_VERSION = 1
-MOST_REMOTE_BYTES = 4 << 30
+_MOST_REMOTE_BYTES = 4 << 30
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
-Mode = Literal["goldens", "finite", "off"]
+Mode = Literal["goldens", "finite", "off"]  # of verification, by an operator's `verify=`
+Value = str | int | None
 
 
 def check_mode(mode: str) -> None:
@@ -43,28 +44,41 @@ def check_mode(mode: str) -> None:
         raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
 
 
-class Environment(GoldensPart, frozen=True):
-    """Environment on which an output's last bits depend: torch's version, device, instruction set, intra-op threads."""
+class _GoldensPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Case(_GoldensPart, frozen=True):
+    """Recorded call of a method: its flat inputs and outputs, in the graph's order.
+
+    A tensor is stored as the name of the file's tensor, an integer as itself, a literal as None: the signature has its
+    value.
+    """
+
+    method: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class Environment(_GoldensPart, frozen=True):
+    """What an output's last bits depend on, besides the graph and the weights."""
 
     torch: str
     device: str
     capability: str
-    threads: int
+    threads: int  # intra-op
 
 
-class GoldensRecord(GoldensPart, frozen=True):
-    """Record in `__metadata__`. `tolerance` is (rtol, atol); None means exact on a server with the same `environment`.
-
-    `digests` maps tensor names to digests. `weights_id` and `environment` are None if the file has inputs only.
-    """
+class GoldensRecord(_GoldensPart, frozen=True):
+    """Record in `__metadata__`."""
 
     format_version: int
     graph_id: str
-    weights_id: str | None
+    weights_id: str | None  # None, as the environment, if the file has inputs only
     environment: Environment | None
-    tolerance: Tolerance | None
+    tolerance: Tolerance | None  # None: outputs are exact on a server with the same environment
     cases: tuple[Case, ...]
-    digests: dict[str, str]
+    digests: dict[str, str]  # by the names of the file's tensors
 
     @property
     def has_outputs(self) -> bool:
@@ -72,17 +86,13 @@ class GoldensRecord(GoldensPart, frozen=True):
 
 
 class Goldens(NamedTuple):
-    """Goldens that were read into memory and checked; the file is closed.
-
-    `bundled` is True for an artifact's own goldens, which may belong to weights other than the staged ones.
-    `same_graph` is True if they were recorded for the served graph.
-    """
+    """Goldens that were read into memory and checked; the file is closed."""
 
     where: str
     record: GoldensRecord
     tensors: Mapping[str, TensorBytes]
-    bundled: bool
-    same_graph: bool
+    bundled: bool  # an artifact's own, which may belong to weights other than the staged ones
+    same_graph: bool  # they were recorded for the served graph
 
     @property
     def weights_id(self) -> str | None:
@@ -91,32 +101,6 @@ class Goldens(NamedTuple):
     @property
     def cases(self) -> tuple[Case, ...]:
         return self.record.cases
-
-
-def encode_goldens(
-    cases: Sequence[Case],
-    tensors: Mapping[str, TensorBytes],
-    *,
-    graph_id: str,
-    weights_id: str | None,
-    environment: Environment | None,
-    tolerance: Tolerance | None,
-) -> bytes:
-    """Return the bytes of a goldens file, in the canonical layout of weight files.
-
-    weights_id: None if the file has inputs only.
-    """
-    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-    record = GoldensRecord(
-        format_version=FORMAT_VERSION,
-        graph_id=graph_id,
-        weights_id=weights_id,
-        environment=environment,
-        tolerance=tolerance,
-        cases=tuple(cases),
-        digests={row.name: digest_of([tensors[row.name].data]) for row in order},
-    )
-    return b"".join(encode_tensors(tensors, {METADATA_KEY: msgspec.json.encode(record).decode()}))
 
 
 def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
@@ -176,7 +160,7 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
     """
     url = goldens_url(weights)
     try:
-        return read_small(url, MOST_REMOTE_BYTES, check)
+        return read_small(url, _MOST_REMOTE_BYTES, check)
     except AccessDenied:
         return None
     except MemoryError as error:
@@ -196,9 +180,35 @@ def artifact_goldens(artifact: Artifact) -> Goldens | None:
     return _decode(raw, where, artifact.manifest, bundled=True, allow_other_graph=False)
 
 
+def encode_goldens(
+    cases: Sequence[Case],
+    tensors: Mapping[str, TensorBytes],
+    *,
+    graph_id: str,
+    weights_id: str | None,
+    environment: Environment | None,
+    tolerance: Tolerance | None,
+) -> bytes:
+    """Return the bytes of a goldens file, in the canonical layout of weight files.
+
+    weights_id: None if the file has inputs only.
+    """
+    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    record = GoldensRecord(
+        format_version=FORMAT_VERSION,
+        graph_id=graph_id,
+        weights_id=weights_id,
+        environment=environment,
+        tolerance=tolerance,
+        cases=tuple(cases),
+        digests={row.name: digest_of([tensors[row.name].data]) for row in order},
+    )
+    return b"".join(encode_tensors(tensors, {METADATA_KEY: msgspec.json.encode(record).decode()}))
+
+
 def _read(path: Path) -> bytes:
     try:
-        with open(open_at_once(path), "rb") as file:  # noqa: PTH123
+        with open(open_at_once(path), "rb") as file:  # noqa: PTH123 (a pipe would block in `open`)
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise GoldensError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
             return file.read()
@@ -267,5 +277,64 @@ def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
             known = ", ".join(manifest.methods)
             yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
         else:
-            problems = case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
+            problems = _case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
             yield from (f"case {number}, {case.method}: {problem}" for problem in problems)
+
+
+def _case_problems(
+    case: Case, signature: Signature, tensors: Mapping[str, TensorBytes], has_outputs: bool
+) -> list[str]:
+    """Return the reasons why a case cannot be a call of the method."""
+    inputs = input_leaves(signature)
+    outputs = leaves(signature.output) if has_outputs else []
+    problems = [
+        *_value_problems("inputs", inputs, case.inputs, tensors),
+        *_value_problems("outputs", outputs, case.outputs, tensors),
+    ]
+    if not problems:
+        problems += _input_problems(case, signature, tensors)
+        for leaf, value in zip(outputs, case.outputs, strict=True):
+            if isinstance(leaf, Tensor) and isinstance(value, str):
+                text = type_problem(leaf, tensors[value])
+                problems += [f"{leaf.name}{text}"] if text else []
+    return problems
+
+
+def _value_problems(
+    kind: str, expected_leaves: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, TensorBytes]
+) -> Iterator[str]:
+    if len(expected_leaves) != len(values):
+        yield f"expected {len(expected_leaves)} {kind}, found {len(values)}"
+        return
+    for leaf, value in zip(expected_leaves, values, strict=True):
+        if isinstance(leaf, Tensor):
+            fits, expected = value in tensors, "the name of a tensor in the file"
+        elif isinstance(leaf, Integer):
+            fits, expected = type(value) is int, "an integer"
+        else:
+            fits, expected = value is None, "null, as the signature has the literal"
+        if not fits:
+            yield f"{leaf.name}: expected {expected}, found {value!r:.80}"
+
+
+def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, TensorBytes]) -> tuple[str, ...]:
+    """Return the problems for which a server would refuse a call with these inputs."""
+    flat = [tensors[value] if isinstance(value, str) else value for value in case.inputs]
+    dtypes = {name: name for name in DTYPES}
+    # a tensor of a file is on no device, so the check of the device is left out
+    check = CallCheck(case.method, signature, TensorBytes, dtypes, lambda _: None, id)
+    try:
+        check.flatten(*call_arguments(signature, flat))
+    except InputMismatch as error:
+        return error.problems
+    return ()
+
+
+def type_problem(leaf: Tensor, recorded: Typed) -> str | None:
+    """Return why a recorded tensor cannot be the output `leaf`; None if it can. Dynamic sizes are not checked here."""
+    fits = len(recorded.shape) == len(leaf.shape) and all(
+        expected == size for expected, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(expected, int)
+    )
+    if fits and recorded.dtype == leaf.dtype:
+        return None
+    return f": expected {leaf.dtype}[{', '.join(map(str, leaf.shape))}], found {describe(recorded)}"

@@ -15,8 +15,7 @@ from weightswap_runtime.errors import (
     is_of_device,
     lacks_memory,
 )
-from weightswap_runtime.format.calls import Case
-from weightswap_runtime.format.goldens import Environment, Goldens, Mode, check_mode
+from weightswap_runtime.format.goldens import Case, Environment, Goldens, Mode, check_mode
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, leaves
 from weightswap_runtime.tensors import (

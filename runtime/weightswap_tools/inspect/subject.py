@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from weightswap_runtime.errors import Unsupported, listed, plural
 from weightswap_runtime.format.artifact import Artifact, is_artifact
-from weightswap_runtime.format.calls import Value
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
-from weightswap_runtime.format.goldens import GoldensRecord, artifact_goldens, record_beside, record_of
+from weightswap_runtime.format.goldens import GoldensRecord, Value, artifact_goldens, record_beside, record_of
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.tensors import describe
