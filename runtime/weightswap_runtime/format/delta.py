@@ -1,4 +1,9 @@
-"""Delta files: reading and writing."""
+"""Delta files: the byte ranges of weights that change from one weights id to another (docs/format.md).
+
+A delta is read here as far as its stamp; `staging.delta` applies it. It is written from two weight files in one pass
+over the weights whose digests differ, in pieces of about 1 MiB, and hashes what it reads: a damaged file would
+otherwise become a delta whose result never has the id that it promises.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +34,22 @@ from .safetensors import FileTensor, Stamp, StampedFile, TensorRow, WeightFile, 
 from .weight_set import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
-DATA, RUNS = "data:", "runs:"
+DATA, RUNS = "data:", "runs:"  # prefixes of a file's tensors: new bytes, and which ranges they replace
+FEWEST = 256  # least bytes that are compared together: each range takes 16 bytes of the file
 _AGAIN = "Write the delta again, or copy it again."
+
+Progress = Callable[[int, int], None]
+_Runs = list[tuple[int, int]]
 
 
 class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of a delta file: the weights ids before (`base`) and after it, and the graph id.
-
-    `changes` maps the FQNs of the changed weights to their types. `digests` maps the names of the file's tensors to
-    their digests.
-    """
+    """Metadata of a delta file."""
 
     graph_id: str
-    base: str
-    weights_id: str
-    changes: dict[str, TensorType]
-    digests: dict[str, str]
+    base: str  # the weights id before the change
+    weights_id: str  # the weights id after it
+    changes: dict[str, TensorType]  # by the FQNs of the changed weights
+    digests: dict[str, str]  # by the names of the file's tensors
     labels: dict[str, str] = {}
 
 
@@ -80,22 +85,17 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
             yield f"{name} has the type {describe(changed)}"
 
 
-FEWEST = 256  # least bytes that are compared together: each range takes 16 bytes of the file
-Runs = list[tuple[int, int]]
-Progress = Callable[[int, int], None]
-
-
 @dataclass(frozen=True)
 class Delta:
-    """Delta file that was written. It replaces `nbytes` of `total_bytes`; `changed` are FQNs."""
+    """Delta file that was written."""
 
     path: Path
     graph_id: str
-    base: str
-    weights_id: str
-    nbytes: int
-    total_bytes: int
-    changed: tuple[str, ...]
+    base: str  # the weights id before the change
+    weights_id: str  # the weights id after it
+    nbytes: int  # of the weights, that it replaces
+    total_bytes: int  # of all weights
+    changed: tuple[str, ...]  # FQNs
     labels: dict[str, str]
 
 
@@ -126,19 +126,27 @@ def write_delta(
                 raise Unsupported(f"{out}: the delta would replace a file that it is made from; name another")
         stamps = _stamps(old, fresh)
         texts = {**stamps[1].labels, **(labels or {})}
-        if problem := label_problem(texts):
+        if problem := label_problem(texts):  # the writer would find it, too, but after all has been read
             raise WeightFileError(f"{out!s:.200}: cannot be written ({problem})")
         runs = _compare(old, fresh, stamps, progress)
+        blank = DeltaStamp(
+            graph_id=stamps[1].graph_id,
+            base=stamps[0].weights_id,
+            weights_id=stamps[1].weights_id,
+            changes={name: TensorType.of(fresh.tensors[name]) for name in runs},
+            digests={},
+            labels=texts,
+        )
         try:
-            _write(Path(out), fresh, stamps, runs, texts)
+            _write(Path(out), fresh, runs, blank)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
         return Delta(
             path=Path(out),
-            graph_id=stamps[1].graph_id,
-            base=stamps[0].weights_id,
-            weights_id=stamps[1].weights_id,
+            graph_id=blank.graph_id,
+            base=blank.base,
+            weights_id=blank.weights_id,
             nbytes=sum(end - begin for stretches in runs.values() for begin, end in stretches),
             total_bytes=sum(tensor.nbytes for tensor in fresh.tensors.values()),
             changed=tuple(runs),
@@ -181,15 +189,15 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
 
 def _compare(
     old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
-) -> dict[str, Runs]:
+) -> dict[str, _Runs]:
     """Return the ranges that differ, for each weight with differences."""
     names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
     total = sum(fresh.tensors[name].nbytes for name in names)
     done = 0
-    runs: dict[str, Runs] = {}
+    runs: dict[str, _Runs] = {}
     for name in sorted(names):
         hashers = TensorHasher(), TensorHasher()
-        grain, stretches = _grain(fresh.tensors[name]), Runs()
+        grain, stretches = _grain(fresh.tensors[name]), _Runs()
         for start, mine, theirs in _pairs(old, fresh, name, grain):
             hashers[0].update(mine)
             hashers[1].update(theirs)
@@ -243,7 +251,7 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tup
         yield whole, len(mine)
 
 
-def _append(runs: Runs, begin: int, end: int) -> None:
+def _append(runs: _Runs, begin: int, end: int) -> None:
     """Append a range, or extend the last one if that ends where it begins."""
     if runs and runs[-1][1] == begin:
         runs[-1] = (runs[-1][0], end)
@@ -251,19 +259,9 @@ def _append(runs: Runs, begin: int, end: int) -> None:
         runs.append((begin, end))
 
 
-def _write(
-    path: Path, fresh: WeightFile, stamps: tuple[Stamp, Stamp], runs: dict[str, Runs], labels: dict[str, str]
-) -> None:
+def _write(path: Path, fresh: WeightFile, runs: Mapping[str, _Runs], blank: DeltaStamp) -> None:
     order = canonical_order(row for name, stretches in runs.items() for row in _rows(name, stretches))
-    blank = DeltaStamp(
-        graph_id=stamps[1].graph_id,
-        base=stamps[0].weights_id,
-        weights_id=stamps[1].weights_id,
-        changes={name: TensorType.of(fresh.tensors[name]) for name in runs},
-        digests={},
-        labels=labels,
-    )
-    with StampedFile(path, order, DELTA_KEY, labels) as file:
+    with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
         digests = file.write_tensors(((row.name, _data(fresh, row.name, runs)) for row in order), blank)
         file.write_stamp(replace(blank, digests=digests))
         fresh.check_unchanged()
@@ -278,12 +276,12 @@ def _goldens_of(weights: Location) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:
+def _rows(name: str, runs: _Runs) -> Iterable[TensorRow]:
     yield TensorRow(DATA + name, "U8", (sum(end - begin for begin, end in runs),))
     yield TensorRow(RUNS + name, "I64", (len(runs), 2))
 
 
-def _data(fresh: WeightFile, key: str, runs: Mapping[str, Runs]) -> Iterator[memoryview]:
+def _data(fresh: WeightFile, key: str, runs: Mapping[str, _Runs]) -> Iterator[memoryview]:
     name = key.removeprefix(DATA) if key.startswith(DATA) else key.removeprefix(RUNS)
     if key.startswith(RUNS):
         yield memoryview(np.array(runs[name], "<i8").tobytes())

@@ -1,10 +1,14 @@
-"""Weight sets: tensors in one file or several, as a weight file, an index with shards, or a Hugging Face directory."""
+"""Weight sets: tensors in one file or several, as a weight file, an index with shards, or a Hugging Face directory.
+
+What a path or a URL means is decided here, and by names alone: in a folder several files may be weights, and taking the
+wrong one would serve it. So anything but one candidate is an error that names the candidates.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -21,13 +25,13 @@ from weightswap_runtime.tensors import describe
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
 from .safetensors import MAX_HEADER, Stamp, WeightFile, holds_goldens
 
-SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
 SIGNATURE_SUFFIX = ".sig"
 INDEX_SUFFIX = ".safetensors.index.json"
-INDEX_NAME = "model" + INDEX_SUFFIX
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
+_SINGLE_NAME = "model.safetensors"  # of transformers' save_pretrained
+_INDEX_NAME = "model" + INDEX_SUFFIX
 _MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
@@ -46,11 +50,15 @@ class StoredTensor(NamedTuple):
 class WeightSet(AbstractContextManager["WeightSet"]):
     """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
 
-    def __init__(self, location: Location, files: Mapping[str, WeightFile]) -> None:
+    def __init__(self, location: Location, files: Iterable[WeightFile]) -> None:
         self.location = location
         self.where = str(location)
-        self.files = tuple(files.values())
-        self.tensors = {name: tensor for file in self.files for name, tensor in _stored(file)}
+        self.files = tuple(files)
+        self.tensors = {
+            name: StoredTensor(dtype, shape, file, file.header.data_start + begin, end - begin)
+            for file in self.files
+            for name, (dtype, shape, begin, end) in file.tensors.items()
+        }
 
     @property
     def stamp(self) -> Stamp | None:
@@ -95,10 +103,13 @@ def open_weights(
 
     Raises WeightFileError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
     """
-    location = _find(as_location(path), check)
+    location = as_location(path)
+    names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
+    if names is not None:
+        location /= _choose(location, names)
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
-    return WeightSet(location, {"": WeightFile(location, check, most_header)})
+    return WeightSet(location, [WeightFile(location, check, most_header)])
 
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
@@ -122,17 +133,6 @@ def _goldens_name(name: str) -> str:
     return name.removesuffix(suffix) + GOLDENS_SUFFIX
 
 
-def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
-    start = file.header.data_start
-    for name, (dtype, shape, begin, end) in file.tensors.items():
-        yield name, StoredTensor(dtype, shape, file, start + begin, end - begin)
-
-
-def _find(location: Location, check: Check | None) -> Location:
-    names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
-    return location if names is None else location / _choose(location, names)
-
-
 def local_names(path: Path) -> list[str] | None:
     """Return the sorted names in a directory; None for anything else. Raises WeightFileError."""
     try:
@@ -146,12 +146,12 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
         return None
     from weightswap_runtime.sources.urls import list_names  # needs fsspec
 
-    return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
+    return list_names(url, (_SINGLE_NAME, _INDEX_NAME), check)
 
 
 def _choose(path: Location, names: Sequence[str]) -> str:
-    if SINGLE_NAME in names:
-        return SINGLE_NAME
+    if _SINGLE_NAME in names:
+        return _SINGLE_NAME
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     if CONSTANTS_NAME in names and "graphs" in names:
@@ -166,10 +166,19 @@ def _choose(path: Location, names: Sequence[str]) -> str:
     several = indices or singles
     if several:
         raise WeightFileError(
-            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; give the path of "
+            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {_SINGLE_NAME}; give the path of "
             "the one you mean"
         )
     raise WeightFileError(f"{path}: {_no_candidate(names)}")
+
+
+def _no_candidate(names: Sequence[str]) -> str:
+    if pickled := [name for name in names if is_torch_name(name)]:
+        return (
+            f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "
+            "build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
+        )
+    return "a directory without a .safetensors file or an index of one; give the directory of a saved model"
 
 
 def lost_index(names: Sequence[str]) -> str:
@@ -190,18 +199,8 @@ def is_torch_name(name: str) -> bool:
     return name.endswith(TORCH_SUFFIXES) or name == ".metadata"
 
 
-def _no_candidate(names: Sequence[str]) -> str:
-    pickled = [name for name in names if is_torch_name(name)]
-    if pickled:
-        return (
-            f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "
-            "build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
-        )
-    return "a directory without a .safetensors file or an index of one; give the directory of a saved model"
-
-
 def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
-    # resolved once: a link to the folder may be changed while the shards are opened
+    # resolved once, as a link to the folder may be changed while the shards are opened
     folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check, most)
     files: dict[str, WeightFile] = {}
@@ -214,7 +213,7 @@ def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
-    return WeightSet(index, files)
+    return WeightSet(index, files.values())
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:
