@@ -1,4 +1,4 @@
-"""Reader of artifacts: every byte is checked against the manifest before it is used."""
+"""Artifacts, read: a folder or what a URL names, whose every byte is checked against the manifest before it is used."""
 
 from __future__ import annotations
 
@@ -23,26 +23,9 @@ from weightswap_runtime.tensors import TensorBytes, describe, same_type
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
 from .safetensors import parse_file
 
-MAX_MANIFEST = 64 << 20
-Row = NamedTensor | AdapterInput
+_MOST_MANIFEST = 64 << 20
 _FILES = (".safetensors", ".json")  # suffixes of files; an artifact is a folder
 _AGAIN = "Export the artifact again, or copy it again."
-
-
-def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
-    """Return zeros for the state tensors whose initial values are stored in no file.
-
-    They all share one anonymous mapping, whose pages take no memory until they are written to. Raises ArtifactError.
-    """
-    rows = [row for row in state if row.zero]
-    if not rows:
-        return {}
-    size = max(1, *(row.nbytes for row in rows))
-    try:
-        memory = memoryview(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-    except (OSError, OverflowError, ValueError) as error:
-        raise ArtifactError(f"{CONSTANTS_NAME}: no memory for the zeros of {rows[0].name!r} ({error})") from error
-    return {row.name: TensorBytes(row.dtype, row.shape, memory[: row.nbytes]) for row in rows}
 
 
 class Artifact:
@@ -62,7 +45,7 @@ class Artifact:
             raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
         with _artifact_errors():
             folder = as_location(path)
-            raw = read_small(folder / MANIFEST_NAME, MAX_MANIFEST)
+            raw = read_small(folder / MANIFEST_NAME, _MOST_MANIFEST)
         if raw is None:
             raise ArtifactError(
                 f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
@@ -148,7 +131,7 @@ class Artifact:
         stored = (*self.manifest.constants, *(row for row in state if not row.zero))
         return self.tensors(CONSTANTS_NAME, stored) | zeros(state)
 
-    def tensors(self, name: str, rows: Iterable[Row]) -> dict[str, TensorBytes]:
+    def tensors(self, name: str, rows: Iterable[NamedTensor | AdapterInput]) -> dict[str, TensorBytes]:
         """Return the tensors of one of the artifact's safetensors files.
 
         Raises ArtifactError if the file is damaged or lacks one of `rows`.
@@ -165,6 +148,22 @@ class Artifact:
         return f"Artifact({str(self.path)!r}, graph_id={self.graph_id[:12]!r}, methods={list(self.methods)})"
 
 
+def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
+    """Return zeros for the state tensors whose initial values are stored in no file.
+
+    They all share one anonymous mapping, whose pages take no memory until they are written to. Raises ArtifactError.
+    """
+    rows = [row for row in state if row.zero]
+    if not rows:
+        return {}
+    size = max(1, *(row.nbytes for row in rows))
+    try:
+        memory = memoryview(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+    except (OSError, OverflowError, ValueError) as error:
+        raise ArtifactError(f"{CONSTANTS_NAME}: no memory for the zeros of {rows[0].name!r} ({error})") from error
+    return {row.name: TensorBytes(row.dtype, row.shape, memory[: row.nbytes]) for row in rows}
+
+
 def is_artifact(path: str) -> bool:
     """Return True if there is an artifact behind a path or a URL."""
     if not is_url(path):
@@ -173,7 +172,7 @@ def is_artifact(path: str) -> bool:
     if folder.name.endswith(_FILES):
         return False
     try:
-        return read_small(folder / MANIFEST_NAME, MAX_MANIFEST) is not None
+        return read_small(folder / MANIFEST_NAME, _MOST_MANIFEST) is not None
     except WeightFileError:  # servers that do not reveal what exists refuse the request
         return False
 

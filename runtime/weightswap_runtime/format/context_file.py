@@ -1,4 +1,8 @@
-"""Saved contexts: the tensors of a model's state, with the ids of the graph and the weights that they belong to."""
+"""Saved contexts: the tensors of a model's state, with the ids of the graph and the weights that they belong to.
+
+State means something only together with the graph and the weights that computed it, so a context of others is refused
+unless the caller says otherwise. The file is a safetensors file in canonical layout, with a stamp (docs/format.md).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from weightswap_runtime.tensors import TensorBytes, describe, digest_of, same_ty
 from .manifest import NamedTensor
 from .safetensors import LEAST_HEADER, METADATA_KEY, FileTensor, StampedFile, canonical_order, read_header
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 
 
 class MadeWith(NamedTuple):
@@ -43,34 +47,23 @@ class MadeWith(NamedTuple):
 
 
 class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metadata of a context file. `weights_id` identifies the weights that computed the state; None if none have yet.
-
-    `variants` maps each group to the id of the variant that was chosen; absent if none was. `digests` maps tensor names
-    to digests.
-    """
+    """Metadata of a context file."""
 
     context_version: int
     graph_id: str
-    weights_id: str | None
-    digests: dict[str, str]
-    variants: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-
-    def check_graph(self, graph_id: str, where: str) -> None:
-        """Raise ContextMismatch if the context belongs to another graph."""
-        if self.graph_id != graph_id:
-            raise ContextMismatch(
-                f"{where}: belongs to the graph {self.graph_id[:12]}, but the model has {graph_id[:12]}. Load "
-                "it with the artifact that it was saved with, or start a new context. allow_other_graph=True is for a "
-                "state that means the same in both"
-            )
+    weights_id: str | None  # of the weights that computed the state; None if none have yet
+    digests: dict[str, str]  # by the names of the tensors
+    variants: dict[str, str] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # group -> id of the chosen variant; absent if none was
 
 
 class SavedContext(NamedTuple):
-    """Content of a context file: the stamp, and the state by the names of the manifest's rows."""
+    """Content of a context file."""
 
     where: str
     stamp: ContextStamp
-    state: Mapping[str, TensorBytes]
+    state: Mapping[str, TensorBytes]  # by the names of the manifest's rows
 
     def check_weights(self, served: str | None) -> None:
         """Raise ContextMismatch if the context was made with weights other than the served ones."""
@@ -98,7 +91,7 @@ def write_context(
     order = canonical_order(row.row for row in rows)
     by_name = {row.name: row for row in rows}
     blank = ContextStamp(
-        context_version=FORMAT_VERSION,
+        context_version=_FORMAT_VERSION,
         graph_id=graph_id,
         weights_id=made_with.weights_id,
         digests={},
@@ -144,10 +137,14 @@ def read_context(
 def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> SavedContext:
     header = read_header(source, LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows))
     stamp = _stamp(header.metadata, where)
-    if graph_id is not None:
-        stamp.check_graph(graph_id, where)
+    if graph_id is not None and stamp.graph_id != graph_id:
+        raise ContextMismatch(
+            f"{where}: belongs to the graph {stamp.graph_id[:12]}, but the model has {graph_id[:12]}. Load "
+            "it with the artifact that it was saved with, or start a new context. allow_other_graph=True is for a "
+            "state that means the same in both"
+        )
     _refuse(where, _row_problems(header.tensors, rows))
-    size = source.size - header.data_start  # the size of the state, as its tensors were checked
+    size = source.size - header.data_start  # no more than the state's: its tensors were checked first
     try:
         content = bytearray(size)
     except MemoryError as error:
@@ -164,8 +161,8 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
         stamp = msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=ContextStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ContextFileError(f"{where}: is not a context that Context.save() wrote ({error})") from error
-    if stamp.context_version != FORMAT_VERSION:
-        raise ContextFileError(f"{where}: has the format version {stamp.context_version}, expected {FORMAT_VERSION}")
+    if stamp.context_version != _FORMAT_VERSION:
+        raise ContextFileError(f"{where}: has the format version {stamp.context_version}, expected {_FORMAT_VERSION}")
     return stamp
 
 

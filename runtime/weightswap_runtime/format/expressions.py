@@ -22,7 +22,7 @@ from weightswap_runtime.errors import is_number
 
 MOST_CHARACTERS = 2000
 # Of conditions and rules. It bounds the depth, too, as unary minus nests without parentheses, of which Python's parser
-# allows 200; a filter has no minus, so that its characters suffice: its deepest nesting are 500 times `not`.
+# allows 200. For filters the characters suffice: what nests deepest there is 500 times `not`.
 _MOST_PARTS = 300
 _PATTERN = re.compile(r"""\bname\s*~\s*(?:"([^"]*)"|'([^']*)')""")
 NAME_MATCHES = "name ~ "
@@ -34,11 +34,11 @@ _Part = Callable[[Values], Any]
 
 
 class Condition:
-    """A parsed expression. `names`: those whose values it needs."""
+    """A parsed expression."""
 
     def __init__(self, text: str, names: frozenset[str], part: _Part) -> None:
         self.text = text
-        self.names = names
+        self.names = names  # those whose values it needs
         self._part = part
 
     def holds(self, values: Values) -> bool:

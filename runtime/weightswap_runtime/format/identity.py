@@ -1,4 +1,8 @@
-"""The weights id, labels, and values that are not finite."""
+"""The identity of a set of weights, and which of its values are not finite.
+
+NaN and infinities are counted while weights are read, beside their digests. Whether they are refused depends on the
+served weights: a kind that these have, too, such as the infinities of a mask, is there on purpose.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,27 @@ _ADVICE = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """Identity of a full set of weights."""
+
+    weights_id: str
+    digests: Mapping[str, Blocks]  # FQN -> the digests of the blocks of row-major bytes
+    labels: Mapping[str, str]
+    nonfinite: Mapping[str, Counts] = field(default_factory=dict)  # the weights with NaN or infinities
+
+
+def identify(
+    weights: Iterable[NamedTensor],
+    digests: Mapping[str, Blocks],
+    labels: Mapping[str, str],
+    nonfinite: Mapping[str, Counts] = MappingProxyType({}),
+) -> Identity:
+    """Compute the weights id from the digests of every weight's blocks."""
+    computed_id = weights_id((weight.row, tensor_digest(digests[weight.name])) for weight in weights)
+    return Identity(computed_id, dict(digests), dict(labels), dict(nonfinite))
+
+
 class Counts(NamedTuple):
     """Numbers of NaN and infinite values. A complex number may count as both."""
 
@@ -37,11 +62,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """Numbers of NaN and infinite values among the `of` values of a weight."""
+    """Numbers of NaN and infinite values of a weight."""
 
     nan: int
     infinite: int
-    of: int
+    of: int  # all values
 
     def __str__(self) -> str:
         kinds = [f"{number} {kind}" for number, kind in ((self.nan, "NaN"), (self.infinite, "infinite")) if number]
@@ -49,16 +74,12 @@ class Nonfinite:
 
 
 class _Codes(NamedTuple):
-    """Limits of the bit patterns of a dtype, as integers, at which values are not finite.
-
-    As signed integers, patterns from `signed` up are not finite, and as unsigned integers those from `unsigned` up.
-    `lowest` is the only non-finite pattern of some dtypes, and their least signed integer. None: no such limit.
-    """
+    """Limits of the bit patterns of a dtype, as integers, at which values are not finite. None: no such limit."""
 
     bytes: int
-    signed: int | None = None
-    unsigned: int | None = None
-    lowest: int | None = None
+    signed: int | None = None  # as signed integers, patterns from here up
+    unsigned: int | None = None  # as unsigned integers, patterns from here up
+    lowest: int | None = None  # the only non-finite pattern of a dtype, which is also its least signed integer
 
 
 def _ieee(size: int, first: int) -> _Codes:
@@ -151,27 +172,3 @@ def as_allowed(value: bool | str | Sequence[str] | None, manifest: Manifest) -> 
         return frozenset(weight.name for weight in part_of(manifest, patterns(value)).weights)
     except Unsupported as error:
         raise Unsupported(str(error).replace("only=", "allow_nonfinite=", 1)) from None
-
-
-@dataclass(frozen=True, eq=False)
-class Identity:
-    """Identity of a full set of weights. `digests` maps FQNs to the digests of the blocks of row-major bytes.
-
-    `nonfinite` has the weights with NaN or infinities.
-    """
-
-    weights_id: str
-    digests: Mapping[str, Blocks]
-    labels: Mapping[str, str]
-    nonfinite: Mapping[str, Counts] = field(default_factory=dict)
-
-
-def identify(
-    weights: Iterable[NamedTensor],
-    digests: Mapping[str, Blocks],
-    labels: Mapping[str, str],
-    nonfinite: Mapping[str, Counts] = MappingProxyType({}),
-) -> Identity:
-    """Compute the weights id from the digests of every weight's blocks."""
-    computed_id = weights_id((weight.row, tensor_digest(digests[weight.name])) for weight in weights)
-    return Identity(computed_id, dict(digests), dict(labels), dict(nonfinite))

@@ -2,6 +2,9 @@
 
 A graph has room for one rank and no factor. A lower rank is padded with zeros, and the factor, which PEFT takes from
 the configuration, is multiplied into B. https://huggingface.co/docs/peft/developer_guides/checkpoint
+
+Whether a file is whole follows from the configuration alone: the modules that it targets are found as PEFT finds them,
+by names, their ends, and regular expressions. Those are a stranger's, so what may take forever is refused.
 """
 
 from __future__ import annotations
@@ -24,22 +27,159 @@ from .manifest import NamedTensor
 from .weight_set import SUFFIX, StoredTensor
 
 T = TypeVar("T")
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+_WEIGHTS_NAME = "adapter_model.safetensors"
 _MOST_CONFIG = 256 << 10
 _PREFIX = "base_model.model."
-_FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
-_UNKNOWN = "not in the graph"
+_ALL_LINEAR = "all-linear"
+_ROW = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
+_BASE_WEIGHT = re.compile(r"(?P<module>.*?)(?:\.base_layer)?\.weight(?:\.[^.]+)*")
 _OF_THE_BASE = (
     "belongs to the base, not to a variant: swap in a base that has its values, and leave it out here "
     "(save_pretrained(..., save_embedding_layers=False))"
 )
-_BASE_WEIGHT = re.compile(r"(?P<module>.*?)(?:\.base_layer)?\.weight(?:\.[^.]+)*")
-_PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
-_ALL_LINEAR = "all-linear"
-# a pattern may backtrack over all places for each repetition, and over all alternatives of each group
-_MOST_REPETITIONS, _MOST_ALTERNATIVES = 4, 64
-_MOST_STEPS = 100_000_000  # about a second
-_PLAIN_STEPS, _COMPILED_STEPS, _LONGEST_PATTERN = 100, 30_000, 1000
+
+
+class RowSource(NamedTuple):
+    """The source of a row of a graph."""
+
+    row: NamedTensor
+    key: str | None  # the tensor in the file; None: the row is zeros
+    factor: float = 1.0  # by which it is multiplied
+
+
+def weights_in(location: Location) -> tuple[Location, Location]:
+    """Return the folder of a variant, and the file with its tensors, which in a PEFT directory has a fixed name."""
+    folder, name = (location.parent, location.name) if location.name.endswith(SUFFIX) else (location, _WEIGHTS_NAME)
+    folder = folder_behind(folder)  # a symbolic link may change between the reads of the two files
+    return folder, folder / name
+
+
+def read_config(folder: Location) -> Config | None:
+    """Read the configuration in a directory; None if there is none. Raises WeightFileError and Unsupported."""
+    where = f"{folder / CONFIG_NAME}"
+    raw = read_small(folder / CONFIG_NAME, _MOST_CONFIG)
+    if raw is None:
+        return None
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+        config = msgspec.convert(fields, Config)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
+    if not all(0 < rank < 1 << 31 for rank in (config.r, *(config.rank_pattern or {}).values())):
+        raise WeightFileError(f"{where}: has a rank below 1, or one that no tensor has")
+    known = set(Config.__struct_fields__)
+    config.check(where, (name for name, value in fields.items() if value and name not in known))
+    try:
+        config.compile()
+    except (re.error, OverflowError, RecursionError) as error:
+        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
+    return config
+
+
+def match_peft(
+    tensors: Mapping[str, StoredTensor],
+    rows: Iterable[NamedTensor],
+    config: Config,
+    where: str,
+    base: Iterable[str] = (),
+) -> list[RowSource]:
+    """Return the source of each row of a graph. Modules that the configuration does not target get zeros.
+
+    base: FQNs of the base's weights. Raises WeightsMismatch with the tensors of both sides, and for modules that the
+    configuration targets and the file lacks, and the other way round: PEFT warns, and computes without them.
+    """
+    parsed = {row: _LoraName.of(row.name) for row in rows}
+    linear = {part.module: not part.name.startswith("lora_embedding") for part in parsed.values() if part}
+    others = {found["module"] for name in base if (found := _BASE_WEIGHT.fullmatch(name))} - linear.keys()
+    config.check_work([*linear, *others], where)
+    ranks = {module: config.rank(module) for module in linear}
+    keys = {key.removeprefix(_PREFIX): key for key in tensors}
+    sources: list[RowSource] = []
+    problems = [f"{key}: present both with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
+    for row, part in parsed.items():
+        key = keys.pop(part.stem, None) if part else None
+        if key is not None and part:
+            problems += _rank_problems(row, tensors[key], ranks[part.module], rank_axis=int(part.is_b))
+        sources.append(
+            RowSource(row, key, config.factor(part.module, ranks[part.module]) if part and part.is_b else 1.0)
+        )
+    problems += _missing_halves(sources)
+    present = {part.module for source in sources if source.key and (part := parsed[source.row])}
+    problems += _untargeted(config, linear, others, present)
+    problems += [
+        f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else 'not in the graph'}" for stem in sorted(keys)
+    ]
+    if len(keys) == len(tensors):
+        problems.append(f"the graph expects tensors such as {listed([each.row.name for each in sources][:2])}")
+    if problems:
+        raise WeightsMismatch(
+            where,
+            problems,
+            "Give an adapter trained for this architecture, saved whole, or export with its targets and rank.",
+        )
+    return sources
+
+
+class _LoraName(NamedTuple):
+    """What the FQN of a graph's row says."""
+
+    module: str  # in the base
+    name: str  # lora_A, lora_B, or those of an embedding
+    stem: str  # its name in a file, without the prefix that may stand before it
+
+    @classmethod
+    def of(cls, fqn: str) -> _LoraName | None:
+        if (found := _ROW.fullmatch(fqn)) is None:
+            return None
+        module = found["module"].removeprefix(_PREFIX)
+        return cls(module, found["part"], f"{module}.{found['part']}{found['weight'] or ''}")
+
+    @property
+    def is_b(self) -> bool:
+        return self.name.endswith("B")
+
+
+def _untargeted(
+    config: Config, linear: Mapping[str, bool], others: Collection[str], present: Collection[str]
+) -> Iterator[str]:
+    """Yield the modules for which the configuration and the file disagree. others: those to which a graph adds none."""
+    for module, is_linear in linear.items():
+        targeted = config.targets(module, linear=is_linear)
+        if targeted and module not in present:
+            yield f"{module}: {CONFIG_NAME} targets it, but the file has no tensors for it"
+        elif module in present and not targeted:
+            yield f"{module}: the file has tensors for it, but {CONFIG_NAME} does not target it"
+    for module in others:  # which of them are linear is not known
+        if config.targets(module, linear=False):
+            yield f"{module}: {CONFIG_NAME} targets it, but the graph has no room for it, and the file no tensors"
+
+
+def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:
+    """Yield the problem of each module of which the file has only A or only B."""
+    pairs: dict[str, list[RowSource]] = {}
+    for source in sources:
+        pairs.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", source.row.name), []).append(source)
+    for pair in pairs.values():
+        missing = [source.row.name for source in pair if source.key is None]
+        if 0 < len(missing) < len(pair):
+            yield f"{missing[0]}: missing, but its other half is present"
+
+
+def _rank_problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
+    expected, actual = describe(row), describe(stored)
+    rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
+    if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
+        yield f"{row.name}: the graph expects {expected}, the file has {actual}"
+    elif stored.shape[rank_axis] > row.shape[rank_axis]:
+        yield (
+            f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({expected}), the file has rank "
+            f"{stored.shape[rank_axis]} ({actual})"
+        )
+    elif stored.shape[rank_axis] != rank:
+        yield f"{row.name}: the configuration says rank {rank}, the file has {actual}"
+
+
 _IRRELEVANT = {  # fields about the training, and those that the names and shapes of the file repeat
     "auto_mapping",
     "base_model_name_or_path",
@@ -169,35 +309,6 @@ def _is_named(names: str | frozenset[str], module: str) -> bool:
     return any(".".join(parts[begin:]) in names for begin in range(len(parts)))
 
 
-def _check_pattern(pattern: str, where: str) -> None:
-    repetitions, alternatives = _choices(pattern)
-    nested = re.search(r"\)[*+?{]", pattern) or len(pattern) > _LONGEST_PATTERN
-    if repetitions > _MOST_REPETITIONS or alternatives > _MOST_ALTERNATIVES or nested:
-        raise Unsupported(f"{where}: the pattern {pattern!r:.200} may take forever; name the modules instead")
-
-
-def _choices(pattern: str) -> tuple[int, int]:
-    """Return the number of repetitions in a pattern, and in how many ways its alternatives may all match."""
-    plain = pattern.replace("(?", "(")
-    return len(re.findall(r"[*+?{]", plain)), math.prod(map(_ways, re.split("[()]", plain)))
-
-
-def _ways(group: str) -> int:
-    """Return how many alternatives may match at one place: of words that do not begin with each other, one."""
-    words = sorted(group.split("|"))
-    if re.fullmatch(r"[\w|-]*", group) and not any(after.startswith(word) for word, after in pairwise(words)):
-        return 1
-    return len(words)
-
-
-def _steps(pattern: str, length: int) -> int:
-    """Return about how many steps a pattern takes at most with a name of a length."""
-    if _PLAIN.fullmatch(pattern):
-        return _PLAIN_STEPS
-    repetitions, alternatives = _choices(pattern)
-    return 100 + int(length**repetitions) // math.factorial(repetitions) * alternatives
-
-
 def _first_match(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
     """Return the value of the first pattern that matches, as PEFT does."""
     matches = (value for pattern, value in (patterns or {}).items() if _matches(pattern, module))
@@ -220,142 +331,39 @@ def _ending(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
+# `re` backtracks: a pattern may try all places for each repetition, and all alternatives of each group. So the steps of
+# all patterns with all names of modules are estimated before any is tried.
+_PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # a name, which costs next to nothing: there may be thousands
+_MOST_REPETITIONS, _MOST_ALTERNATIVES, _LONGEST_PATTERN = 4, 64, 1000
+_MOST_STEPS = 100_000_000  # about a second
+_PLAIN_STEPS, _COMPILED_STEPS = 100, 30_000
 _compiled = lru_cache(maxsize=10_000)(re.compile)  # as many as `_MOST_STEPS` allows
 
 
-class RowSource(NamedTuple):
-    """The source of a row of a graph: the tensor `key` of a file, multiplied by `factor`. key None: zeros."""
-
-    row: NamedTensor
-    key: str | None
-    factor: float = 1.0
-
-
-def read_config(folder: Location) -> Config | None:
-    """Read the configuration in a directory; None if there is none. Raises WeightFileError and Unsupported."""
-    where = f"{folder / CONFIG_NAME}"
-    raw = read_small(folder / CONFIG_NAME, _MOST_CONFIG)
-    if raw is None:
-        return None
-    try:
-        fields = msgspec.json.decode(raw, type=dict[str, Any])
-        config = msgspec.convert(fields, Config)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
-    if not all(0 < rank < 1 << 31 for rank in (config.r, *(config.rank_pattern or {}).values())):
-        raise WeightFileError(f"{where}: has a rank below 1, or one that no tensor has")
-    known = set(Config.__struct_fields__)
-    config.check(where, (name for name, value in fields.items() if value and name not in known))
-    try:
-        config.compile()
-    except (re.error, OverflowError, RecursionError) as error:
-        raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
-    return config
+def _check_pattern(pattern: str, where: str) -> None:
+    repetitions, alternatives = _choices(pattern)
+    nested = re.search(r"\)[*+?{]", pattern) or len(pattern) > _LONGEST_PATTERN
+    if repetitions > _MOST_REPETITIONS or alternatives > _MOST_ALTERNATIVES or nested:
+        raise Unsupported(f"{where}: the pattern {pattern!r:.200} may take forever; name the modules instead")
 
 
-def match_peft(
-    tensors: Mapping[str, StoredTensor],
-    rows: Iterable[NamedTensor],
-    config: Config,
-    where: str,
-    base: Iterable[str] = (),
-) -> list[RowSource]:
-    """Return the source of each row of a graph. Modules that the configuration does not target get zeros.
-
-    base: FQNs of the base's weights. Raises WeightsMismatch with the tensors of both sides, and for modules that the
-    configuration targets and the file lacks, and the other way round: PEFT warns, and computes without them.
-    """
-    parsed = {row: _Part.of(row.name) for row in rows}
-    linear = {part.module: not part.name.startswith("lora_embedding") for part in parsed.values() if part}
-    others = {found["module"] for name in base if (found := _BASE_WEIGHT.fullmatch(name))} - linear.keys()
-    config.check_work([*linear, *others], where)
-    ranks = {module: config.rank(module) for module in linear}
-    keys = {key.removeprefix(_PREFIX): key for key in tensors}
-    sources: list[RowSource] = []
-    problems = [f"{key}: present both with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
-    for row, part in parsed.items():
-        key = keys.pop(part.stem, None) if part else None
-        if key is not None and part:
-            problems += _problems(row, tensors[key], ranks[part.module], rank_axis=int(part.is_b))
-        sources.append(
-            RowSource(row, key, config.factor(part.module, ranks[part.module]) if part and part.is_b else 1.0)
-        )
-    problems += _missing_halves(sources)
-    present = {part.module for source in sources if source.key and (part := parsed[source.row])}
-    problems += _untargeted(config, linear, others, present)
-    problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _UNKNOWN}" for stem in sorted(keys)]
-    if len(keys) == len(tensors):
-        problems.append(f"the graph expects tensors such as {listed([each.row.name for each in sources][:2])}")
-    if problems:
-        raise WeightsMismatch(
-            where,
-            problems,
-            "Give an adapter trained for this architecture, saved whole, or export with its targets and rank.",
-        )
-    return sources
+def _steps(pattern: str, length: int) -> int:
+    """Return about how many steps a pattern takes at most with a name of a length."""
+    if _PLAIN.fullmatch(pattern):
+        return _PLAIN_STEPS
+    repetitions, alternatives = _choices(pattern)
+    return 100 + int(length**repetitions) // math.factorial(repetitions) * alternatives
 
 
-class _Part(NamedTuple):
-    """Row of a graph: the module in the base that it belongs to, which of its tensors it is, and its name in a file."""
-
-    module: str
-    name: str
-    stem: str
-
-    @classmethod
-    def of(cls, fqn: str) -> _Part | None:
-        if (found := _FQN.fullmatch(fqn)) is None:
-            return None
-        module = found["module"].removeprefix(_PREFIX)
-        return cls(module, found["part"], f"{module}.{found['part']}{found['weight'] or ''}")
-
-    @property
-    def is_b(self) -> bool:
-        return self.name.endswith("B")
+def _choices(pattern: str) -> tuple[int, int]:
+    """Return the number of repetitions in a pattern, and in how many ways its alternatives may all match."""
+    plain = pattern.replace("(?", "(")
+    return len(re.findall(r"[*+?{]", plain)), math.prod(map(_ways, re.split("[()]", plain)))
 
 
-def _untargeted(
-    config: Config, linear: Mapping[str, bool], others: Collection[str], present: Collection[str]
-) -> Iterator[str]:
-    """Yield the modules for which the configuration and the file disagree. others: those to which a graph adds none."""
-    for module, is_linear in linear.items():
-        targeted = config.targets(module, linear=is_linear)
-        if targeted and module not in present:
-            yield f"{module}: {CONFIG_NAME} targets it, but the file has no tensors for it"
-        elif module in present and not targeted:
-            yield f"{module}: the file has tensors for it, but {CONFIG_NAME} does not target it"
-    for module in others:  # which of them are linear is not known
-        if config.targets(module, linear=False):
-            yield f"{module}: {CONFIG_NAME} targets it, but the graph has no room for it, and the file no tensors"
-
-
-def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:
-    """Yield the problem of each module of which the file has only A or only B."""
-    pairs: dict[str, list[RowSource]] = {}
-    for source in sources:
-        pairs.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", source.row.name), []).append(source)
-    for pair in pairs.values():
-        missing = [source.row.name for source in pair if source.key is None]
-        if 0 < len(missing) < len(pair):
-            yield f"{missing[0]}: missing, but its other half is present"
-
-
-def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
-    expected, actual = describe(row), describe(stored)
-    rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
-    if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
-        yield f"{row.name}: the graph expects {expected}, the file has {actual}"
-    elif stored.shape[rank_axis] > row.shape[rank_axis]:
-        yield (
-            f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({expected}), the file has rank "
-            f"{stored.shape[rank_axis]} ({actual})"
-        )
-    elif stored.shape[rank_axis] != rank:
-        yield f"{row.name}: the configuration says rank {rank}, the file has {actual}"
-
-
-def weights_in(location: Location) -> tuple[Location, Location]:
-    """Return the folder of a variant, and the file with its tensors, which in a PEFT directory has a fixed name."""
-    folder, name = (location.parent, location.name) if location.name.endswith(SUFFIX) else (location, WEIGHTS_NAME)
-    folder = folder_behind(folder)  # a symbolic link may change between the reads of the two files
-    return folder, folder / name
+def _ways(group: str) -> int:
+    """Return how many alternatives may match at one place: of words that do not begin with each other, one."""
+    words = sorted(group.split("|"))
+    if re.fullmatch(r"[\w|-]*", group) and not any(after.startswith(word) for word, after in pairwise(words)):
+        return 1
+    return len(words)

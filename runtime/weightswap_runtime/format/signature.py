@@ -1,7 +1,8 @@
 """Signatures: the inputs and outputs of a method, as a JSON tree.
 
 A leaf is one flat input or output of the graph: a tensor, an integer that varies, or a literal that is fixed in the
-graph. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`.
+graph. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`. Graphs take
+and give flat lists; callers see the trees.
 """
 
 from __future__ import annotations
@@ -36,15 +37,13 @@ class Integer(msgspec.Struct, frozen=True, tag="integer"):
 
 
 class Literal(msgspec.Struct, frozen=True, tag="literal"):
-    """Value that was fixed at export. A call may omit it.
-
-    A float is stored as hexadecimal text in `hex`, which is unambiguous and can express infinities; `value` is then
-    None.
-    """
+    """Value that was fixed at export. A call may omit it."""
 
     name: str
     value: bool | int | str | None = None
-    hex: str | None = None
+    hex: str | None = (
+        None  # a float, as hexadecimal text: unambiguous, and JSON has no infinities; `value` is then None
+    )
 
     @classmethod
     def of(cls, name: str, value: Scalar) -> Literal:
@@ -74,25 +73,22 @@ Node = Leaf | Items | Tuple | Dict
 
 
 class Dimension(msgspec.Struct, frozen=True):
-    """Range of a named dimension, both ends included; a `max` of None means no upper limit."""
+    """Range of a named dimension, both ends included."""
 
     min: int
-    max: int | None = None
+    max: int | None = None  # None: no upper limit
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs and output of a method.
+    """Inputs and output of a method."""
 
-    `args` and `kwargs` are pairs of parameter name and node, in call order. A name that is no identifier cannot be
-    passed by keyword. `conditions` are relations between dimensions that the capture relied on, such as
-    `rows <= columns`.
-    """
-
-    args: tuple[tuple[str, Node], ...]
+    args: tuple[tuple[str, Node], ...]  # parameter name and node, in call order; no identifier: not passed by keyword
     kwargs: tuple[tuple[str, Node], ...]
     output: Node
     dims: dict[str, Dimension]
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[
+        str, ...
+    ] = ()  # relations between dimensions that the capture relied on, such as `rows <= columns`
 
 
 class SizeExpression(NamedTuple):
@@ -147,13 +143,6 @@ def input_leaves(signature: Signature) -> list[Leaf]:
     return [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
 
 
-def call_arguments(signature: Signature, flat: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Build the positional and keyword arguments of a method from its flat inputs."""
-    values = iter(flat)
-    args = tuple(_build(node, values) for _, node in signature.args)
-    return args, {name: _build(node, values) for name, node in signature.kwargs}
-
-
 def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
     """Return the sizes in a leaf: a tensor's shape, or an integer's value."""
     match leaf:
@@ -163,6 +152,13 @@ def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
             return (leaf.value,)
         case _:
             return ()
+
+
+def call_arguments(signature: Signature, flat: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Build the positional and keyword arguments of a method from its flat inputs."""
+    values = iter(flat)
+    args = tuple(_build(node, values) for _, node in signature.args)
+    return args, {name: _build(node, values) for name, node in signature.kwargs}
 
 
 def unflatten(node: Node, values: list[Any]) -> Any:
