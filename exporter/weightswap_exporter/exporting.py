@@ -1,10 +1,10 @@
-"""`export()`: from a model to an artifact."""
+"""`export()`: from a model to an artifact: its graphs, and the tables of what they read, without the weights."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from weightswap_exporter.capture.adapter import Recorded, record_adapter
+from weightswap_exporter.capture.adapter import record_adapter
 from weightswap_exporter.capture.archive import graph_archive
 from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, training_operators
-from weightswap_exporter.capture.classify import Tables, classify, overlapping, renamed
+from weightswap_exporter.capture.classify import Tables, classify, overlapping
 from weightswap_exporter.capture.decoders import decoder
 from weightswap_exporter.capture.describe import describe_method
 from weightswap_exporter.capture.tracing import CheckpointTensors, Load
@@ -30,9 +30,8 @@ from weightswap_exporter.engines.compiling import (
     with_files,
     write_files,
 )
-from weightswap_exporter.modules import libraries as huggingface
-from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, unwrapped_layers
-from weightswap_exporter.modules.tensors import check_separable, kinds_of, named_tensors, unwrapped
+from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
+from weightswap_exporter.modules.tensors import ModelView, unwrapped
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError, listed
 from weightswap_runtime.format.artifact import zeros
@@ -58,9 +57,7 @@ from weightswap_runtime.tensors import Tolerance
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_runtime.torch_tensors import tensor_content
 
-from .goldens import GoldensRequest, Requested, is_skeleton, record, record_inputs, wanted_goldens, weights_identity
-
-_STACKLEVEL = 5  # of warnings, which shall show the line that calls export()
+from .goldens import GoldensRequest, Requested, record, record_inputs, wanted_goldens, weights_identity
 
 
 def export(
@@ -115,9 +112,9 @@ def export(
         specs,
         out,
         engines,
-        load,
-        checkpoint,
-        wanted_goldens(goldens, tolerance, list(specs)),
+        load=load,
+        checkpoint=checkpoint,
+        goldens=wanted_goldens(goldens, tolerance, list(specs)),
         variants=variants,
         tell=tell,
     )
@@ -159,131 +156,41 @@ def _export(
     specs: Mapping[str, MethodSpec],
     out: str | os.PathLike[str],
     engines: Sequence[str],
+    *,
     load: Load | None = None,
     checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
     goldens: GoldensRequest | None = None,
     generation: TextGeneration | None = None,
     variants: Declared | None = None,
-    tell: Tell = tell_nobody,
+    tell: Tell,
 ) -> Artifact:
     method_engines = _engines_of(specs, engines)
     check_writable(out)
     path = _check_out(Path(out))
-    check_separable(model)
+    view = ModelView(model)
+    view.check_separable()
     example = None if checkpoint is None else example_checkpoint(checkpoint)
-    groups = find_groups(model, variants)
-    with without_garbage_collection(), base_alone(model, groups):
+    groups = find_groups(view, variants)
+    with without_garbage_collection(), base_alone(view, groups):
         tell(f"capturing {', '.join(specs)}")
-        manifest, files = _artifact(model, specs, load, example, groups)
+        manifest, files, texts = _artifact(view, specs, load, example, groups)
+        for text in texts:  # before anything is written: a warning may be an error
+            warnings.warn(text, stacklevel=3)
         manifest = msgspec.structs.replace(manifest, generation=generation)
         if goldens:
-            recorded = _recorded_calls(model, goldens, specs, manifest, files[CONSTANTS_NAME])
+            recorded = _recorded_calls(view, goldens, specs, manifest, files[CONSTANTS_NAME])
             files |= recorded
             manifest = with_files(manifest, recorded)
-        encoded = encode_manifest(manifest)
         try:
-            decode_manifest(encoded, str(path))
+            decode_manifest(encode_manifest(manifest), str(path))
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
         previous = _compiled_for(path)
         _write(path, manifest, files, method_engines, tell)
     if lost := sorted(previous - _compiled_for(path)):
         text = f"{path}: the replaced artifact was compiled for {', '.join(lost)}, and the new one is not"
-        warnings.warn(f"{text}; run weightswap compile", stacklevel=_STACKLEVEL - 2)
+        warnings.warn(f"{text}; run weightswap compile", stacklevel=3)
     return Artifact.open(path)
-
-
-def _compiled_for(path: Path) -> set[str]:
-    """Return the engines, with their machine targets, that an artifact is compiled for; none if it does not exist."""
-    try:
-        files = Artifact.open(path).manifest.files
-    except (WeightswapError, OSError):
-        return set()
-    parts = (name.split("/")[1:-1] for name in files if name.startswith("engines/"))
-    return {" for ".join(part) for part in parts}
-
-
-def _artifact(
-    model: nn.Module,
-    specs: Mapping[str, MethodSpec],
-    load: Load | None,
-    checkpoint: CheckpointTensors | None,
-    groups: Groups,
-) -> tuple[Manifest, dict[str, bytes]]:
-    """Return the manifest, and the content of the other files by name."""
-    with huggingface.without_cache(model):
-        captured = {name: capture(model, name, spec) for name, spec in specs.items()}
-    _warn_of_training(captured)
-    _warn_of_leftovers(captured)
-    for text in dict.fromkeys(text for method in captured.values() for text in method.stale):
-        warnings.warn(text, stacklevel=_STACKLEVEL - 1)
-    tables = classify(model, captured, groups)
-    if pairs := overlapping(named_tensors(model), tables.weights):
-        text = "these weights share memory but are not one tensor; after a swap they do not share it: "
-        warnings.warn(text + "; ".join(pairs), stacklevel=_STACKLEVEL - 1)
-    recording = _adapter(model, tables, load, checkpoint)
-    described = {
-        name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
-        for name, method in captured.items()
-    }
-    files = {
-        described[name].graph: graph_archive(method.program, described[name].signature)
-        for name, method in captured.items()
-    }
-    files[CONSTANTS_NAME] = _constants(tables)
-    files |= recording.files | kinds_file(model)
-    digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
-    manifest = Manifest(
-        format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
-        graph_id="",
-        producer=Producer(weightswap=__version__, torch=str(torch.__version__)),
-        device="cpu",
-        methods=described,
-        weights=tables.weights,
-        state=tables.state,
-        constants=tables.constants,
-        adapter=recording.adapter,
-        files=digests,
-        variants=tables.variants,
-    )
-    return with_graph_id(manifest), files
-
-
-def _warn_of_training(captured: Mapping[str, Captured]) -> None:
-    if training := sorted({op for method in captured.values() for op in training_operators(method)}):
-        warnings.warn(
-            f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
-            "if it is to serve",
-            stacklevel=_STACKLEVEL,
-        )
-
-
-def _warn_of_leftovers(captured: Mapping[str, Captured]) -> None:
-    tensors, numbers = (
-        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.leftovers, kind)))
-        for kind in ("tensors", "numbers")
-    )
-    if tensors:
-        warnings.warn(
-            f"a call leaves tensors in {listed(tensors)}. No later call reads them, and a server does not keep them",
-            stacklevel=_STACKLEVEL,
-        )
-    if numbers:
-        warnings.warn(
-            f"a call changes {listed(numbers)}. The next call computes the same, and a server does not change them: "
-            "make sure that no later call reads them",
-            stacklevel=_STACKLEVEL,
-        )
-
-
-def _check_out(path: Path) -> Path:
-    try:
-        foreign = path.exists() and not (path / MANIFEST_NAME).is_file()
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path!s:.200}: cannot be written ({error})") from error
-    if foreign:
-        raise ExportError(f"{path}: exists and is not an artifact; give an unused name, or remove it")
-    return path
 
 
 def _specs(
@@ -312,17 +219,76 @@ def _engines_of(specs: Mapping[str, MethodSpec], engines: Sequence[str]) -> dict
     return method_engines
 
 
-def _adapter(model: nn.Module, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
-    # checkpoints are those of the base model, which has no layers of PEFT
-    with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
-        if huggingface.is_pretrained(model) and not kinds_of(model):
-            load = load or huggingface.load
-            checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
-        recorded = record_adapter(model, tables.with_prefixes(prefixes), load=load, checkpoint=checkpoint)
-    recorded = recorded.renamed({renamed(row.name, prefixes): row.name for row in tables.weights})
-    for text in recorded.warnings:
-        warnings.warn(text, stacklevel=_STACKLEVEL)
-    return recorded
+def _check_out(path: Path) -> Path:
+    try:
+        foreign = path.exists() and not (path / MANIFEST_NAME).is_file()
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path!s:.200}: cannot be written ({error})") from error
+    if foreign:
+        raise ExportError(f"{path}: exists and is not an artifact; give an unused name, or remove it")
+    return path
+
+
+def _artifact(
+    view: ModelView,
+    specs: Mapping[str, MethodSpec],
+    load: Load | None,
+    checkpoint: CheckpointTensors | None,
+    groups: Groups,
+) -> tuple[Manifest, dict[str, bytes], list[str]]:
+    """Return the manifest, the content of the other files by name, and warnings."""
+    with without_cache(view.model):
+        captured = {name: capture(view, name, spec) for name, spec in specs.items()}
+    texts = list(_doubts(captured))
+    tables = classify(view, captured, groups)
+    if pairs := overlapping(view.tensors, tables.weights):
+        texts.append(
+            "these weights share memory but are not one tensor; after a swap they do not share it: " + "; ".join(pairs)
+        )
+    recorded = record_adapter(view, tables, load=load, checkpoint=checkpoint)
+    described = {
+        name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
+        for name, method in captured.items()
+    }
+    files = {
+        described[name].graph: graph_archive(method.program, described[name].signature)
+        for name, method in captured.items()
+    }
+    files[CONSTANTS_NAME] = _constants(tables)
+    files |= recorded.files | kinds_file(view)
+    manifest = Manifest(
+        format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
+        graph_id="",
+        producer=Producer(weightswap=__version__, torch=str(torch.__version__)),
+        device="cpu",
+        methods=described,
+        weights=tables.weights,
+        state=tables.state,
+        constants=tables.constants,
+        adapter=recorded.adapter,
+        files={name: blake3(content).hexdigest() for name, content in sorted(files.items())},
+        variants=tables.variants,
+    )
+    return with_graph_id(manifest), files, [*texts, *recorded.warnings]
+
+
+def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
+    """Yield warnings of what was captured, but may not be what the user wants to serve."""
+    methods = captured.values()
+    if training := sorted({op for method in methods for op in training_operators(method)}):
+        yield (
+            f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
+            "if it is to serve"
+        )
+    if tensors := dict.fromkeys(path for method in methods for path in method.leftovers.tensors):
+        names = listed(list(tensors))
+        yield f"a call leaves tensors in {names}. No later call reads them, and a server does not keep them"
+    if numbers := dict.fromkeys(path for method in methods for path in method.leftovers.numbers):
+        yield (
+            f"a call changes {listed(list(numbers))}. The next call computes the same, and a server does not change "
+            "them: make sure that no later call reads them"
+        )
+    yield from dict.fromkeys(text for method in methods for text in method.stale)
 
 
 def _constants(tables: Tables) -> bytes:
@@ -332,15 +298,15 @@ def _constants(tables: Tables) -> bytes:
 
 
 def _recorded_calls(
-    model: nn.Module, goldens: GoldensRequest, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
+    view: ModelView, goldens: GoldensRequest, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
 ) -> dict[str, bytes]:
     """Return the file of recorded calls: goldens, or for a skeleton the inputs alone."""
-    if is_skeleton(model):
+    if view.hollow:
         return {INPUTS_NAME: record_inputs(goldens, manifest).encode(None)}
     functions = {name: spec.fn_name for name, spec in specs.items()}
     values = parse_file(constants, CONSTANTS_NAME)[0] | zeros(manifest.state)
-    recording = record(model, goldens, manifest, values, functions)
-    return {GOLDENS_NAME: recording.encode(weights_identity(model, manifest))}
+    recording = record(view, goldens, manifest, values, functions)
+    return {GOLDENS_NAME: recording.encode(weights_identity(view, manifest))}
 
 
 def _write(
@@ -356,3 +322,13 @@ def _write(
                 try_engines(Artifact.open(folder), [engine for names in engines.values() for engine in names])
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error
+
+
+def _compiled_for(path: Path) -> set[str]:
+    """Return the engines, with their machine targets, that an artifact is compiled for; none if it does not exist."""
+    try:
+        files = Artifact.open(path).manifest.files
+    except (WeightswapError, OSError):
+        return set()
+    parts = (name.split("/")[1:-1] for name in files if name.startswith("engines/"))
+    return {" for ".join(part) for part in parts}

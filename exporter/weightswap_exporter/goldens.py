@@ -1,4 +1,8 @@
-"""Recording the eager model's calls."""
+"""Goldens: calls of the eager model, recorded so that a server can show that it computes the same.
+
+`export()` and `pack()` parse the calls, check their inputs as a server would, run each call twice from the initial
+state, and record what the two runs agree on.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.checkpoints.tensor import content_of, contents_of, dtype_of, pieces
-from weightswap_exporter.modules import libraries as huggingface
+from weightswap_exporter.modules.libraries import without_cache
 from weightswap_exporter.modules.stand_ins import first_line, frame_of
-from weightswap_exporter.modules.tensors import is_fake, named_tensors, parts_of, plain_tree
+from weightswap_exporter.modules.tensors import ModelView, is_fake, parts_of, tree_of
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.errors import InputMismatch, RecordingError
 from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.goldens import Case, Environment, Value, encode_goldens, type_problem
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.safetensors import weights_id
-from weightswap_runtime.format.signature import Integer, Leaf, Literal, Tensor, input_leaves, leaves, unflatten
+from weightswap_runtime.format.signature import Integer, Leaf, Literal, Node, Tensor, input_leaves, leaves, unflatten
 from weightswap_runtime.tensors import TensorBytes, TensorType, Tolerance, describe, difference, digest_of, same_type
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, copied_tensor, tensor_bytes
 
@@ -49,11 +52,18 @@ def wanted_goldens(
     goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]
 ) -> GoldensRequest | None:
     """Parse the arguments `goldens` and `tolerance` of `export()` and `pack()`. Raises RecordingError."""
-    if goldens is not None:
-        return GoldensRequest(_parse_calls(goldens, methods), None if tolerance is None else _checked(tolerance))
+    if goldens is None:
+        if tolerance is not None:
+            raise RecordingError(
+                ["tolerance: sets how goldens are compared, but there are none"], "Give `goldens`, too."
+            )
+        return None
+    calls = _parse_calls(goldens, methods)
     if tolerance is not None:
-        raise RecordingError(["tolerance: sets how goldens are compared, but there are none"], "Give `goldens`, too.")
-    return None
+        if problem := tolerance_problem(tolerance):
+            raise RecordingError([problem], "Leave it out if the outputs must be reproduced exactly.")
+        tolerance = float(tolerance[0]), float(tolerance[1])
+    return GoldensRequest(calls, tolerance)
 
 
 def _parse_calls(goldens: Requested, methods: Sequence[str]) -> list[GoldenCall]:
@@ -87,175 +97,12 @@ def _parse_call(method: str, item: tuple[Any, ...]) -> GoldenCall:
     return GoldenCall(method, item, {})
 
 
-def _checked(tolerance: Any) -> Tolerance:
-    if problem := tolerance_problem(tolerance):
-        raise RecordingError([problem], "Leave it out if the outputs must be reproduced exactly.")
-    rtol, atol = tolerance
-    return float(rtol), float(atol)
-
-
 def tolerance_problem(tolerance: Any) -> str | None:
     """Return why the value is not a tolerance; None if it is one."""
     numbers = isinstance(tolerance, tuple | list) and all(type(part) in (int, float) for part in tolerance)
     if numbers and len(tolerance) == 2 and all(math.isfinite(part) and part >= 0 for part in tolerance):
         return None
     return f"tolerance: expected (rtol, atol), finite and not negative, got {tolerance!r:.80}"
-
-
-def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list[Any]]:
-    """Return copies of the flat inputs of each call. Raises RecordingError for those that a server would refuse."""
-    flat: list[list[Any]] = []
-    problems: list[str] = []
-    for number, call in enumerate(calls):
-        signature = manifest.methods[call.method].signature
-        check = CallCheck(call.method, signature, torch.Tensor, DTYPE_NAMES, TorchEngine.misplaced, TorchEngine.kind)
-        try:
-            args, kwargs = (unflatten(*plain_tree(tree)) for tree in (call.args, call.kwargs))
-            flat.append([_copied(value) for value in check.flatten(args, kwargs)])
-        except InputMismatch as error:
-            problems += [f"case {number}, {call.method}: {problem}" for problem in error.problems]
-    if problems:
-        raise RecordingError(problems, "Give inputs that the method was exported for; a server would refuse these.")
-    return flat
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def with_literals(call: GoldenCall, manifest: Manifest) -> GoldenCall:
-    """Return the call with the literals that it leaves out added as keyword arguments; the graph fixes their values."""
-    signature = manifest.methods[call.method].signature
-    rest = (*signature.args[len(call.args) :], *signature.kwargs)
-    literals = {name: unflatten(node, list(leaves(node))) for name, node in rest if name not in call.kwargs}
-    return call._replace(kwargs=literals | call.kwargs)
-
-
-class Outputs(NamedTuple):
-    """Flat outputs of a call with their names, in the graph's order. Tensors are copies."""
-
-    names: list[str]
-    values: list[Any]
-
-
-@contextmanager
-def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
-    """Prepare the model for calls inside a `with` block.
-
-    functions: the model's attribute for each method whose name differs. initial: the initial state by FQN. Inside the
-    block, gradients and autocast are off, attention takes its ordinary path, which is the captured one, and a
-    transformers model has no key-value cache. On exit, torch's random state and the model's buffers are restored, also
-    after an exception; a copy of every buffer is held until then.
-    """
-    buffers = _ModelBuffers(model, initial)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    plain = torch.autocast("cpu", enabled=False)
-    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), huggingface.without_cache(model):
-        try:
-            torch.backends.mha.set_fastpath_enabled(False)
-            yield Eager(model, functions, buffers)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            buffers.restore()
-
-
-class Eager:
-    """An eager model that is ready to be called, as yielded by `eager()`."""
-
-    def __init__(self, model: nn.Module, functions: Mapping[str, str], buffers: _ModelBuffers) -> None:
-        self._model = model
-        self._functions = functions
-        self._buffers = buffers
-        self._parameters = _parameters(model)
-
-    def run(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        within: AbstractContextManager[object] | None = None,
-    ) -> Outputs:
-        """Call a method from the initial state, with row-major copies of the inputs, as goldens keep them.
-
-        within: a context manager around the call alone.
-        """
-        self._buffers.reset()
-        args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
-        name = self._functions.get(method, method)
-        call = self._model if name == "forward" else getattr(self._model, name)
-        with within or nullcontext():
-            result = call(*args, **kwargs)
-        tree, values = plain_tree(result)
-        return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
-
-    def changed(self) -> list[str]:
-        """Return the names of weights and constants that calls have changed."""
-        now = _parameters(self._model)
-        return self._buffers.changed() + [name for name, value in self._parameters.items() if now.get(name) != value]
-
-
-def _row_major(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return value
-    return value.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _parameters(model: nn.Module) -> dict[str, tuple[int, str]]:
-    """Return the identity and digest of each parameter: writes through `.data` do not change its version counter."""
-    digests = {id(value): _digest(value) for value in model.parameters()}
-    return {name: (id(value), digests[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)}
-
-
-def _digest(value: torch.Tensor) -> str:
-    parts = parts_of("", value).values() if value.layout is torch.strided else ()
-    return " ".join(digest_of(pieces(part)) for part in parts)
-
-
-class _BufferPlace(NamedTuple):
-    """A buffer, the dict and key that hold it in its module, and a copy of its values."""
-
-    fqn: str
-    owner: dict[str, torch.Tensor | None]
-    key: str
-    tensor: torch.Tensor
-    values: torch.Tensor
-
-
-class _ModelBuffers:
-    """Buffers of a model. `initial` has the values, before each call, of those that a call may change."""
-
-    def __init__(self, model: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
-        self._initial = initial
-        self._buffers = [
-            _BufferPlace(f"{path}.{key}" if path else key, module._buffers, key, buffer, buffer.detach().clone())
-            for path, module in model.named_modules(remove_duplicate=False)
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def reset(self) -> None:
-        for fqn, owner, key, tensor, _ in self._buffers:
-            if fqn in self._initial:
-                owner[key] = tensor  # a call may have assigned another tensor
-                tensor.copy_(self._initial[fqn])
-
-    def changed(self) -> list[str]:
-        return [buffer.fqn for buffer in self._buffers if buffer.fqn not in self._initial and _is_changed(buffer)]
-
-    def restore(self) -> None:
-        for buffer in self._buffers:
-            if _is_changed(buffer):
-                buffer.owner[buffer.key] = buffer.tensor
-                buffer.tensor.copy_(buffer.values)
-
-
-def _is_changed(buffer: _BufferPlace) -> bool:
-    return buffer.owner.get(buffer.key) is not buffer.tensor or not _same_bits(buffer.values, buffer.tensor)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_type = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same_type and np.array_equal(tensor_bytes(one), tensor_bytes(other))
 
 
 class Recording(NamedTuple):
@@ -279,9 +126,35 @@ class Recording(NamedTuple):
         )
 
 
-def is_skeleton(model: nn.Module) -> bool:
-    """Return whether the model has tensors without values, so that it cannot be called."""
-    return any(map(is_fake, named_tensors(model).values()))
+def record(
+    view: ModelView,
+    wanted: GoldensRequest,
+    manifest: Manifest,
+    constants: Mapping[str, TensorBytes],
+    functions: Mapping[str, str],
+) -> Recording:
+    """Run each call on the eager model twice and record its inputs and outputs.
+
+    constants: as `Artifact.constants()` returns them. functions: the model's attribute for each method whose name
+    differs. The model must have the weights of the file, and be in the mode in which it was exported. Raises
+    RecordingError with every problem: a model that does not fit the artifact, inputs that a server would refuse,
+    outputs that differ between the two runs.
+    """
+    calls = wanted.calls
+    values = {name: copied_tensor(content) for name, content in constants.items()}
+    check_has_values(view)
+    if problems := [*_model_problems(view, manifest, values), *_function_problems(view, calls, functions)]:
+        raise RecordingError(problems, "Record with the model that was exported, on the CPU and in its dtypes.")
+    inputs = checked_inputs(calls, manifest)
+    initial = {name: values[row.name] for row in manifest.state for name in row.names}
+    recorder = _CaseRecorder(manifest)
+    with eager(view, functions, initial) as runner:
+        for call, flat in zip(calls, inputs, strict=True):
+            recorder.record(runner, call, flat)
+        recorder.problems += [f"a call changed {name}, which is not state" for name in runner.changed()]
+    if recorder.problems:
+        raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
+    return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
 
 
 def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
@@ -297,45 +170,19 @@ def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
     return Recording(manifest.graph_id, None, None, recorder.cases, recorder.tensors)
 
 
-def check_has_values(model: nn.Module) -> None:
+def check_has_values(view: ModelView) -> None:
     """Raise RecordingError if the model is a skeleton."""
-    if fake := [name for name, tensor in named_tensors(model).items() if is_fake(tensor)]:
+    if view.hollow:
         raise RecordingError(
-            [f"{len(fake)} tensors of the model have no values, the first is {fake[0]}"],
+            [f"{len(view.hollow)} tensors of the model have no values, the first is {view.hollow[0]}"],
             "A skeleton cannot be run: build the model outside skeleton(), or leave the goldens out and record them "
             "when weights are packed.",
         )
 
 
-def record(
-    model: nn.Module,
-    wanted: GoldensRequest,
-    manifest: Manifest,
-    constants: Mapping[str, TensorBytes],
-    functions: Mapping[str, str],
-) -> Recording:
-    """Run each call on the eager model twice and record its inputs and outputs.
-
-    constants: as `Artifact.constants()` returns them. functions: the model's attribute for each method whose name
-    differs. The model must have the weights of the file, and be in the mode in which it was exported. Raises
-    RecordingError with every problem: a model that does not fit the artifact, inputs that a server would refuse,
-    outputs that differ between the two runs.
-    """
-    calls = wanted.calls
-    values = {name: copied_tensor(content) for name, content in constants.items()}
-    check_has_values(model)
-    if problems := [*_model_problems(model, manifest, values), *_function_problems(model, calls, functions)]:
-        raise RecordingError(problems, "Record with the model that was exported, on the CPU and in its dtypes.")
-    inputs = checked_inputs(calls, manifest)
-    initial = {name: values[row.name] for row in manifest.state for name in row.names}
-    recorder = _CaseRecorder(manifest)
-    with eager(model, functions, initial) as runner:
-        for call, flat in zip(calls, inputs, strict=True):
-            recorder.record(runner, call, flat)
-        recorder.problems += [f"a call changed {name}, which is not state" for name in runner.changed()]
-    if recorder.problems:
-        raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
-    return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
+def weights_identity(view: ModelView, manifest: Manifest) -> str:
+    """Return the weights id that a packed file of the model would have, without copying the weights."""
+    return weights_id((row.row, digest_of(pieces(view.tensors[row.name]))) for row in manifest.weights)
 
 
 class _CaseRecorder:
@@ -384,22 +231,20 @@ class _CaseRecorder:
         return name
 
 
-def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _model_problems(view: ModelView, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Yield differences between the model and the artifact that make the model compute something else."""
-    yield from type_problems(model, manifest)
-    tensors = named_tensors(model)
+    yield from type_problems(view, manifest)
     for row in manifest.constants:
-        tensor = tensors.get(row.name)
+        tensor = view.tensors.get(row.name)
         if tensor is not None and (text := difference(content_of(values[row.name]), content_of(tensor), None)):
             yield f"{row.name} is not the artifact's constant{text}"
 
 
-def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
+def type_problems(view: ModelView, manifest: Manifest) -> Iterator[str]:
     """Yield the weights and state that the model lacks, or has with another type or not on the CPU."""
-    tensors = named_tensors(model)
     for row in (*manifest.weights, *manifest.state):
         expected = f"{row.name}: the artifact has {describe(row)}"
-        if (tensor := tensors.get(row.name)) is None:
+        if (tensor := view.tensors.get(row.name)) is None:
             yield f"{expected}, the model has no such tensor"
             continue
         found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
@@ -407,14 +252,171 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
             yield f"{expected} on the CPU, the model has {found} on {tensor.device}"
 
 
-def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:
+def _function_problems(view: ModelView, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:
     for method in dict.fromkeys(call.method for call in calls):
         name = functions.get(method, method)
-        if not callable(getattr(model, name, None)):
+        if not callable(getattr(view.model, name, None)):
             yield (
                 f"the model has no attribute {name!r} to call for the method {method!r}; give it one "
                 f"(model.{name} = ...), or record with export()"
             )
+
+
+def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list[Any]]:
+    """Return copies of the flat inputs of each call. Raises RecordingError for those that a server would refuse."""
+    flat: list[list[Any]] = []
+    problems: list[str] = []
+    for number, call in enumerate(calls):
+        signature = manifest.methods[call.method].signature
+        check = CallCheck(call.method, signature, torch.Tensor, DTYPE_NAMES, TorchEngine.misplaced, TorchEngine.kind)
+        try:
+            args, kwargs = (unflatten(*_plain_tree(tree)) for tree in (call.args, call.kwargs))
+            given = check.flatten(args, kwargs)
+            flat.append([value.detach().clone() if isinstance(value, torch.Tensor) else value for value in given])
+        except InputMismatch as error:
+            problems += [f"case {number}, {call.method}: {problem}" for problem in error.problems]
+    if problems:
+        raise RecordingError(problems, "Give inputs that the method was exported for; a server would refuse these.")
+    return flat
+
+
+def _plain_tree(value: Any) -> tuple[Node, list[Any]]:
+    """Return the tree that a server has in place of a value, with leaves named by path, and its flat values."""
+    flat, spec = pytree.tree_flatten(value)
+    return tree_of(spec, "", lambda path: Integer(path or "output", 0)), flat
+
+
+def with_literals(call: GoldenCall, manifest: Manifest) -> GoldenCall:
+    """Return the call with the literals that it leaves out added as keyword arguments; the graph fixes their values."""
+    signature = manifest.methods[call.method].signature
+    rest = (*signature.args[len(call.args) :], *signature.kwargs)
+    literals = {name: unflatten(node, list(leaves(node))) for name, node in rest if name not in call.kwargs}
+    return call._replace(kwargs=literals | call.kwargs)
+
+
+@contextmanager
+def eager(view: ModelView, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
+    """Prepare the model for calls inside a `with` block.
+
+    functions: the model's attribute for each method whose name differs. initial: the initial state by FQN. Inside the
+    block, gradients and autocast are off, attention takes its ordinary path, which is the captured one, and a
+    transformers model has no key-value cache. On exit, torch's random state and the model's buffers are restored, also
+    after an exception; a copy of every buffer is held until then.
+    """
+    buffers = _Buffers(view, initial)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    plain = torch.autocast("cpu", enabled=False)
+    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), without_cache(view.model):
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield Eager(view, functions, buffers)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            buffers.restore()
+
+
+class Outputs(NamedTuple):
+    """Flat outputs of a call with their names, in the graph's order. Tensors are copies."""
+
+    names: list[str]
+    values: list[Any]
+
+
+class Eager:
+    """An eager model that is ready to be called, as yielded by `eager()`."""
+
+    def __init__(self, view: ModelView, functions: Mapping[str, str], buffers: _Buffers) -> None:
+        self._model, self._functions, self._buffers = view.model, functions, buffers
+        self._parameters = _parameters(view)
+
+    def run(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: AbstractContextManager[object] | None = None,
+    ) -> Outputs:
+        """Call a method from the initial state, with row-major copies of the inputs, as goldens keep them.
+
+        within: a context manager around the call alone.
+        """
+        self._buffers.reset()
+        args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
+        name = self._functions.get(method, method)
+        call = self._model if name == "forward" else getattr(self._model, name)
+        with within or nullcontext():
+            result = call(*args, **kwargs)
+        tree, values = _plain_tree(result)
+        return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
+
+    def changed(self) -> list[str]:
+        """Return the names of weights and constants that calls have changed."""
+        now = _parameters(ModelView(self._model))
+        return self._buffers.changed() + [name for name, value in self._parameters.items() if now.get(name) != value]
+
+
+def _row_major(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _parameters(view: ModelView) -> dict[str, tuple[int, str]]:
+    """Return the identity and digest of each parameter: writes through `.data` do not change its version counter."""
+    distinct = {id(value): value for value in view.parameters.values()}
+    digests = {key: _digest(value) for key, value in distinct.items()}
+    return {name: (id(value), digests[id(value)]) for name, value in view.parameters.items()}
+
+
+def _digest(value: torch.Tensor) -> str:
+    parts = parts_of("", value).values() if value.layout is torch.strided else ()
+    return " ".join(digest_of(pieces(part)) for part in parts)
+
+
+class _BufferPlace(NamedTuple):
+    """A buffer, the dict and key that hold it in its module, and a copy of its values."""
+
+    fqn: str
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+
+class _Buffers:
+    """Buffers of a model. `initial` has the values, before each call, of those that a call may change."""
+
+    def __init__(self, view: ModelView, initial: Mapping[str, torch.Tensor]) -> None:
+        self._initial = initial
+        self._buffers = []
+        for fqn, buffer in view.buffers.items():
+            path, _, key = fqn.rpartition(".")
+            owner = view.model.get_submodule(path)._buffers
+            self._buffers.append(_BufferPlace(fqn, owner, key, buffer, buffer.detach().clone()))
+
+    def reset(self) -> None:
+        for fqn, owner, key, tensor, _ in self._buffers:
+            if fqn in self._initial:
+                owner[key] = tensor  # a call may have assigned another tensor
+                tensor.copy_(self._initial[fqn])
+
+    def changed(self) -> list[str]:
+        return [buffer.fqn for buffer in self._buffers if buffer.fqn not in self._initial and _is_changed(buffer)]
+
+    def restore(self) -> None:
+        for buffer in self._buffers:
+            if _is_changed(buffer):
+                buffer.owner[buffer.key] = buffer.tensor
+                buffer.tensor.copy_(buffer.values)
+
+
+def _is_changed(buffer: _BufferPlace) -> bool:
+    return buffer.owner.get(buffer.key) is not buffer.tensor or not _same_bits(buffer.values, buffer.tensor)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_type = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same_type and np.array_equal(tensor_bytes(one), tensor_bytes(other))
 
 
 def _output_problems(expected: list[Leaf], first: Outputs, second: Outputs) -> Iterator[str]:
@@ -446,9 +448,3 @@ def run_difference(one: Any, other: Any, who: str = "the eager model") -> str | 
         return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
     text = difference(one, other, None)
     return f" is not deterministic: two runs of {who} differ at {text.lstrip(': ')}" if text else None
-
-
-def weights_identity(model: nn.Module, manifest: Manifest) -> str:
-    """Return the weights id that a packed file of the model would have, without copying the weights."""
-    tensors = named_tensors(model)
-    return weights_id((row.row, digest_of(pieces(tensors[row.name]))) for row in manifest.weights)

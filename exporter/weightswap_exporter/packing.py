@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from weightswap_exporter.checkpoints.nested_state_dicts import Choice, NestedSta
 from weightswap_exporter.checkpoints.reading import Checkpoint, Source, choose_level, open_checkpoint, refuse
 from weightswap_exporter.checkpoints.tensor import SCALED, cast, casting, casts, content_of, pieces, requested
 from weightswap_exporter.modules.libraries import base_alone, peft_base
-from weightswap_exporter.modules.tensors import attribute_at, is_fake, unwrapped
+from weightswap_exporter.modules.tensors import ModelView, is_fake, unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CheckpointError,
@@ -184,7 +185,9 @@ def _check_constants(model: nn.Module, artifact: Artifact) -> None:
     values = artifact.constants() if artifact.manifest.constants else {}
     problems = []
     for row in artifact.manifest.constants:
-        tensor = attribute_at(model, row.name.rpartition("/")[2])
+        tensor: Any = model
+        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
+            tensor = getattr(tensor, name, None)
         if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
             found = content_of(tensor.detach())
             # of another type is what `dtype` casts, or a table that has grown
@@ -210,14 +213,15 @@ def recorder(
             "exported, as `model` or as the source"
         )
     eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
-    if problems := model_problems(eager, artifact):
+    if problems := model_problems(ModelView(eager), artifact):
         raise RecordingError(problems, "Record with the model that was exported.")
     constants = artifact.constants()
     groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
 
     def record_base() -> Recording:
-        with base_alone(eager, groups):
-            return record(eager, wanted, artifact.manifest, constants, {})
+        view = ModelView(eager)  # after the loading, which may have replaced parameters
+        with base_alone(view, groups):
+            return record(view, wanted, artifact.manifest, constants, {})
 
     return record_base
 

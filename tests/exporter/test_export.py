@@ -162,8 +162,9 @@ def test_the_graph_is_a_standard_archive_without_weights(tmp_path: Path) -> None
 
 def test_an_artifact_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
     first = everything(tmp_path).graph_id
-    with pytest.warns(UserWarning, match=r"behaves as in training .*batch_norm"):
+    with pytest.warns(UserWarning, match=r"behaves as in training .*batch_norm") as caught:
         artifact = export(Everything(), (IMAGE,), out=tmp_path / "a.artifact")
+    assert {warning.filename for warning in caught} == {__file__}  # the line that calls export()
     assert artifact.graph_id != first
     assert [path.name for path in tmp_path.iterdir()] == ["a.artifact"]
     (tmp_path / "notes").mkdir()

@@ -1,9 +1,16 @@
-"""The adapter: from checkpoints to weights."""
+"""The adapter: how a checkpoint's tensors become weights, as the model's own loading code does it.
+
+The code is traced, and each weight is looked for in the trace. One that is a tensor of the checkpoint under another
+name, or under several, needs only its keys. Others become outputs of the adapter's graph, which a server and `pack()`
+run. What a weight must not depend on is refused: the values that the model has now, random numbers, numbers that
+loading looks at.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,8 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, map_arg
 
+from weightswap_exporter.modules import libraries
 from weightswap_exporter.modules.stand_ins import Unrecordable, first_line, install, restored, tied, without_values
-from weightswap_exporter.modules.tensors import TieKey, dtype_name, is_fake, named_tensors, tie_key
+from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import (
     ADAPTER_CONSTANTS_NAME,
@@ -42,6 +50,20 @@ from .tracing import (
 )
 
 aten = torch.ops.aten
+# loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
+_PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d, nn.InstanceNorm2d)}
+_SAME_VALUES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.expand.default,
+}
+# operators that only move elements: numbers stay the same, so that two runs show where each comes from
 _MOVES = {
     aten.slice_scatter.default,
     aten.select_scatter.default,
@@ -64,57 +86,196 @@ _MOVES = {
     aten.alias.default,
     operator.getitem,
 }
+_PACK = (
+    "A server takes only weight files for this model, not checkpoints: pack them on the build side, with the model "
+    "(weightswap pack --recipe, pack(model=...))"
+)
 
 
-def overwritten(node: Node, before: Sequence[Node]) -> bool:
-    """Return whether `node` is independent of the values of the nodes in `before`.
+class Recorded(NamedTuple):
+    """Adapter, with its files by name and warnings for the user."""
 
-    Only operators that move elements may be between them; then two runs with different values show it.
-    """
-    body = sorted(all_inputs([node]))
-    dependent = set(before)
-    for item in body:
-        if dependent.intersection(item.all_input_nodes):
-            dependent.add(item)
-            if item.target not in _MOVES:
-                return False
-    zeros, ones = (_run(body, node, set(before), fill) for fill in (0, 1))
-    return torch.equal(zeros, ones)
+    adapter: Adapter
+    files: dict[str, bytes]
+    warnings: tuple[str, ...]
 
 
-def _run(body: Sequence[Node], output: Node, before: set[Node], fill: int) -> torch.Tensor:
-    values: dict[Node, torch.Tensor] = {}
-    for node in body:
-        if node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            continue
-        value = node.meta["val"]
-        values[node] = torch.full(value.shape, fill if node in before else 0, dtype=value.dtype)
-    return values[output]
-
-
-_SAME_VALUES = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.lift_fresh_copy.default,
-    aten._to_copy.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    aten.expand.default,
-}
-
-
-class Loaded(NamedTuple):
+class _Source(NamedTuple):
     """Source of a weight: any one of `keys`, or the adapter graph's output `transform`, computed from all of them."""
 
     keys: tuple[str, ...]
     transform: int | None = None
 
 
-class Transforming:
+def record_adapter(
+    view: ModelView, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
+) -> Recorded:
+    """Record how `load(model, checkpoint)` computes weights from checkpoints like `checkpoint`.
+
+    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors by key, with or without values;
+    None for `model.state_dict()`. A transformers model has its library's loading and files instead of these two. If
+    `load_state_dict` refuses `model.state_dict()`, the weights that it does not change are found by the identity of
+    their tensors; this covers hooks that only rename keys on saving. Checkpoints of a model with variants are those of
+    its base, without PEFT's layers.
+
+    Keys from which no weight is computed (state, `_extra_state`) are recorded as ignored. Loading code that needs
+    values cannot be recorded: this is a warning, and checkpoints must be packed. Raises CaptureError.
+    """
+    with _base(view, tables) as (base, weights):
+        if libraries.is_pretrained(base.model) and not base.kinds:
+            load = load or libraries.load
+            checkpoint = libraries.checkpoint(base.model) if checkpoint is None else checkpoint
+        recorded = _recorded(base, tables._replace(weights=tuple(weights.values())), load, checkpoint)
+    names = {row.name: name for name, row in weights.items()}
+    sources = tuple(structs.replace(source, weight=names[source.weight]) for source in recorded.adapter.sources)
+    return recorded._replace(adapter=structs.replace(recorded.adapter, sources=sources))
+
+
+@contextmanager
+def _base(view: ModelView, tables: Tables) -> Iterator[tuple[ModelView, dict[str, NamedTensor]]]:
+    """Take PEFT's layers off a model with variants in the block, and give a view of the rest.
+
+    Beside it, the weights as they are named there, by their names in the model with its layers.
+    """
+    if not tables.variants:
+        yield view, {row.name: row for row in tables.weights}
+        return
+    with libraries.unwrapped_layers(view.model) as prefixes:
+
+        def renamed(fqn: str) -> str:
+            return next((new + fqn.removeprefix(old) for old, new in prefixes.items() if fqn.startswith(old)), fqn)
+
+        rows = (
+            structs.replace(r, name=renamed(r.name), aliases=tuple(map(renamed, r.aliases))) for r in tables.weights
+        )
+        yield ModelView(view.model), dict(zip((row.name for row in tables.weights), rows, strict=True))
+
+
+def _recorded(view: ModelView, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
+    own = load is None and checkpoint is None
+    identities: dict[str, _Source] = {}
+    try:
+        if checkpoint is None:
+            checkpoint, identities = _state_dict(view, tables)
+            # by far the most models: no trace is needed
+            if own and not _has_loading_code(view.model) and all(source.keys for source in identities.values()):
+                return _adapter(identities, checkpoint)
+        recording = _Recording(view, tables, load, identities)
+        recorded = recording.record(checkpoint)
+    except Untraceable as error:
+        if not own and not error.wants_values:
+            raise CaptureError(
+                *f"a checkpoint like the given one does not load into the model: {error}".splitlines(),
+                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
+            ) from error
+        sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
+        reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
+        return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
+    values, known = flattened(checkpoint), tables.loaded
+    ignored = (key for key in recorded.adapter.ignored if key not in known)
+    if optional := [key for key in ignored if isinstance(values[key], torch.Tensor)]:
+        recorded = recording.with_needed(recorded, checkpoint, optional)
+    if own or recorded.warnings or not optional:
+        return recorded
+    text = f"no weight uses these checkpoint keys: {listed(optional, 10)}"
+    return recorded._replace(warnings=(text,))
+
+
+def _state_dict(view: ModelView, tables: Tables) -> tuple[dict[str, Any], dict[str, _Source]]:
+    """Return `model.state_dict()` without values, and the keys whose tensors are weights themselves."""
+    with restored(view.model):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        install(view, tied(view, without_values(view, mode, tables.loaded)))
+        tensors = ModelView(view.model).tensors
+        try:
+            saved: dict[str, Any] = view.model.state_dict(keep_vars=True)
+        except Exception as error:
+            raise Untraceable("model.state_dict() fails: ", error) from error
+        keys: dict[TieKey, list[str]] = {}
+        for key, value in flattened(saved).items():
+            if isinstance(value, torch.Tensor):
+                keys.setdefault(tie_key(value), []).append(key)
+        sources = {row.name: _Source(tuple(keys.get(tie_key(tensors[row.name]), ()))) for row in tables.weights}
+    return saved, sources
+
+
+def _has_loading_code(model: nn.Module) -> bool:
+    """Return whether loading a state dict runs code other than nn.Module's own and `_PLAIN_LOADING`."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module)._load_from_state_dict not in _PLAIN_LOADING
+        or "_load_from_state_dict" in vars(module)
+        for module in model.modules()
+    )
+
+
+class _Recording:
+    """Recorder of one model's loading code."""
+
+    def __init__(self, view: ModelView, tables: Tables, load: Load | None, identities: Mapping[str, _Source]) -> None:
+        self._view, self._tables, self._load, self._identities = view, tables, load, identities
+
+    def record(self, checkpoint: CheckpointTensors) -> Recorded:
+        """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
+
+        Hooks that rename keys on saving only have this effect; unchanged weights are then found by their identity.
+        """
+        try:
+            recorded = self._record(checkpoint, self._load or load_state_dict, {})
+        except Untraceable as error:
+            if not self._identities or self._load is not None or error.wants_values:
+                raise
+            return self._record(checkpoint, load_what_fits, self._identities)
+        self._identities = {}
+        return recorded
+
+    def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, _Source]) -> Recorded:
+        traced = trace_loading(self._view, self._tables.loaded, checkpoint, load)
+        search = _Search(traced, self._view.tensors)
+        sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
+        sources = {name: source if source.keys else identities.get(name, source) for name, source in sources.items()}
+        _check_whole(sources, checkpoint)
+        return _adapter(sources, checkpoint, search)
+
+    def with_needed(self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str]) -> Recorded:
+        """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
+        fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
+        try:
+            without = self._record(like_checkpoint(checkpoint, fewer), self._load or load_what_fits, self._identities)
+            if (without.adapter.sources, without.files) == (recorded.adapter.sources, recorded.files):
+                return recorded
+        except (Untraceable, CaptureError):
+            pass
+        return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
+
+
+def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) -> None:
+    """Raise Untraceable if a weight is computed from parts: nothing would check that they are of the same kind."""
+    parts = flattened(checkpoint).keys() - checkpoint.keys()
+    for source in sources.values():
+        if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
+            raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
+
+
+def _adapter(sources: Mapping[str, _Source], checkpoint: CheckpointTensors, search: _Search | None = None) -> Recorded:
+    used = {key for source in sources.values() for key in source.keys}
+    inputs, files = search.adapter() if search else ((), {})
+    adapter = Adapter(
+        sources=tuple(
+            WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in sources.items()
+        ),
+        ignored=tuple(key for key in flattened(checkpoint) if key not in used),
+        inputs=inputs,
+    )
+    absent = [name for name, source in sources.items() if not source.keys]
+    warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
+    if changed := search.changed if search else ():
+        warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
+    return Recorded(adapter, files, tuple(warnings))
+
+
+class _Search:
     """Search for weights in a trace; those that are computed become outputs of the adapter's graph."""
 
     def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -129,7 +290,7 @@ class Transforming:
         self._renamed_keys: set[str] = set()
         self.changed = traced.changed
 
-    def weight(self, weight: NamedTensor) -> Loaded:
+    def source_of(self, weight: NamedTensor) -> _Source:
         """Return the source of a weight; without keys if loading does not change it.
 
         Raises Untraceable for a weight that depends on more than a checkpoint.
@@ -141,7 +302,7 @@ class Transforming:
         if len(keys) == len(loaded) and all(_type(root) == (weight.dtype, weight.shape) for root in loaded):
             if not self._renamed_keys.intersection(keys):
                 self._renamed_keys.update(keys)
-                return Loaded(tuple(keys))
+                return _Source(tuple(keys))
             key = loaded[-1]  # another weight has the same key
             with key.graph.inserting_after(key):
                 node = _called(aten.clone.default, key, value=key.meta["val"].clone())
@@ -151,15 +312,15 @@ class Transforming:
             node = self._with_type_of(loaded[-1], weight)  # names are loaded in turn, so that the last one wins
         return self._computed(weight, node)
 
-    def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
+    def _computed(self, weight: NamedTensor, node: Node) -> _Source:
         used = sorted(all_inputs([node]))
         initial = [root for root in used if root in self._initial]
-        if initial and not overwritten(node, initial):
+        if initial and not _is_overwritten(node, initial):
             raise _untraceable(f"leaves old values in a part of {weight.name}")
         if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
-        return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
+        return _Source(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
 
     def _with_type_of(self, node: Node, weight: NamedTensor) -> Node:
         """Return the node, cast to the weight's dtype as `Tensor.copy_` would."""
@@ -277,162 +438,29 @@ def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterIn
     return AdapterInput(kind=kind, name=name, dtype=dtype, shape=shape)
 
 
-_PACK = (
-    "A server takes only weight files for this model, not checkpoints: pack them on the build side, with the model "
-    "(weightswap pack --recipe, pack(model=...))"
-)
-# loading code that changes no weight: norms add a batch counter that old checkpoints lack, and check statistics
-_PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d, nn.InstanceNorm2d)}
+def _is_overwritten(node: Node, before: Sequence[Node]) -> bool:
+    """Return whether `node` is independent of the values of the nodes in `before`.
 
-
-class Recorded(NamedTuple):
-    """Adapter, with its files by name and warnings for the user."""
-
-    adapter: Adapter
-    files: dict[str, bytes]
-    warnings: tuple[str, ...]
-
-    def renamed(self, names: Mapping[str, str]) -> Recorded:
-        """Return the adapter for renamed weights (old FQN -> new FQN)."""
-        sources = tuple(structs.replace(source, weight=names[source.weight]) for source in self.adapter.sources)
-        return self._replace(adapter=structs.replace(self.adapter, sources=sources))
-
-
-def record_adapter(
-    model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
-) -> Recorded:
-    """Record how `load(model, checkpoint)` computes weights from checkpoints like `checkpoint`.
-
-    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors by key, with or without values;
-    None for `model.state_dict()`. If `load_state_dict` refuses that, the weights that it does not change are found by
-    the identity of their tensors; this covers hooks that only rename keys on saving.
-
-    Keys from which no weight is computed (state, `_extra_state`) are recorded as ignored. Loading code that needs
-    values cannot be recorded: this is a warning, and checkpoints must be packed. Raises CaptureError.
+    Only operators that move elements may be between them; then two runs with different values show it.
     """
-    own = load is None and checkpoint is None
-    identities: dict[str, Loaded] = {}
-    try:
-        if checkpoint is None:
-            checkpoint, identities = _state_dict(model, tables)
-            if own and not _has_loading_code(model) and all(source.keys for source in identities.values()):
-                return _adapter(identities, checkpoint)
-        recording = _AdapterRecording(model, tables, identities)
-        recorded = recording.record(checkpoint, load)
-    except Untraceable as error:
-        if not own and not error.wants_values:
-            raise CaptureError(
-                *f"a checkpoint like the given one does not load into the model: {error}".splitlines(),
-                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
-            ) from error
-        sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
-        reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
-        return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
-    values, known = flattened(checkpoint), tables.loaded
-    ignored = (key for key in recorded.adapter.ignored if key not in known)
-    if optional := [key for key in ignored if isinstance(values[key], torch.Tensor)]:
-        recorded = recording.with_needed(recorded, checkpoint, optional, load)
-    if own or recorded.warnings or not optional:
-        return recorded
-    text = f"no weight uses these checkpoint keys: {listed(optional, 10)}"
-    return recorded._replace(warnings=(text,))
+    body = sorted(all_inputs([node]))
+    dependent = set(before)
+    for item in body:
+        if dependent.intersection(item.all_input_nodes):
+            dependent.add(item)
+            if item.target not in _MOVES:
+                return False
+    zeros, ones = (_run(body, node, set(before), fill) for fill in (0, 1))
+    return torch.equal(zeros, ones)
 
 
-class _AdapterRecording:
-    """Recorder of one model's loading code."""
-
-    def __init__(self, model: nn.Module, tables: Tables, identities: Mapping[str, Loaded]) -> None:
-        self._model, self._tables, self._identities = model, tables, identities
-
-    def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
-        """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
-
-        Hooks that rename keys on saving only have this effect; unchanged weights are then found by their identity.
-        """
-        try:
-            recorded = self._record(checkpoint, load or load_state_dict, {})
-        except Untraceable as error:
-            if not self._identities or load is not None or error.wants_values:
-                raise
-            return self._record(checkpoint, load_what_fits, self._identities)
-        self._identities = {}
-        return recorded
-
-    def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
-        traced = trace_loading(self._model, self._tables.loaded, checkpoint, load)
-        transforming = Transforming(traced, named_tensors(self._model))
-        loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
-        loaded = {name: source if source.keys else identities.get(name, source) for name, source in loaded.items()}
-        _check_whole(loaded, checkpoint)
-        return _adapter(loaded, checkpoint, transforming)
-
-    def with_needed(
-        self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str], load: Load | None
-    ) -> Recorded:
-        """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
-        fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
-        try:
-            without = self._record(like_checkpoint(checkpoint, fewer), load or load_what_fits, self._identities)
-        except (Untraceable, CaptureError):
-            same = False
-        else:
-            same = (without.adapter.sources, without.files) == (recorded.adapter.sources, recorded.files)
-        if same:
-            return recorded
-        return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
-
-
-def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) -> None:
-    """Raise Untraceable if a weight is computed from parts: nothing would check that they are of the same kind."""
-    parts = flattened(checkpoint).keys() - checkpoint.keys()
-    for source in loaded.values():
-        if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
-            raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
-
-
-def _adapter(
-    loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors, transforming: Transforming | None = None
-) -> Recorded:
-    used = {key for source in loaded.values() for key in source.keys}
-    inputs, files = transforming.adapter() if transforming else ((), {})
-    adapter = Adapter(
-        sources=tuple(
-            WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in loaded.items()
-        ),
-        ignored=tuple(key for key in flattened(checkpoint) if key not in used),
-        inputs=inputs,
-    )
-    absent = [name for name, source in loaded.items() if not source.keys]
-    warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
-    if changed := transforming.changed if transforming else ():
-        warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
-    return Recorded(adapter, files, tuple(warnings))
-
-
-def _state_dict(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, Loaded]]:
-    """Return `model.state_dict()` without values, and the keys whose tensors are weights themselves."""
-    with restored(model):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        install(model, tied(model, without_values(model, mode, tables.loaded)))
-        tensors = named_tensors(model)
-        try:
-            saved: dict[str, Any] = model.state_dict(keep_vars=True)
-        except Exception as error:
-            raise Untraceable("model.state_dict() fails: ", error) from error
-        keys: dict[TieKey, list[str]] = {}
-        for key, value in flattened(saved).items():
-            if isinstance(value, torch.Tensor):
-                keys.setdefault(tie_key(value), []).append(key)
-        sources = {weight.name: Loaded(tuple(keys.get(tie_key(tensors[weight.name]), ()))) for weight in tables.weights}
-    return saved, sources
-
-
-def _has_loading_code(model: nn.Module) -> bool:
-    """Return whether loading a state dict runs code other than nn.Module's own and `_PLAIN_LOADING`."""
-    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or type(module)._load_from_state_dict not in _PLAIN_LOADING
-        or "_load_from_state_dict" in vars(module)
-        for module in model.modules()
-    )
+def _run(body: Sequence[Node], output: Node, before: set[Node], fill: int) -> torch.Tensor:
+    values: dict[Node, torch.Tensor] = {}
+    for node in body:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            continue
+        value = node.meta["val"]
+        values[node] = torch.full(value.shape, fill if node in before else 0, dtype=value.dtype)
+    return values[output]

@@ -1,11 +1,15 @@
-"""Capturing a method."""
+"""Capturing a method: one call of the eager model becomes an exported program.
+
+torch.export captures `forward` alone, reads tensors that occur twice from the first place, and numbers buffers that are
+None; composed parameters it does not take at all. The model is changed around that, and left as it was.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -15,7 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.modules.tensors import is_composed, named_tensors, parts_of, put_together
+from weightswap_exporter.modules.tensors import ModelView, is_composed, parts_of, put_together
 from weightswap_runtime.errors import CaptureError, listed
 
 from .leftovers import (
@@ -34,77 +38,6 @@ from .stale_constants import stale_constants
 _MARK = "*"  # no attribute's name has it
 
 
-@contextmanager
-def in_parts(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Replace composed parameters by their parts in the block; reading a composed parameter's attribute composes it.
-
-    Gives the FQN of each part by its name in the block. Nothing is copied; the block's end restores the model.
-    """
-    modules = [module for module in model.modules() if _composed_names(module)]
-    originals = [(module, type(module), module._parameters, module._modules) for module in modules]
-    names = {
-        f"{name}{_MARK}.{index}": key
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if is_composed(parameter)
-        for index, key in enumerate(parts_of(name, parameter))
-    }
-    shared: dict[int, nn.Parameter] = {}
-    try:
-        for module in modules:
-            _take_apart(module, shared)
-        yield names
-    finally:
-        for module, kind, parameters, children in originals:
-            module.__class__ = kind
-            module._parameters, module._modules = parameters, children
-
-
-class _Parts(nn.Module):
-    """Parts of a composed parameter; `shared` has one parameter for each distinct part, for ties."""
-
-    def __init__(self, whole: torch.Tensor, shared: dict[int, nn.Parameter]) -> None:
-        super().__init__()
-        self._like = (whole,)  # a tuple, so that it does not become a parameter of this module
-        for index, part in enumerate(parts_of("", whole).values()):
-            self._parameters[str(index)] = shared.setdefault(id(part), nn.Parameter(part, part.requires_grad))
-
-    def compose(self) -> torch.Tensor:
-        (like,) = self._like
-        return put_together("", like, dict(zip(parts_of("", like), self._parameters.values(), strict=True)))  # type: ignore[arg-type]
-
-
-def _composed_names(module: nn.Module) -> list[str]:
-    return [name for name, value in module._parameters.items() if value is not None and is_composed(value)]
-
-
-def _take_apart(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    kind = type(module)
-    attributes: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module._parameters, module._modules = dict(module._parameters), dict(module._modules)
-    for name in _composed_names(module):
-        module._modules[name + _MARK] = _Parts(module._parameters.pop(name), shared)  # type: ignore[arg-type]
-        attributes[name] = _composing_property(name + _MARK)
-    module.__class__ = type(kind.__name__, (kind,), attributes)
-
-
-def _composing_property(name: str) -> Any:
-    return property(lambda module: module._modules[name].compose())
-
-
-def name_parts(program: ExportedProgram, names: Mapping[str, str]) -> None:
-    """Replace, in a program that was captured `in_parts`, the names of the parts by their FQNs."""
-    for spec in program.graph_signature.input_specs:
-        spec.target = None if spec.target is None else names.get(spec.target, spec.target)
-    program._state_dict = {names.get(name, name): value for name, value in program.state_dict.items()}
-    program._module_call_graph = [entry for entry in program.module_call_graph if _MARK not in entry.fqn]
-
-
-_CREATED = (
-    "If it does not depend on weights, call the model once, then export; if it does, do not register it, but compute "
-    "it in each call"
-)
-
-
 @dataclass(frozen=True)
 class MethodSpec:
     """Method to capture: its name on the model, with sample inputs and dynamic shapes as for `torch.export`.
@@ -121,76 +54,67 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Captured:
-    """Program of a method. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
-
-    `leftovers` names attributes that a call changes and that no later call reads. `stale` are texts about constants
-    that may follow from weights.
-    """
+    """Program of a method, with what it was captured from."""
 
     program: ExportedProgram
-    parameters: inspect.Signature
+    parameters: inspect.Signature  # of the method in Python
     dynamic_shapes: Any
-    mutated: frozenset[str]
-    leftovers: Leftovers
-    stale: list[str]
+    mutated: frozenset[str]  # FQNs of buffers that a call changes
+    leftovers: Leftovers  # attributes that a call changes and that no later call reads
+    stale: list[str]  # texts about constants that may follow from weights
 
 
-def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
+def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
     """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
     _check_spec(name, spec)
     # whatever the caller's mode: the graph must not depend on it
-    with torch.inference_mode(False), torch.enable_grad(), in_parts(model) as parts:
-        return _capture(_as_forward(model, spec.fn_name), name, spec, parts)
+    with torch.inference_mode(False), torch.enable_grad(), _in_parts(view) as parts:
+        root = _as_forward(view.model, spec.fn_name)
+        try:
+            return _capture(root, spec, parts)
+        except CaptureError as error:
+            raise CaptureError(f"method {name!r}: {error}") from error
+        except Exception as error:
+            reason = str(error).partition("\n\nThe error above occurred")[0]
+            text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
+            raise CaptureError(*text.splitlines()) from error
 
 
-def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
+def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
-    try:
-        with leftovers_of_calls(root) as leftovers, _none_buffers_last(root), _no_new_tensors(root):
-            with no_seeding(), replaced_tensors(root) as replaced:
-                program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
-            check_no_generator(program)
-            if parts:
-                name_parts(program, parts)
-                inline_operators(program)
-            mutated = mutated_buffers(program)
-            check_seen(replaced, mutated)
-        if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
-            raise CaptureError(_problem_of(*leftovers))
-        stale = stale_constants(root, (args, kwargs), program, mutated)
-    except CaptureError as error:
-        raise CaptureError(f"method {name!r}: {error}") from error
-    except Exception as error:
-        reason = str(error).partition("\n\nThe error above occurred")[0]
-        text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
-        raise CaptureError(*text.splitlines()) from error
+    view = ModelView(root)  # not the caller's: composed parameters are in parts here
+    # torch counts buffers that are None, and would assign values to the wrong ones: they come last
+    buffers = dict(sorted(root._buffers.items(), key=lambda item: item[1] is None))
+    with leftovers_of_calls(root) as leftovers, mock.patch.object(root, "_buffers", buffers), _no_new_tensors(view):
+        with no_seeding(), replaced_tensors(root) as replaced:
+            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+        check_no_generator(program)
+        if parts:
+            _name_parts(program, parts)
+            inline_operators(program)
+        mutated = mutated_buffers(program)
+        check_seen(replaced, mutated)
+    if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
+        raise CaptureError(_problem_of(*leftovers))
+    stale = stale_constants(view, (args, kwargs), program, mutated)
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers, stale)
 
 
-def _problem_of(tensors: list[str], numbers: list[str]) -> str:
-    if tensors:
-        return (
-            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, but a server "
-            "keeps none of them. Compute what follows from weights in each call, and register what calls remember of "
-            "their inputs as a buffer; otherwise clear or turn off that cache, or remove the hook that stores it"
-        )
-    return (
-        f"a call changes {listed(numbers)}, so a later call computes something else, but a server does not keep the "
-        "numbers of modules. Compute what follows from weights in each call; make what calls remember a tensor, and "
-        "register it as a buffer: servers begin with its value at the export, whatever a checkpoint has"
-    )
+def training_operators(captured: Captured) -> set[str]:
+    """Return the operators that behave as in training: dropout that drops, norms that update their statistics."""
+    return {
+        str(node.target)
+        for module in graphs(captured.program)
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
+    }
 
 
-def _advice(reason: str) -> str:
-    """Return a text that says what the user can do; empty if nothing is known."""
-    if "cast NotImplemented to Tensor" in reason:
-        return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
-    if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
-        return f". A call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}"
-    # torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length
-    if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
-        return ""
-    return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
+def _trains(node: torch.fx.Node) -> bool:
+    values = {argument.name: value for argument, value in arguments(node)}
+    dropout = values.get("dropout_p")
+    drops = isinstance(dropout, float) and dropout > 0
+    return drops or values.get("train") is True or values.get("training") is True
 
 
 def _check_spec(name: str, spec: MethodSpec) -> None:
@@ -248,38 +172,107 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
     return root
 
 
-def _none_buffers_last(root: nn.Module) -> AbstractContextManager[object]:
-    """Put the root's buffers that are None last: torch counts them, and would assign values to the wrong buffers."""
-    in_order = sorted(root._buffers.items(), key=lambda item: item[1] is None)
-    return mock.patch.object(root, "_buffers", dict(in_order))
-
-
 @contextmanager
-def _no_new_tensors(root: nn.Module) -> Iterator[None]:
+def _no_new_tensors(view: ModelView) -> Iterator[None]:
     """Raise CaptureError if the block adds parameters or buffers to the model, and remove them."""
-    tensors = named_tensors(root)
     try:
         yield
     finally:
-        new = sorted(named_tensors(root).keys() - tensors.keys())
+        new = sorted(ModelView(view.model).tensors.keys() - view.tensors.keys())
         for path, _, name in (fqn.rpartition(".") for fqn in new):
-            delattr(root.get_submodule(path), name)
+            delattr(view.model.get_submodule(path), name)
     if new:
-        raise CaptureError(f"a call creates {listed(new)}, which the model did not have before. {_CREATED}")
+        raise CaptureError(
+            f"a call creates {listed(new)}, which the model did not have before. If it does not depend on weights, "
+            "call the model once, then export; if it does, do not register it, but compute it in each call"
+        )
 
 
-def training_operators(captured: Captured) -> set[str]:
-    """Return the operators that behave as in training: dropout that drops, norms that update their statistics."""
-    return {
-        str(node.target)
-        for module in graphs(captured.program)
-        for node in module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
+def _problem_of(tensors: list[str], numbers: list[str]) -> str:
+    if tensors:
+        return (
+            f"a call stores tensors in {listed(tensors)} that a later call reads or that grow in number, but a server "
+            "keeps none of them. Compute what follows from weights in each call, and register what calls remember of "
+            "their inputs as a buffer; otherwise clear or turn off that cache, or remove the hook that stores it"
+        )
+    return (
+        f"a call changes {listed(numbers)}, so a later call computes something else, but a server does not keep the "
+        "numbers of modules. Compute what follows from weights in each call; make what calls remember a tensor, and "
+        "register it as a buffer: servers begin with its value at the export, whatever a checkpoint has"
+    )
+
+
+def _advice(reason: str) -> str:
+    """Return a text that says what the user can do; empty if nothing is known."""
+    if "cast NotImplemented to Tensor" in reason:
+        return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
+    if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
+        return f". A call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}"
+    # torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length
+    if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
+        return ""
+    return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
+
+
+@contextmanager
+def _in_parts(view: ModelView) -> Iterator[dict[str, str]]:
+    """Replace composed parameters by their parts in the block; reading a composed parameter's attribute composes it.
+
+    Gives the FQN of each part by its name in the block. Nothing is copied; the block's end restores the model.
+    """
+    modules = [module for module in view.model.modules() if _composed_names(module)]
+    originals = [(module, type(module), module._parameters, module._modules) for module in modules]
+    names = {
+        f"{name}{_MARK}.{index}": key
+        for name, parameter in view.composed.items()
+        for index, key in enumerate(parts_of(name, parameter))
     }
+    shared: dict[int, nn.Parameter] = {}
+    try:
+        for module in modules:
+            _take_apart(module, shared)
+        yield names
+    finally:
+        for module, kind, parameters, children in originals:
+            module.__class__ = kind
+            module._parameters, module._modules = parameters, children
 
 
-def _trains(node: torch.fx.Node) -> bool:
-    values = {argument.name: value for argument, value in arguments(node)}
-    dropout = values.get("dropout_p")
-    drops = isinstance(dropout, float) and dropout > 0
-    return drops or values.get("train") is True or values.get("training") is True
+def _composed_names(module: nn.Module) -> list[str]:
+    return [name for name, value in module._parameters.items() if value is not None and is_composed(value)]
+
+
+def _take_apart(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    kind = type(module)
+    attributes: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module._parameters, module._modules = dict(module._parameters), dict(module._modules)
+    for name in _composed_names(module):
+        module._modules[name + _MARK] = _Parts(module._parameters.pop(name), shared)  # type: ignore[arg-type]
+        attributes[name] = _composing_property(name + _MARK)
+    module.__class__ = type(kind.__name__, (kind,), attributes)
+
+
+def _composing_property(name: str) -> Any:
+    return property(lambda module: module._modules[name].compose())
+
+
+class _Parts(nn.Module):
+    """Parts of a composed parameter; `shared` has one parameter for each distinct part, for ties."""
+
+    def __init__(self, whole: torch.Tensor, shared: dict[int, nn.Parameter]) -> None:
+        super().__init__()
+        self._like = (whole,)  # a tuple, so that it does not become a parameter of this module
+        for index, part in enumerate(parts_of("", whole).values()):
+            self._parameters[str(index)] = shared.setdefault(id(part), nn.Parameter(part, part.requires_grad))
+
+    def compose(self) -> torch.Tensor:
+        (like,) = self._like
+        return put_together("", like, dict(zip(parts_of("", like), self._parameters.values(), strict=True)))  # type: ignore[arg-type]
+
+
+def _name_parts(program: ExportedProgram, names: Mapping[str, str]) -> None:
+    """Replace, in a program that was captured `_in_parts`, the names of the parts by their FQNs."""
+    for spec in program.graph_signature.input_specs:
+        spec.target = None if spec.target is None else names.get(spec.target, spec.target)
+    program._state_dict = {names.get(name, name): value for name, value in program.state_dict.items()}
+    program._module_call_graph = [entry for entry in program.module_call_graph if _MARK not in entry.fqn]

@@ -1,4 +1,9 @@
-"""Classification of a model's tensors into weights, state, constants and variants."""
+"""What each tensor of a model is: a weight, state that calls change, a constant of the graphs, or variable.
+
+A parameter is a weight, and so is a persistent buffer that no call changes; what a call changes is state. The rest, and
+literals in the code, are constants: the artifact has their values. No two of them may share memory, since a server
+keeps each apart.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.modules.libraries import NO_GROUPS, Groups, check_variable, grouped, with_siblings
-from weightswap_exporter.modules.tensors import (
-    TieKey,
-    dtype_name,
-    is_fake,
-    kinds_of,
-    named_parameters,
-    named_tensors,
-    persistent_buffers,
-    tie_key,
-)
+from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
 from weightswap_runtime.torch_tensors import tensor_bytes
@@ -34,14 +29,14 @@ from .programs import graph_inputs
 
 
 class Tables(NamedTuple):
-    """Tables of the manifest, flat inputs of the graphs, and values to store in the artifact."""
+    """Tables of the manifest."""
 
     weights: tuple[NamedTensor, ...]
     state: tuple[NamedTensor, ...]
     constants: tuple[NamedTensor, ...]
-    inputs: dict[str, tuple[GraphInput, ...]]
-    values: dict[str, torch.Tensor]
-    variants: dict[str, tuple[NamedTensor, ...]]
+    inputs: dict[str, tuple[GraphInput, ...]]  # flat inputs of each method's graph
+    values: dict[str, torch.Tensor]  # of constants and state, to store in the artifact
+    variants: dict[str, tuple[NamedTensor, ...]]  # by group
 
     @property
     def loaded(self) -> set[str]:
@@ -49,39 +44,28 @@ class Tables(NamedTuple):
         variable = (row for rows in self.variants.values() for row in rows)
         return {name for row in (*self.weights, *self.state, *variable) for name in row.names}
 
-    def with_prefixes(self, prefixes: Mapping[str, str]) -> Tables:
-        """Return the tables with the prefixes of weights' FQNs replaced."""
-        weights = tuple(
-            msgspec.structs.replace(
-                row, name=renamed(row.name, prefixes), aliases=tuple(renamed(name, prefixes) for name in row.aliases)
-            )
-            for row in self.weights
-        )
-        return self._replace(weights=weights)
 
-
-def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Groups = NO_GROUPS) -> Tables:
+def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups = NO_GROUPS) -> Tables:
     """Sort every parameter and buffer, in the order of registration; tied ones are one row under the first FQN.
 
-    variants: FQNs of the tensors that calls choose, by group.
-
+    variants: FQNs of the tensors that calls choose, by group. Inputs that no graph reads are removed from the programs.
     Raises CaptureError for tensors that cannot be captured.
     """
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
     variable = frozenset(fqn for fqns in variants.values() for fqn in fqns)
-    tensors, composed = named_tensors(model), kinds_of(model)
+    tensors = view.tensors
     for method in captured.values():
-        _drop_unused(method.program, mutated | with_siblings(variable, tensors, composed))
-    parameters = named_parameters(model)
-    persistent = parameters | persistent_buffers(model)
+        _drop_unused(method.program, mutated | with_siblings(variable, tensors, view.composed))
     groups: dict[TieKey, list[str]] = {}
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)
     kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
     for fqns in groups.values():
-        kind = "state" if mutated.intersection(fqns) else "weight" if persistent.intersection(fqns) else "constant"
-        if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
+        kind = (
+            "state" if mutated.intersection(fqns) else "weight" if view.saved_names.intersection(fqns) else "constant"
+        )
+        if kind == "state" and (shared := sorted(view.parameter_names.intersection(fqns))):
             raise CaptureError(f"a call changes {', '.join(fqns)}, but {', '.join(shared)} is a parameter")
         if variable.intersection(fqns):
             check_variable(fqns, kind, variants)
@@ -101,13 +85,8 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     _check_state(values, rows["state"], rows["constant"])
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
-    variant_rows = grouped(rows["variant"], variants, inputs, composed)
+    variant_rows = grouped(rows["variant"], variants, inputs, view.composed)
     return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, variant_rows)
-
-
-def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
-    """Return an FQN with its prefix replaced, if it is one of `prefixes` (old -> new)."""
-    return next((new + fqn.removeprefix(old) for old, new in prefixes.items() if fqn.startswith(old)), fqn)
 
 
 def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
@@ -193,11 +172,11 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
 
 def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]) -> list[str]:
     """Return, as texts, the pairs of distinct tensors that share some of their memory."""
-    ranges: dict[object, list[tuple[int, int, str]]] = {}
+    ranges: dict[object, list[tuple[int, int, str]]] = {}  # bytes that each tensor spans, by storage
     for name in (row.name for row in rows):
         tensor = tensors[name]
-        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         if tensor.numel():
+            span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             begin = int(tensor.storage_offset()) * tensor.element_size()
             extent = (begin, begin + int(span) * tensor.element_size(), name)
             ranges.setdefault(tensor.untyped_storage()._cdata, []).append(extent)

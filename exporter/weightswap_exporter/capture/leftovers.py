@@ -1,4 +1,10 @@
-"""What a call leaves behind."""
+"""What a call does beside returning its outputs: the graph has it, no later call reads it, or it is refused.
+
+A graph has outputs, and new values of the buffers that a call writes to: the state. On a server nothing else of a call
+reaches the next one. So a call that assigns another tensor to a buffer is turned into one that writes to the buffer. A
+value that it leaves in a plain attribute is let through only if a second call, captured in one program with the first,
+computes the same without it. Random numbers must come from torch's own state, which a server has, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.modules.stand_ins import attributes_of, restored, within
-from weightswap_exporter.modules.tensors import is_fake, whole_tensors
+from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
 
 from .programs import all_inputs, graph_inputs, is_random, memory
@@ -31,6 +37,15 @@ from .programs import all_inputs, graph_inputs, is_random, memory
 INSTEAD = (
     "draw the numbers once, before the export, and keep them in a persistent buffer, so that checkpoints have them"
 )
+_SAME = {  # operators whose result has the same values as the argument at this index
+    torch.ops.aten.clone.default: 0,
+    torch.ops.aten.alias.default: 0,
+    torch.ops.aten.detach.default: 0,
+    torch.ops.aten.copy.default: 1,
+}
+_Tensors = Mapping[str, tuple[torch.Tensor, set[int]]]  # tensors by FQN, with their storages
+_Labels = dict[Any, int]  # numbers of computations, by what they are
+_Axes = dict[int, Any]  # dynamic dimensions of a tensor
 
 
 @contextmanager
@@ -53,25 +68,23 @@ def check_no_generator(program: ExportedProgram) -> None:
         raise CaptureError(f"a call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}")
 
 
-_Tensors = Mapping[str, tuple[torch.Tensor, set[int]]]
-
-
 @contextmanager
 def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
     """Give a set that, when the block ends, has the FQNs whose tensor or memory a call of `root` has replaced.
 
-    The call itself copies the values back into the buffers of submodules. It raises CaptureError for a tensor of
-    another type, and if it changes which buffers share memory.
+    torch sees which tensors a call assigns to buffers of the root alone. So the end of the call itself writes the
+    values into the buffers of submodules, which torch captures. It raises CaptureError for a tensor of another type,
+    and if the call changes which buffers share memory.
     """
     names: set[str] = set()
     stack: list[_Tensors] = []  # a method may call its own module
 
     def begin(module: nn.Module, _: Any) -> None:
-        if vars(module) is vars(root):
+        if module is root:
             stack.append(_tensors(root))
 
     def end(module: nn.Module, _: Any, output: Any) -> Any:
-        if vars(module) is not vars(root):
+        if module is not root:
             return None
         before = stack.pop()
         return None if stack else _copy_back(root, before, output, names)
@@ -91,7 +104,7 @@ def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
 
 
 def _tensors(root: nn.Module) -> _Tensors:
-    return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
+    return {name: (tensor, memory(tensor)) for name, tensor in ModelView(root).whole.items()}
 
 
 def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) -> Any:
@@ -102,13 +115,17 @@ def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) 
     assigned = sorted(name for name in names & now.keys() if now[name][0] is not before[name][0])
     if not assigned:
         return None
-    _check(assigned, before, now)
+    _check_assigned(assigned, before, now)
     old = set[int]().union(*(before[name][1] for name in assigned))
+    # a call that returns the old value returns its memory, which is about to have the new value
     output = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if memory(leaf) & old else leaf, output)
-    deep = {id(before[name][0]): name for name in assigned if "." in name}.values()
+    deep = {id(before[name][0]): name for name in assigned if "." in name}.values()  # tied buffers once
     # torch copies into the root's buffers in turn: a copy may read a buffer that an earlier one has overwritten
     own = [name for name in assigned if "." not in name and now[name][1] & old]
-    for name, value in [(name, _independent(*now[name], old)) for name in (*deep, *own)]:
+    values = {name: now[name][0].detach() for name in (*deep, *own)}
+    # all clones before the first copy, for the same reason
+    values = {name: value.clone() if now[name][1] & old else value for name, value in values.items()}
+    for name, value in values.items():
         if "." in name:
             before[name][0].copy_(value)
         else:
@@ -116,11 +133,7 @@ def _copy_back(root: nn.Module, before: _Tensors, output: Any, names: set[str]) 
     return output
 
 
-def _independent(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
-    return tensor.detach().clone() if storages & old else tensor.detach()
-
-
-def _check(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
+def _check_assigned(assigned: list[str], before: _Tensors, now: _Tensors) -> None:
     if retyped := [name for name in assigned if _type(before[name][0]) != _type(now[name][0])]:
         raise CaptureError(
             f"a call replaces {listed(retyped)} with a tensor of another dtype or shape, but a graph's state keeps "
@@ -142,22 +155,78 @@ def _type(tensor: torch.Tensor) -> Any:
     return tensor.dtype, [str(size) for size in tensor.shape], tensor.device
 
 
-Labels = dict[Any, int]
-Half = tuple[list[Node], list[Any]]  # inputs and outputs of one call
-Halves = tuple[Half, Half]
-_SAME = {  # operators whose result has the same values as the argument at this index
-    torch.ops.aten.clone.default: 0,
-    torch.ops.aten.alias.default: 0,
-    torch.ops.aten.detach.default: 0,
-    torch.ops.aten.copy.default: 1,
-}
-
-
 class Leftovers(NamedTuple):
-    """Attributes in which a call has left tensors, and attributes whose numbers or texts it has changed."""
+    """Attributes that a call changes, by path."""
 
-    tensors: list[str]
-    numbers: list[str]
+    tensors: list[str]  # those in which it has left tensors
+    numbers: list[str]  # those whose number or text it has changed
+
+
+@contextmanager
+def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
+    """Give Leftovers that, when the block ends, name the attributes in which a call of `root` has left values.
+
+    The block's end resets all attributes. torch's own check does not look into tuples.
+    """
+    leftovers = Leftovers([], [])
+    tensors: dict[str, None] = {}
+    numbers: dict[str, None] = {}
+    before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # of the outermost call: calls may be nested
+
+    def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        values = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
+        return _plain_tensors(root), values
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if module is root and not before:
+            before.append(snapshot())
+
+    def end(module: nn.Module, _: Any, __: Any) -> None:
+        if module is root:
+            (tensors_before, values_before), (tensors_now, values_now) = before[0], snapshot()
+            tensors.update({path: None for path, value in tensors_now.items() if tensors_before.get(path) is not value})
+            numbers.update(
+                {path: None for path, value in values_now.items() if values_before.get(path, value) != value}
+            )
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        yield leftovers
+    reassigned = _reassigned(root)
+    leftovers.tensors.extend(path for path in tensors if not reassigned.match(path))
+    leftovers.numbers.extend(numbers)
+
+
+def _reassigned(model: nn.Module) -> re.Pattern[str]:
+    """Return a pattern for attributes that each call assigns before it reads them.
+
+    These are the weights of the old weight_norm and spectral_norm, and the lists of weights in recurrent layers.
+    """
+    computed = [
+        re.escape(f"self.{path}.{hook.name}" if path else f"self.{hook.name}")
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, WeightNorm | SpectralNorm)
+    ]
+    return re.compile("|".join([r"self\.(?:[\w.]+\.)?_flat_weights\b", *(f"{name}$" for name in computed)]))
+
+
+def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    own = vars(nn.Module()).keys()
+    for path, module in root.named_modules():
+        prefix = f"self.{path}." if path else "self."
+        yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
+
+
+def _plain_values(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield plain attributes, and the values nested in them, by path."""
+    for path, value in _plain_attributes(root):
+        yield from within(path, value)
+
+
+def _plain_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {path: value for path, value in _plain_values(root) if isinstance(value, torch.Tensor)}
 
 
 def is_read_later(
@@ -172,32 +241,36 @@ def is_read_later(
     flat, spec = pytree.tree_flatten(inputs)
     twice = _Twice(root, flat, spec, mutated)
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    shapes = _dynamic(program)
+    axes = _dynamic(program)
     tensors += [owner._buffers[name].detach().clone() for owner, name in twice.state()]
-    shapes += [{}] * (len(tensors) - len(shapes))
+    axes += [{}] * (len(tensors) - len(axes))
     with restored(root), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the capture of one call has shown the same warnings
         try:
             both = torch.export.export(
-                twice, (tensors, [value.clone() for value in tensors]), dynamic_shapes=(shapes, shapes), strict=False
+                twice, (tensors, [value.clone() for value in tensors]), dynamic_shapes=(axes, axes), strict=False
             )
             both = both.run_decompositions({})
         except Exception:  # calls that differ, such as in a size, cannot be captured in one program
             return bool(leftovers.tensors)
-    halves = _halves(both, shapes, mutated)
-    if not leftovers.tensors:
-        return halves is not None and not _are_alike(both, *halves)
-    return False in twice.settled or halves is None or not _are_alike(both, *halves)
+    same = _same_twice(both, axes, mutated)
+    return False in twice.settled or not same if leftovers.tensors else same is False
 
 
 class _Twice(nn.Module):
-    """Module that calls another one twice."""
+    """Module that calls another one twice.
+
+    If outputs and leftovers depend on a call's own inputs alone, they do so in every later call: the second stands for
+    all that follow.
+    """
 
     def __init__(self, root: nn.Module, flat: list[Any], spec: Any, mutated: Collection[str]) -> None:
         super().__init__()
         self.root = root
         self._flat, self._spec, self._mutated = tuple(flat), spec, sorted(mutated)
-        self.settled = set[bool]()  # a set, as torch resets other attributes after the capture
+        # whether the second call has left attributes of the same kinds as the first: a list may have grown, and a later
+        # call read it. A set, as torch resets other attributes after the capture
+        self.settled = set[bool]()
 
     def forward(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
         buffers = [owner._buffers[name] for owner, name in self.state()]
@@ -215,8 +288,7 @@ class _Twice(nn.Module):
             buffer.copy_(values)
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
-        # if outputs and leftovers depend on a call's own inputs alone, they do so in every later call
-        leftovers = [tensor.clone() for tensor in _tensors_in(self.root).values()]
+        leftovers = [tensor.clone() for tensor in _plain_tensors(self.root).values()]
         return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], leftovers
 
     def state(self) -> list[tuple[Any, str]]:
@@ -239,72 +311,7 @@ def _kind(value: Any) -> Any:
     return list if isinstance(value, list | tuple | deque | dict) else type(value)
 
 
-def _tensors_in(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {path: value for path, value in _plain_values(root) if isinstance(value, torch.Tensor)}
-
-
-def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    own = vars(nn.Module()).keys()
-    for path, module in root.named_modules():
-        prefix = f"self.{path}." if path else "self."
-        yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
-
-
-def _plain_values(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield plain attributes, and the values nested in them, by path."""
-    for path, value in _plain_attributes(root):
-        yield from within(path, value)
-
-
-@contextmanager
-def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
-    """Give Leftovers that, when the block ends, name the attributes in which a call of `root` has left values.
-
-    The block's end resets all attributes. torch's own check does not look into tuples.
-    """
-    names: dict[str, None] = {}
-    numbers: dict[str, None] = {}
-    before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # of the outermost call: calls may be nested
-
-    def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        values = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
-        return _tensors_in(root), values
-
-    def begin(module: nn.Module, _: Any) -> None:
-        if vars(module) is vars(root) and not before:
-            before.append(snapshot())
-
-    def end(module: nn.Module, _: Any, __: Any) -> None:
-        if vars(module) is vars(root):
-            (tensors, values), (tensors_now, values_now) = before[0], snapshot()
-            names.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
-            numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
-
-    leftovers = Leftovers([], [])
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
-    with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-        yield leftovers
-    reassigned = _reassigned(root)
-    leftovers.tensors.extend(name for name in names if not reassigned.match(name))
-    leftovers.numbers.extend(numbers)
-
-
-def _reassigned(model: nn.Module) -> re.Pattern[str]:
-    """Return a pattern for attributes that each call assigns before it reads them.
-
-    These are the weights of the old weight_norm and spectral_norm, and the lists of weights in recurrent layers.
-    """
-    computed = [
-        re.escape(f"self.{path}.{hook.name}" if path else f"self.{hook.name}")
-        for path, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, WeightNorm | SpectralNorm)
-    ]
-    return re.compile("|".join([r"self\.(?:[\w.]+\.)?_flat_weights\b", *(f"{name}$" for name in computed)]))
-
-
-def _dynamic(program: ExportedProgram) -> list[dict[int, Any]]:
+def _dynamic(program: ExportedProgram) -> list[_Axes]:
     """Return the dynamic dimensions of each input tensor. The sizes of two calls may differ."""
     values = (node.meta.get("val") for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT)
     return [
@@ -314,8 +321,11 @@ def _dynamic(program: ExportedProgram) -> list[dict[int, Any]]:
     ]
 
 
-def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Collection[str]) -> Halves | None:
-    """Return both calls' inputs and outputs; None if they cannot be compared, as one call affects the other."""
+def _same_twice(program: ExportedProgram, axes: list[_Axes], mutated: Collection[str]) -> bool | None:
+    """Return whether both calls compute their outputs alike, each from its own inputs.
+
+    None if the calls cannot be compared, as one affects the other by more than attributes.
+    """
     signature = program.graph_signature
     (returned,) = program.graph.output_node().args
     outputs = [
@@ -323,41 +333,35 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
     ]
     one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
     inputs = [node for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT]
-    first, second = inputs[: len(shapes)], inputs[len(shapes) :]
+    first, second = inputs[: len(axes)], inputs[len(axes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
         return None
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
         return None
-    if not _vary_apart(first, second, shapes) or _random_operators(one) & _random_operators(two):
+    if not _vary_apart(first, second, axes) or _random_operators(one) & _random_operators(two):
         return None
-    return (first, one), (second, two)
+    labels: _Labels = {}
+    return _labelled(program, labels, first, one) == _labelled(program, labels, second, two)
 
 
-def _are_alike(program: ExportedProgram, one: Half, two: Half) -> bool:
-    """Return whether both halves compute their outputs alike, each from its own inputs."""
-    labels: Labels = {}
-    return _labelled(program, labels, *one) == _labelled(program, labels, *two)
-
-
-def _vary_apart(first: list[Node], second: list[Node], shapes: list[dict[int, Any]]) -> bool:
+def _vary_apart(first: list[Node], second: list[Node], axes: list[_Axes]) -> bool:
     """Return whether each call's dynamic sizes are still dynamic, and independent of the other call's."""
-    sides = [_symbols(side, shapes) for side in (first, second)]
+    sides = [_symbols(side, axes) for side in (first, second)]
     return all(map(all, sides)) and not set().union(*sides[0]) & set().union(*sides[1])
 
 
-def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]:
+def _symbols(inputs: list[Node], axes: list[_Axes]) -> list[set[Any]]:
     """Return the symbols of each dynamic size; empty for one that has become fixed."""
-    sizes: list[Any] = [
-        node.meta["val"].shape[axis] for node, axes in zip(inputs, shapes, strict=True) for axis in axes
-    ]
+    sizes: list[Any] = [node.meta["val"].shape[axis] for node, own in zip(inputs, axes, strict=True) for axis in own]
     return [set() if isinstance(size, int) else size.node.expr.free_symbols for size in sizes]
 
 
 def _random_operators(outputs: list[Any]) -> set[Node]:
+    """Return the operators that draw numbers for outputs: labels do not tell the draws of two calls apart."""
     return set(filter(is_random, all_inputs(item for item in outputs if isinstance(item, Node))))
 
 
-def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
+def _labelled(program: ExportedProgram, labels: _Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
     """Return a label for each output, the same for the same computation from `inputs`, weights and constants."""
     sources: dict[Node, Any] = {}
     for node, spec in graph_inputs(program):
@@ -370,7 +374,11 @@ def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outp
     return [node_labels[item] if isinstance(item, Node) else repr(item) for item in outputs]
 
 
-def _labels(module: GraphModule, labels: Labels, sources: Mapping[Node, Any]) -> dict[Node, int]:
+def _labels(module: GraphModule, labels: _Labels, sources: Mapping[Node, Any]) -> dict[Node, int]:
+    """Return a number for each node, the same as for an earlier node that computes the same.
+
+    `labels` has all that have been given, by operator and numbers of the arguments: one table for both calls.
+    """
     numbers: dict[Node, int] = {}
     for node in module.graph.nodes:
         source = node.args[_SAME[node.target]] if node.target in _SAME else None
@@ -387,7 +395,7 @@ def _type_of(node: Node) -> Any:
 
 
 def _meaning(
-    module: GraphModule, node: Node, labels: Labels, sources: Mapping[Node, Any], numbers: Mapping[Node, int]
+    module: GraphModule, node: Node, labels: _Labels, sources: Mapping[Node, Any], numbers: Mapping[Node, int]
 ) -> Any:
     if node in sources:
         return sources[node]

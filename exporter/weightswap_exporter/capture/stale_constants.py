@@ -3,6 +3,9 @@
 A call may cache what it computes from weights, in attributes or non-persistent buffers. Once the cache is filled, a
 capture sees a constant. To find such a cache, it is emptied, and the model is called with its own weights and with
 others: what the calls fill it with differs. The model is left as it was.
+
+A constant that nothing in the model holds cannot be emptied; neither can one that was computed in a constructor. Where
+the values show that they come from a weight, a warning names them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_exporter.modules.libraries import INITIALIZED
 from weightswap_exporter.modules.stand_ins import attributes_of, install, restored, tied, within
-from weightswap_exporter.modules.tensors import is_fake, named_parameters, named_tensors, persistent_buffers
+from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.torch_tensors import tensor_bytes
 
@@ -31,55 +34,46 @@ from .programs import graph_inputs, memory
 _ABSENT = object()
 _NO_PLACES = {*vars(nn.Module()), INITIALIZED}
 _LITERAL = torch.ops.aten.lift_fresh_copy.default  # of the numbers in a `torch.tensor([...])`
-_WRITTEN = 9  # characters of the longest number that people write down
+_WRITTEN = 9  # characters of the longest number that people write down, such as 0.0883883
 _TELLING = 8  # different values from which the origin of a tensor can be told
 _SEARCHED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = {torch.int64, torch.int32}
-_SEED = 7_062_013
-_MOST_FILLED = 4 << 30  # bytes of a skeleton's parameters
-_AT_ONCE = 1 << 22  # values of a weight
+_SEED = 7_062_013  # not one that the weights themselves are likely to come from
+_MOST_FILLED = 4 << 30  # bytes of a skeleton's parameters, which trials fill with numbers
+_AT_ONCE = 1 << 22  # values of a weight that are compared at a time, in double precision
+_Constants = dict[str, tuple[Node, torch.Tensor]]
 
 
-def stale_constants(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> list[str]:
+def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> list[str]:
     """Return texts about constants that may follow from weights. Raises CaptureError for those that do.
 
     inputs: args and kwargs of a call. mutated: buffers that a call changes, which are state. Nothing follows from the
     parameters of a skeleton, which have no values; from its persistent buffers something may.
     """
-    tensors = named_tensors(root)
-    loaded = named_parameters(root) | persistent_buffers(root)
-    weights = {name: tensor for name, tensor in tensors.items() if name in loaded}
-    changing = (tensor for name, tensor in tensors.items() if name in loaded or name in mutated)
+    weights = {name: tensor for name, tensor in view.tensors.items() if name in view.saved_names}
     real = {name: tensor for name, tensor in weights.items() if not is_fake(tensor)}
     if not real or sum(tensor.nbytes for tensor in weights.values() if is_fake(tensor)) > _MOST_FILLED:
         return []
-    constants = _constants(program, {item for tensor in changing for item in memory(tensor)})
-    trials = _Trials(root, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
+    state = (tensor for name, tensor in view.tensors.items() if name in mutated)
+    changing = {item for tensor in (*weights.values(), *state) for item in memory(tensor)}
+    constants = _constants(program, changing)
+    trials = _Trials(view, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
     places = list(trials.places())
-    found = {path for group in _groups(places) for path in trials.followers(group)}
-    if found:
+    # the places of each class and name together: one module may read the cache that another fills
+    groups: dict[Any, list[_Place]] = {}
+    for place in places:
+        groups.setdefault((type(place.module), place.key), []).append(place)
+    if found := {path for group in groups.values() for path in trials.followers(group)}:
         raise CaptureError(
             f"{listed(sorted(found))}: computed from weights before the export, and would stay the same when a swap "
             "changes them. Compute it in each call; or, if calls keep it, empty that cache, or export a model that has "
             "not been called"
         )
-    held = {item for place in places for _, value in _within(place) for item in memory(value)}
-    return [*_outside(type(root).__qualname__, constants, held), *_alike(constants, real)]
+    held = {item for place in places for _, value in place.values() for item in memory(value)}
+    return [*_outside(type(view.model).__qualname__, constants, held), *_alike(constants, real)]
 
 
-class _Place(NamedTuple):
-    """An attribute or buffer of a module: the dict that has it, its key there, its path, and the module."""
-
-    owner: dict[str, Any]
-    key: str
-    path: str
-    module: nn.Module
-
-
-Constants = dict[str, tuple[Node, torch.Tensor]]
-
-
-def _constants(program: ExportedProgram, changing: Collection[int]) -> Constants:
+def _constants(program: ExportedProgram, changing: Collection[int]) -> _Constants:
     """Return the constants that a program reads, with their placeholders, except numbers in the code.
 
     changing: storages of weights and state.
@@ -94,32 +88,17 @@ def _constants(program: ExportedProgram, changing: Collection[int]) -> Constants
     return constants
 
 
-def _within(place: _Place) -> Iterator[tuple[str, Any]]:
-    return within("", place.owner.get(place.key))
+class _Place(NamedTuple):
+    """An attribute or buffer of a module."""
 
+    owner: dict[str, Any]  # the module's dict that has it
+    key: str
+    path: str
+    module: nn.Module
 
-def _flags(places: list[_Place], weights: Iterable[torch.Tensor]) -> list[str]:
-    """Return the attributes of the places' modules that may say which weights a place was filled with, or whether."""
-    attributes = {key: value for place in places for key, value in vars(place.module).items() if key not in _NO_PLACES}
-    marks = {mark for tensor in weights for mark in _marks(tensor)}
-    return sorted(key for key, value in attributes.items() if isinstance(value, int) and _is_mark(value, marks))
-
-
-def _marks(tensor: torch.Tensor) -> tuple[int, ...]:
-    identity = (id(tensor),) if is_fake(tensor) else (id(tensor), tensor.data_ptr())
-    return identity if tensor.is_inference() else (*identity, tensor._version)
-
-
-def _is_mark(value: int, marks: Collection[int]) -> bool:
-    return isinstance(value, bool) or value in marks
-
-
-def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
-    """Return the places of each class and name together: one module may read the cache that another fills."""
-    groups: dict[Any, list[_Place]] = {}
-    for place in places:
-        groups.setdefault((type(place.module), place.key), []).append(place)
-    return groups.values()
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is there, and the values nested in it, by path from here."""
+        return within("", self.owner.get(self.key))
 
 
 class _Trial(NamedTuple):
@@ -133,21 +112,14 @@ class _Trials:
     """Calls of a model whose caches have been emptied."""
 
     def __init__(
-        self, root: nn.Module, inputs: Any, weights: Mapping[str, torch.Tensor], storages: Collection[int]
+        self, view: ModelView, inputs: Any, weights: Mapping[str, torch.Tensor], storages: Collection[int]
     ) -> None:
         """storages: those of the program's constants."""
-        self._root, self._inputs, self._storages = root, inputs, set(storages)
-        self._weights = weights
-
-    @functools.cached_property
-    def _filling(self) -> dict[str, torch.Tensor]:
-        """Values for the parameters of a skeleton."""
-        hollow = {name: value for name, value in self._weights.items() if is_fake(value)}
-        return {name: _others(torch.ones(value.shape, dtype=value.dtype)) for name, value in hollow.items()}
+        self._view, self._inputs, self._weights, self._storages = view, inputs, weights, set(storages)
 
     def places(self) -> Iterator[_Place]:
         """Yield what holds constants, or numbers that nobody has written down."""
-        for path, module in self._root.named_modules():
+        for path, module in self._view.model.named_modules():
             prefix = f"self.{path}." if path else "self."
             buffers, attributes = module._buffers, vars(module)
             for owner, keys in (
@@ -156,7 +128,7 @@ class _Trials:
             ):
                 for key in sorted(keys):
                     place = _Place(owner, key, prefix + key, module)
-                    if any(self._is_suspect(value) for _, value in _within(place)):
+                    if any(self._is_suspect(value) for _, value in place.values()):
                         yield place
 
     def _is_suspect(self, value: Any) -> bool:
@@ -166,9 +138,11 @@ class _Trials:
 
     def followers(self, places: list[_Place]) -> list[str]:
         """Return the paths of what calls fill with values that follow from weights."""
-        held = [(place.path + path, value) for place in places for path, value in _within(place)]
+        held = [(place.path + path, value) for place in places for path, value in place.values()]
+        suspects = [path for path, value in held if self._is_suspect(value)]
         if graded := [path for path, value in held if self._is_suspect(value) and getattr(value, "grad_fn", None)]:
             return graded
+        # code asks in one of these ways whether its cache is filled; the first one that it answers by filling it counts
         ways = [(empty, "") for empty in (self._none, self._absent, self._all_none, self._no_elements, None)]
         ways += [(self._zeros, flag) for flag in _flags(places, self._weights.values())]
         for empty, flag in ways:
@@ -177,7 +151,7 @@ class _Trials:
                 continue
             if not any(map(_is_filled, filled.left.values())):
                 if not flag and self._stands_in(places, filled, empty):
-                    return [path for path, value in held if self._is_suspect(value)]
+                    return suspects
                 continue
             refilled = self._run(places, self._other_weights(), empty, flag)
             if refilled is None:
@@ -198,14 +172,20 @@ class _Trials:
         if now is None or not _are_close(now.returned, without.returned):
             return False
         others = self._other_weights()
-        later, without_later = self._run(places, others, _unchanged), self._run(places, others, empty)
+        later, later_without = self._run(places, others, _unchanged), self._run(places, others, empty)
         return (
-            later is not None and without_later is not None and not _are_close(later.returned, without_later.returned)
+            later is not None and later_without is not None and not _are_close(later.returned, later_without.returned)
         )
+
+    @functools.cached_property
+    def _filling(self) -> dict[str, torch.Tensor]:
+        """Values for the parameters of a skeleton."""
+        hollow = {name: value for name, value in self._weights.items() if is_fake(value)}
+        return {name: _others(torch.ones(value.shape, dtype=value.dtype)) for name, value in hollow.items()}
 
     def _other_weights(self) -> Mapping[str, torch.Tensor]:
         weights = {**self._weights, **self._filling}
-        return tied(self._root, {name: _others(value) for name, value in weights.items()})
+        return tied(self._view, {name: _others(value) for name, value in weights.items()})
 
     def _run(
         self,
@@ -219,18 +199,14 @@ class _Trials:
         change: None puts None into the places. flag: attribute of their modules that may say that a place is filled,
         to invert; None instead of an integer.
         """
-        root = self._root
-        buffers = {
-            name: value.detach().clone()
-            for name, value in root.named_buffers(remove_duplicate=False)
-            if not self._is_suspect(value)
-        }
+        root, own = self._view.model, self._view.buffers
+        buffers = {name: value.detach().clone() for name, value in own.items() if not self._is_suspect(value)}
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self._inputs)
-        paths = [(place, path) for place in places for path, value in _within(place) if self._is_suspect(value)]
+        paths = [(place, path) for place in places for path, value in place.values() if self._is_suspect(value)]
         with restored(root), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            install(root, {**buffers, **tied(root, self._filling), **tensors})
+            install(self._view, {**buffers, **tied(self._view, self._filling), **tensors})
             copies: dict[int, Any] = {}
             for place in places:
                 value = _changed(place.owner[place.key], change, copies) if change else None
@@ -242,7 +218,7 @@ class _Trials:
                 returned = root(*args, **kwargs)
             except Exception:  # it was no cache
                 return None
-            left = {place.path + path: _bits(dict(_within(place)).get(path)) for place, path in paths}
+            left = {place.path + path: _bits(dict(place.values()).get(path)) for place, path in paths}
         left = {path: bits for path, bits in left.items() if bits is not None}
         return _Trial(left, pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, torch.clone, returned)))
 
@@ -265,6 +241,20 @@ class _Trials:
         return value * 1.5 + 1 if isinstance(value, float) and self._is_suspect(value) else value
 
 
+def _flags(places: list[_Place], weights: Iterable[torch.Tensor]) -> list[str]:
+    """Return the attributes of the places' modules that may say which weights a place was filled with, or whether."""
+    attributes = {key: value for place in places for key, value in vars(place.module).items() if key not in _NO_PLACES}
+    marks: set[int] = set()
+    for tensor in weights:
+        marks.add(id(tensor))
+        if not is_fake(tensor):
+            marks.add(tensor.data_ptr())
+        if not tensor.is_inference():  # else it counts no changes
+            marks.add(tensor._version)
+    integers = {key: value for key, value in attributes.items() if isinstance(value, int)}
+    return sorted(key for key, value in integers.items() if isinstance(value, bool) or value in marks)
+
+
 def _is_table(value: torch.Tensor) -> bool:
     """Return whether a tensor has positions, or other integers in order, that follow from no weight."""
     numbers = value.detach().flatten()
@@ -278,9 +268,7 @@ def _is_written(number: float) -> bool:
 
 
 def _changed(value: Any, change: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
-    """Return a copy of a value with its leaves changed. `copies` has those of containers and objects, which may be
-    shared, by id.
-    """
+    """Return a copy of a value with its leaves changed. copies: by id, as containers and objects may be shared."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, tuple):
@@ -311,7 +299,6 @@ def _others(value: torch.Tensor) -> torch.Tensor:
     if not value.is_floating_point() and not value.is_complex():
         return value.detach()
     wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-    # not a seed that the weights themselves are likely to come from
     random = torch.rand(value.shape, generator=torch.Generator().manual_seed(_SEED))
     return (wide * (1 + random) + random / 8).to(value.dtype)
 
@@ -334,6 +321,7 @@ def _is_close(one: Any, other: Any) -> bool:
         return bool(one == other)
     if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.is_floating_point():
         return bool(_bits(one) == _bits(other))
+    # what was prepared in advance, such as a product of two weights, rounds otherwise than the call itself
     return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-4, equal_nan=True)
 
 
@@ -342,7 +330,7 @@ def _is_filled(bits: Any) -> bool:
     return not isinstance(bits, tuple) or bits[2].count(0) < len(bits[2])
 
 
-def _outside(model: str, constants: Constants, held: Collection[int]) -> Iterator[str]:
+def _outside(model: str, constants: _Constants, held: Collection[int]) -> Iterator[str]:
     """Yield texts about constants that are held by nothing that the model has. model: the name of its class."""
     for name, (node, value) in constants.items():
         if name.startswith("lifted_tensor") and memory(value).isdisjoint(held):
@@ -355,7 +343,7 @@ def _outside(model: str, constants: Constants, held: Collection[int]) -> Iterato
             )
 
 
-def _alike(constants: Constants, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _alike(constants: _Constants, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Yield texts about constants whose values are those of a weight, or ordered as those are."""
     for name, (_, value) in constants.items():
         if _tells(value) and (weight := next((key for key, other in weights.items() if _is_alike(value, other)), None)):
@@ -376,12 +364,14 @@ def _is_sorted(flat: torch.Tensor) -> bool:
 
 
 def _is_alike(value: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a value is a monotone function of a weight, or has elements of it alone, as a part or a copy."""
     if weight.dtype not in _SEARCHED:
         return False
     one, other = value.detach().flatten(), weight.detach().flatten()
     if len(one) == len(other) and _is_sorted(one[other.argsort()]):
         return True
     values = torch.unique(one)
+    # a weight that also has the next number after each of them has about all numbers: that tells nothing
     return _all_among(values, other) and not _all_among(torch.nextafter(values, values + 1), other)
 
 

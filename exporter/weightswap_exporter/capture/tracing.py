@@ -2,7 +2,8 @@
 
 The code runs once, on fake tensors, and `make_fx` (torch.fx.experimental.proxy_tensor) records every operator that it
 calls. Code that depends on values cannot be recorded; the error names it. Assignments of `.data`, which the tracer does
-not see, are recorded here; writes to tensors that are not the model's are refused.
+not see, are recorded here. Writes to tensors that are not the model's are refused: such a tensor is real, so that the
+tracing itself would change it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from weightswap_exporter.modules.stand_ins import (
     wants_values,
     without_values,
 )
-from weightswap_exporter.modules.tensors import Kind, describe_kind, kinds_of, named_tensors, parts_of, put_together
+from weightswap_exporter.modules.tensors import Kind, ModelView, describe_kind, parts_of, put_together
 from weightswap_runtime.errors import CaptureError
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
@@ -40,10 +41,9 @@ _data: Any = torch._C.TensorBase.data
 
 
 class Untraceable(Exception):
-    """Error of loading code on fake tensors; the text names the code.
+    """Error of loading code on fake tensors; the text names the code."""
 
-    `wants_values`: whether it failed because it needs values.
-    """
+    wants_values: bool  # it failed because it needs values, or cannot be recorded
 
     def __init__(self, text: str, error: Exception) -> None:
         self.wants_values = wants_values(error)
@@ -51,16 +51,12 @@ class Untraceable(Exception):
 
 
 class Traced(NamedTuple):
-    """Trace of loading code. `module` takes a checkpoint's tensors, then the model's, and returns the model's after it.
+    """Trace of loading code."""
 
-    `keys` are the placeholders of the checkpoint's tensors with their keys, `initial` those of the model's with their
-    FQNs. `changed` are attributes of modules that loading has changed: the graph has their values at the export.
-    """
-
-    module: GraphModule
-    keys: dict[Node, str]
-    initial: dict[Node, str]
-    changed: tuple[str, ...]
+    module: GraphModule  # takes a checkpoint's tensors, then the model's, and returns the model's after the loading
+    keys: dict[Node, str]  # placeholders of the checkpoint's tensors, with their keys
+    initial: dict[Node, str]  # placeholders of the model's tensors, with their FQNs
+    changed: tuple[str, ...]  # attributes of modules that loading changes: the graph has their values at the export
 
     def results(self) -> dict[str, Node]:
         """Return the node that gives each of the model's tensors, by FQN."""
@@ -78,7 +74,7 @@ def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     model.load_state_dict(checkpoint, strict=False)
 
 
-def trace_loading(model: nn.Module, names: Collection[str], checkpoint: CheckpointTensors, load: Load) -> Traced:
+def trace_loading(view: ModelView, names: Collection[str], checkpoint: CheckpointTensors, load: Load) -> Traced:
     """Record how `load(model, checkpoint)` computes the tensors of these FQNs.
 
     `checkpoint` needs no values; `load` gets entries that are no tensors unchanged, and the versions that a state dict
@@ -91,26 +87,30 @@ def trace_loading(model: nn.Module, names: Collection[str], checkpoint: Checkpoi
         for key, value in flattened(checkpoint).items()
         if isinstance(value, torch.Tensor)
     }
-    kinds = kinds_of(model)
-    initial = without_values(model, mode, names)
+    initial = without_values(view, mode, names)
     changed: list[str] = []
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
         entries = dict(zip(tensors, flat, strict=False))
-        install(model, dict(zip(initial, flat[len(entries) :], strict=True)))
-        before = _attributes(model, initial)
+        install(view, dict(zip(initial, flat[len(entries) :], strict=True)))
+        before = _attributes(view.model, initial)
+        whole = {
+            key: put_together(key, value, entries) if isinstance(value, torch.Tensor) else value
+            for key, value in checkpoint.items()
+        }
         with _watched():
-            load(model, _with_tensors(checkpoint, entries))
-        _check_kinds(kinds, kinds_of(model))
-        loaded = named_tensors(model)
-        changed[:] = _changed(before, _attributes(model, initial))
-        return [loaded[name] for name in initial]
+            load(view.model, like_checkpoint(checkpoint, whole))
+        loaded = ModelView(view.model)
+        _check_kinds(view.kinds, loaded.kinds)
+        changed[:] = _changed(before, _attributes(view.model, initial))
+        return [loaded.tensors[name] for name in initial]
 
     inputs = (*tensors.values(), *initial.values())
-    with restored(model):
+    with restored(view.model):
         try:
             module = make_fx(run, tracing_mode="fake")(*inputs)
             if any(_mutates(node) for node in module.graph.nodes):
+                # instead of writes, results: each weight is then one expression of what was loaded
                 module = make_fx(torch.func.functionalize(module, remove="mutations"), tracing_mode="fake")(*inputs)
             _check_recorded(module)
         except CaptureError:
@@ -141,6 +141,7 @@ def _check_kinds(before: Mapping[str, Kind], after: Mapping[str, Kind]) -> None:
 
 
 def _check_recorded(module: GraphModule) -> None:
+    """Raise Unrecordable for an operator without results, which only checks: the graph would drop it as unused."""
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not schema.returns and not schema.is_mutable:
@@ -170,16 +171,6 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def _differ(one: object, other: object) -> bool:
     return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
-
-
-def _with_tensors(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return like_checkpoint(
-        checkpoint,
-        {
-            key: put_together(key, value, tensors) if isinstance(value, torch.Tensor) else value
-            for key, value in checkpoint.items()
-        },
-    )
 
 
 def like_checkpoint(checkpoint: CheckpointTensors, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,11 +203,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[position] if position < len(args) else named.get(argument.name)
-                    _check(value if isinstance(value, list | tuple) else [value], func)
+                    _check_written(value if isinstance(value, list | tuple) else [value], func)
         return func(*args, **named)
 
 
-def _check(values: Any, func: object) -> None:
+def _check_written(values: Any, func: object) -> None:
     parts = [part for value in values if isinstance(value, torch.Tensor) for part in parts_of("", value).values()]
     if not all(isinstance(part, FakeTensor) for part in parts):
         raise Unrecordable(f"{func} writes to a tensor that is neither a weight nor of the checkpoint")

@@ -19,7 +19,7 @@ from torch import nn
 from weightswap_exporter.capture.tracing import CheckpointTensors, Load
 from weightswap_exporter.modules import libraries as huggingface
 from weightswap_exporter.modules.stand_ins import first_line, frame_of, reason, within
-from weightswap_exporter.modules.tensors import describe_kind, is_fake, kinds_of, named_tensors
+from weightswap_exporter.modules.tensors import ModelView, describe_kind, is_fake, named_tensors
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, listed
 from weightswap_runtime.format.manifest import PARTS_NAME
@@ -34,15 +34,14 @@ from .tensor import CheckpointTensor, pieces
 _ADVICE = "Quantise the checkpoint as the exported model was, or export the checkpoint's model."
 
 
-def kinds_file(model: nn.Module) -> dict[str, bytes]:
+def kinds_file(view: ModelView) -> dict[str, bytes]:
     """Return the artifact's file with the kind of each composed parameter; empty if there are none."""
-    kinds = kinds_of(model)
-    return {PARTS_NAME: json.dumps(kinds, indent=1).encode() + b"\n"} if kinds else {}
+    return {PARTS_NAME: json.dumps(view.kinds, indent=1).encode() + b"\n"} if view.kinds else {}
 
 
-def model_problems(model: nn.Module, artifact: Artifact) -> list[str]:
+def model_problems(view: ModelView, artifact: Artifact) -> list[str]:
     """Return the parameters whose kind is not the graph's, as texts."""
-    return list(_differences(artifact.kinds, kinds_of(model), "the model"))
+    return list(_differences(artifact.kinds, view.kinds, "the model"))
 
 
 def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightswap_exporter.modules.tensors import Kind, extra_states, persistent_buffers, whole_tensors
+from weightswap_exporter.modules.tensors import Kind, ModelView, extra_states
 from weightswap_runtime.errors import (
     MOST_PRINTED,
     CheckpointError,
@@ -138,10 +138,8 @@ def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANY
 
     Its extra states are only named: its graph has what they were at the export.
     """
-    saved = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: value for name, value in whole_tensors(model).items() if name in saved}
     where = where or type(model).__qualname__
-    tree = {**tensors, **extra_states(model)}
+    tree = {**ModelView(model).saved, **extra_states(model)}
     return Checkpoint(where, *nested_levels(tree, values_of, where, choice, deep=False), names=True)
 
 

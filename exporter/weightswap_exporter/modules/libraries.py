@@ -1,4 +1,8 @@
-"""transformers' and PEFT's models, and variants."""
+"""Models of transformers and PEFT, which are never imported for it; and variants, the tensors that calls choose.
+
+A model is one of a library only if the library is imported already. transformers' own code says what its files have and
+how they are loaded; PEFT's layers are taken off where checkpoints of the base model shall fit.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,15 @@ from torch import nn
 from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
 
-from .tensors import is_fake, named_parameters, named_tensors
+from .tensors import ModelView, is_fake
 
 INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no call reads
+_CALL_ARGUMENT = "variants"  # with it, a call chooses variants
+_LOADED = "_hf_peft_config_loaded"  # transformers' mark of a model with adapters
+
+Groups = Mapping[str, Sequence[str]]  # FQNs by group
+NO_GROUPS: Groups = MappingProxyType({})
+Declared = Mapping[str, str | Sequence[str]]
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -94,7 +104,7 @@ def _check_plain(model: Any) -> None:
     name = type(model).__qualname__
     if getattr(model, "hf_quantizer", None) is not None:
         raise Unsupported(f"{name}: is quantised by transformers; export the original, and give its checkpoints")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, _LOADED, False):
         raise Unsupported(
             f"{name}: has adapters, and its files hold only those. Export what peft.get_peft_model() returns, or "
             "merge the adapters first."
@@ -136,9 +146,6 @@ def _problems(report: Any) -> Iterator[str]:
         yield f"{key}: cannot be converted: {text.strip().splitlines()[-1]}"
 
 
-_LOADED = "_hf_peft_config_loaded"
-
-
 def peft_base(model: nn.Module) -> nn.Module:
     """Return the base model of a model by `get_peft_model()`; any other model itself."""
     peft = sys.modules.get("peft")
@@ -155,8 +162,11 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)}
 
 
-def check_active(model: nn.Module) -> None:
-    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, unmerged and without DoRA."""
+def _check_layers(model: nn.Module, variable: Collection[str]) -> None:
+    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, unmerged and without DoRA.
+
+    All that it adds must be variable: checkpoints of the base lack it.
+    """
     for name, layer in _layers(model).items():
         if layer.merged:
             raise CaptureError(f"{name}: its variant is merged into the base; call unmerge_adapter() first")
@@ -164,24 +174,9 @@ def check_active(model: nn.Module) -> None:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
         if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
             raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; only LoRA can be variable")
-
-
-def check_whole(model: nn.Module, variable: Collection[str]) -> None:
-    """Raise CaptureError if a layer of PEFT has tensors of its own that are not variable: the base lacks them."""
-    for name, layer in _layers(model).items():
         own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
         if undeclared := [fqn for fqn in own if fqn not in variable]:
             raise CaptureError(f"variants: {listed(undeclared)} would belong to the base; declare all that PEFT added")
-
-
-@contextmanager
-def unscaled(model: nn.Module) -> Iterator[None]:
-    """Set the scaling factors of LoRA's layers to 1 in the block."""
-    with ExitStack() as stack:
-        for layer in _layers(model).values():
-            if isinstance(scaling := getattr(layer, "scaling", None), dict):
-                stack.enter_context(mock.patch.dict(scaling, dict.fromkeys(scaling, 1.0)))
-        yield
 
 
 @contextmanager
@@ -203,17 +198,11 @@ def unwrapped_layers(model: nn.Module) -> Iterator[Mapping[str, str]]:
         yield prefixes
 
 
-Groups = Mapping[str, Sequence[str]]  # FQNs by group
-NO_GROUPS: Groups = MappingProxyType({})
-Declared = Mapping[str, str | Sequence[str]]
-CALL_ARGUMENT = "variants"  # with it, a call chooses variants
-
-
-def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
+def find_groups(view: ModelView, declared: Declared | None) -> Groups:
     """Return the FQNs that match each group's patterns. Raises ExportError."""
     if not declared:
         return NO_GROUPS
-    names = sorted(named_parameters(model), key=list(named_tensors(model)).index)
+    names = [name for name in view.tensors if name in view.parameter_names]
     groups: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
     for group, declaration in declared.items():
@@ -226,36 +215,30 @@ def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
             if shared := [name for name in matched if owner.setdefault(name, group) != group]:
                 raise ExportError(f"variants: {shared[0]} is in the groups {owner[shared[0]]!r} and {group!r}")
             groups[group] = list(dict.fromkeys([*groups.get(group, []), *matched]))
-    check_active(model)
-    check_whole(model, owner)
+    _check_layers(view.model, owner)
     return groups
 
 
 @contextmanager
-def base_alone(model: nn.Module, groups: Groups) -> Iterator[None]:
+def base_alone(view: ModelView, groups: Groups) -> Iterator[None]:
     """Let the model compute, in the block, what its graph computes for calls without a variant.
 
     Variable tensors are zeros. The scaling factors of PEFT's layers, which would become constants of the graph, are 1:
     a runtime multiplies them into the tensors that it loads.
     """
-    tensors = named_tensors(model)
-    variable = [tensors[name] for names in groups.values() for name in names if not is_fake(tensors[name])]
-    if not groups:
-        yield
-        return
-    values = [tensor.detach().clone() for tensor in variable]
-    try:
-        with unscaled(model):
-            _write(variable, [torch.zeros_like(value) for value in values])
+    tensors = [view.tensors[name] for names in groups.values() for name in names]
+    values = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors if not is_fake(tensor)]
+    with ExitStack() as stack:
+        for layer in _layers(view.model).values() if groups else ():
+            if isinstance(scaling := getattr(layer, "scaling", None), dict):
+                stack.enter_context(mock.patch.dict(scaling, dict.fromkeys(scaling, 1.0)))
+        try:
+            for tensor, _ in values:
+                tensor.zero_()
             yield
-    finally:
-        _write(variable, values)
-
-
-@torch.no_grad()
-def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        finally:
+            for tensor, value in values:
+                tensor.copy_(value)
 
 
 def check_variable(fqns: Sequence[str], kind: str, groups: Groups) -> None:
@@ -271,27 +254,22 @@ def with_siblings(variable: frozenset[str], names: Collection[str], composed: Co
 
 
 def grouped(
-    rows: Sequence[NamedTensor],
-    groups: Groups,
-    inputs: Mapping[str, Sequence[GraphInput]],
-    composed: Collection[str] = (),
+    rows: Sequence[NamedTensor], groups: Groups, inputs: Mapping[str, Sequence[GraphInput]], composed: Collection[str]
 ) -> dict[str, tuple[NamedTensor, ...]]:
     """Return the rows by group. composed: FQNs of the parameters that are made of other tensors.
 
     Raises CaptureError for rows that no method reads, for only some of the parts of a tensor that methods read, and for
     inputs named `variants`.
     """
+    if not groups:
+        return {}
     read = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
     if unread := [row.name for row in rows if not read.intersection(row.names)]:
         raise CaptureError(f"variants: no method reads {listed(unread)}; declare only what calls choose, or delete it")
-    if rows and (
-        named := [
-            name for name, items in inputs.items() if ("input", CALL_ARGUMENT) in {(i.kind, i.name) for i in items}
-        ]
-    ):
-        raise CaptureError(f"method {named[0]!r}: rename the input {CALL_ARGUMENT!r}: calls choose variants by it")
+    if named := [name for name, items in inputs.items() if GraphInput(kind="input", name=_CALL_ARGUMENT) in items]:
+        raise CaptureError(f"method {named[0]!r}: rename the input {_CALL_ARGUMENT!r}: calls choose variants by it")
     reads = {item.name for items in inputs.values() for item in items if item.kind in ("weight", "variant")}
-    for fqn in composed if rows else ():
+    for fqn in composed:
         owners: dict[str, list[str]] = {}
         for part in sorted(name for name in reads if name.startswith(f"{fqn}.")):
             owners.setdefault(next((group for group, names in groups.items() if part in names), ""), []).append(part)

@@ -1,4 +1,4 @@
-"""A model's tensors: names, ties, composed ones, and its own classes as trees."""
+"""A model's tensors: their names, ties and parts; and values of a model's own classes as trees."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import enum
 import io
 import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,11 +19,153 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightswap_runtime.errors import CaptureError, Unsupported, listed
 from weightswap_runtime.format.names import EXTRA_STATE
-from weightswap_runtime.format.signature import Dict, Integer, Items, Key, Node, Tuple, key_text
+from weightswap_runtime.format.signature import Dict, Items, Key, Leaf, Node, Tuple, key_text
 from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
 Kind = dict[str, Any]
 """JSON of what is no tensor. `type` is the class; `parts` has the kinds of those parts that are composed, too."""
+
+TieKey = tuple[object, ...]
+_DEEPEST = 20  # levels of nesting to show: a kind may come from a file
+
+
+class ModelView:
+    """A model's parameters and buffers by FQN, as they are when the view is made; tied ones under each name.
+
+    A verb makes one and passes it on, so that all that it checks, captures and writes has the same names in the same
+    order. What a call or loading code leaves behind is found by comparing with a second view, made afterwards: modules
+    may register buffers and replace tensors when they are called.
+    """
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]  # parameters, then buffers, in the order of registration
+    saved: dict[str, torch.Tensor]  # those of them that checkpoints have: no non-persistent buffers
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.whole = self.parameters | self.buffers
+        unsaved = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        self.saved = {name: tensor for name, tensor in self.whole.items() if name not in unsaved}
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers; for composed ones, their parts."""
+        return _in_parts(self.whole)
+
+    @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        """FQNs of parameters; for composed ones, of their parts."""
+        return frozenset(_in_parts(self.parameters))
+
+    @cached_property
+    def saved_names(self) -> frozenset[str]:
+        """FQNs of what checkpoints have; for composed ones, of their parts."""
+        return frozenset(_in_parts(self.saved))
+
+    @cached_property
+    def composed(self) -> dict[str, nn.Parameter]:
+        """Composed parameters."""
+        return {name: parameter for name, parameter in self.parameters.items() if is_composed(parameter)}
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        """The kind of each composed parameter."""
+        return {name: kind_of(parameter) for name, parameter in self.composed.items()}
+
+    @cached_property
+    def hollow(self) -> list[str]:
+        """FQNs of tensors without values: those of a skeleton, which cannot be called."""
+        return [name for name, tensor in self.tensors.items() if is_fake(tensor)]
+
+    def check_separable(self) -> None:
+        """Raise Unsupported for composed tensors that cannot be taken apart."""
+        texts = {name: _inseparable(tensor, name in self.parameters) for name, tensor in self.whole.items()}
+        if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
+            raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done.")
+
+
+def _in_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for name, tensor in tensors.items() for key, value in parts_of(name, tensor).items()}
+
+
+def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
+    name = type(tensor).__qualname__
+    if is_sharded(tensor):
+        return f"{name}, which has only a part of the values"
+    if not is_composed(tensor):
+        return ""
+    if not is_parameter:
+        return f"{name}, and only parameters may be made of other tensors"
+    unknown = _unknown_in(kind_of(tensor))
+    return f"{name} with a {unknown[0]} in it, which an artifact cannot record" if unknown else ""
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by FQN, tied ones under each name; for composed ones, their parts."""
+    return ModelView(model).tensors
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers, whose names the artifact shall not have. Raises CaptureError for no module."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second; compiling imports it
+    compiled = compiler.OptimizedModule if compiler else ()
+    while isinstance(model, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model._orig_mod if isinstance(model, compiled) else model.module
+    return model
+
+
+def extra_states(model: nn.Module) -> dict[str, str]:
+    """Return the keys of extra states that say something, each with a text in place of the state."""
+    modules = model.named_modules(remove_duplicate=False)
+    own = {path: module for path, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state}
+    return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: "saved" for path, module in own.items() if _says(module)}
+
+
+def _says(module: nn.Module) -> bool:
+    try:
+        return not is_empty_state(module.get_extra_state())
+    except Exception:  # it may need what only a trainer has; `state_dict()` would say so
+        return True
+
+
+def is_empty_state(value: Any) -> bool:
+    """Return whether an extra state says nothing."""
+    if isinstance(value, io.BytesIO):
+        return not value.getbuffer()
+    if isinstance(value, torch.Tensor):
+        return not value.numel()
+    return value is None or (isinstance(value, Sized) and not len(value))
+
+
+def tie_key(tensor: torch.Tensor) -> TieKey:
+    """Return a key that tied tensors share: those of the same elements of a storage. Empty tensors are never tied."""
+    if not tensor.numel():
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata  # not its address, which fake tensors lack
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format")
+    return name
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has shape and dtype but no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
@@ -56,12 +199,6 @@ def _inner(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def kinds_of(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of each composed parameter, by FQN."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: kind_of(parameter) for name, parameter in parameters if is_composed(parameter)}
-
-
 def kind_of(tensor: Any) -> Kind:
     """Return the kind of a composed tensor. A value that JSON cannot express is there as `{"unknown": CLASS}`."""
     context = _plain(tensor.__tensor_flatten__()[1])
@@ -93,21 +230,18 @@ def _with_type(value: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": type(value).__qualname__} | {name: _plain(item) for name, item in content.items()}
 
 
-def unknown_in(kind: Any) -> list[str]:
+def _unknown_in(kind: Any) -> list[str]:
     """Return the classes of values that a kind cannot express."""
     if isinstance(kind, list):
-        return [name for item in kind for name in unknown_in(item)]
+        return [name for item in kind for name in _unknown_in(item)]
     if not isinstance(kind, dict):
         return []
-    return [kind["unknown"]] if "unknown" in kind else [name for item in kind.values() for name in unknown_in(item)]
+    return [kind["unknown"]] if "unknown" in kind else [name for item in kind.values() for name in _unknown_in(item)]
 
 
 def describe_kind(kind: Any) -> str:
     """Return a text such as `Int8Tensor(block_size=[1, 64], dtype=bfloat16)`; the kind of a plain tensor is None."""
     return "a plain tensor" if kind is None else _text(kind)
-
-
-_DEEPEST = 20  # levels of nesting to show
 
 
 def _text(value: Any, depth: int = 0) -> str:
@@ -121,130 +255,10 @@ def _text(value: Any, depth: int = 0) -> str:
     return f"{value.get('type', '')}({content})"
 
 
-TieKey = tuple[object, ...]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without wrappers, whose names the artifact shall not have. Raises CaptureError for no module."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second; compiling imports it
-    compiled = compiler.OptimizedModule if compiler else ()
-    while isinstance(model, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        model = model._orig_mod if isinstance(model, compiled) else model.module
-    return model
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by FQN, tied ones under each name; for composed ones, their parts."""
-    return {
-        key: value for name, tensor in whole_tensors(model).items() for key, value in parts_of(name, tensor).items()
-    }
-
-
-def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by FQN, composed ones whole."""
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-
-
-def named_parameters(model: nn.Module) -> set[str]:
-    """Return the FQNs of parameters; for composed ones, of their parts."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {key for name, parameter in parameters for key in parts_of(name, parameter)}
-
-
-def check_separable(model: nn.Module) -> None:
-    """Raise Unsupported for composed tensors that cannot be taken apart."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    texts = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
-    if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
-        raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done.")
-
-
-def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
-    if not is_sharded(tensor) and not is_composed(tensor):
-        return ""
-    name = type(tensor).__qualname__
-    if is_sharded(tensor):
-        return f"{name}, which has only a part of the values"
-    if not is_parameter:
-        return f"{name}, and only parameters may be made of other tensors"
-    unknown = unknown_in(kind_of(tensor))
-    return f"{name} with a {unknown[0]} in it, which an artifact cannot record" if unknown else ""
-
-
-def persistent_buffers(model: nn.Module) -> set[str]:
-    """Return the FQNs of the buffers that belong to a checkpoint."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def extra_states(model: nn.Module) -> dict[str, str]:
-    """Return the keys of extra states that say something, each with a text in place of the state."""
-    modules = model.named_modules(remove_duplicate=False)
-    own = {path: module for path, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state}
-    return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: "saved" for path, module in own.items() if _says(module)}
-
-
-def _says(module: nn.Module) -> bool:
-    try:
-        return not is_empty_state(module.get_extra_state())
-    except Exception:  # it may need what only a trainer has; `state_dict()` would say so
-        return True
-
-
-def is_empty_state(value: Any) -> bool:
-    """Return whether an extra state says nothing."""
-    if isinstance(value, io.BytesIO):
-        return not value.getbuffer()
-    if isinstance(value, torch.Tensor):
-        return not value.numel()
-    return value is None or (isinstance(value, Sized) and not len(value))
-
-
-def tie_key(tensor: torch.Tensor) -> TieKey:
-    """Return a key that tied tensors share: those of the same elements of a storage. Empty tensors are never tied."""
-    if not tensor.numel():
-        return (id(tensor),)
-    storage = tensor.untyped_storage()._cdata
-    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
-    name = DTYPE_NAMES.get(dtype)
-    if name is None:
-        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format")
-    return name
-
-
-def attribute_at(model: nn.Module, path: str) -> Any:
-    """Return what a dotted path of attributes leads to; None if it leads nowhere."""
-    value: Any = model
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has shape and dtype but no values."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
-
-
-def plain_tree(value: Any) -> tuple[Node, list[Any]]:
-    """Return the tree that a server has in place of a value, with leaves named by path, and its flat values."""
-    flat, spec = pytree.tree_flatten(value)
-    return tree_of(spec, "", lambda path: Integer(path or "output", 0)), flat
-
-
-def tree_of(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
+def tree_of(spec: pytree.TreeSpec, path: str, leaf: Callable[[str], Leaf]) -> Node:
     """Return a value's tree; `leaf(path)` makes its leaves, in order. Raises CaptureError for unsupported keys."""
     if spec.is_leaf():
-        return leaf(path)  # type: ignore[no-any-return]
+        return leaf(path)
     keys = _keys(spec)
     names = map(key_text, keys or range(spec.num_children))
     parts = [

@@ -22,7 +22,7 @@ from weightswap_exporter.goldens import (
     type_problems,
     weights_identity,
 )
-from weightswap_exporter.modules.tensors import named_tensors, unwrapped
+from weightswap_exporter.modules.tensors import ModelView, named_tensors, unwrapped
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 from weightswap_runtime.engines.torch_cpu import environment_here
@@ -41,11 +41,12 @@ from .report import compared
 
 def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
     """Return the model. Raises ParityError if it is not that of the artifact or has no values."""
+    view = ModelView(model)
     try:
-        check_has_values(model)
+        check_has_values(view)
     except RecordingError as error:
         raise ParityError(error.problems, "A skeleton cannot be run: build the model outside skeleton().") from error
-    if problems := [*model_problems(model, artifact), *type_problems(model, artifact.manifest)]:
+    if problems := [*model_problems(view, artifact), *type_problems(view, artifact.manifest)]:
         raise ParityError(problems, "Compare with the model that was exported, on the CPU and in its dtypes.")
     return model
 
@@ -132,8 +133,8 @@ def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Lo
 
 
 def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
-    tensors, values = named_tensors(model), read_weights(weights, framework="torch")
-    problems = list(type_problems(model, artifact.manifest))
+    view, values = ModelView(model), read_weights(weights, framework="torch")
+    problems = list(type_problems(view, artifact.manifest))
     for row in artifact.manifest.weights:
         if (value := values.get(row.name)) is None:
             problems.append(f"{row.name}: not in the file")
@@ -143,7 +144,7 @@ def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
         raise CheckpointError(f"{weights}: does not fit this model: {listed(problems, between='; ')}")
     with torch.no_grad():
         for row in artifact.manifest.weights:
-            tensors[row.name].copy_(values[row.name])
+            view.tensors[row.name].copy_(values[row.name])
 
 
 def _is_packed(weights: PathLike) -> bool:
@@ -174,9 +175,10 @@ def record_outputs(
     with eager_side(plain, artifact, functions, HOST) as side:
         calls = [case.call for case in compared_cases if not isinstance(repeatable_outputs(side, case, artifact), str)]
     request = GoldensRequest(calls, tolerance)
-    recording = record(plain, request, artifact.manifest, artifact.constants(), functions or {})
+    view = ModelView(plain)
+    recording = record(view, request, artifact.manifest, artifact.constants(), functions or {})
     with new_file(Path(path)) as file:
-        file.write(recording.encode(weights_identity(plain, artifact.manifest)))
+        file.write(recording.encode(weights_identity(view, artifact.manifest)))
 
 
 def check_outputs(
@@ -199,7 +201,7 @@ def check_outputs(
     with eager_side(plain, artifact, functions, HOST) as side:
         found = [side.run(case) for case in recorded_calls(artifact, [goldens])]
     problems = list(_problems(goldens, artifact, found))
-    if problems and weights_identity(plain, artifact.manifest) != goldens.weights_id:
+    if problems and weights_identity(ModelView(plain), artifact.manifest) != goldens.weights_id:
         problems.append("the outputs were recorded with weights other than the model has now")
     return goldens, problems
 

@@ -28,6 +28,7 @@ from weightswap_exporter.goldens import (
     with_literals,
 )
 from weightswap_exporter.modules.stand_ins import first_line, frame_of
+from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime import Model, load
 from weightswap_runtime.engines.graph_archive import (
     Argument,
@@ -322,7 +323,7 @@ def eager_side(
     block have changed the model's weights or constants.
     """
     placed = model if device == HOST else copy.deepcopy(model).to(device)
-    with eager(placed, functions or {}, initial_state(artifact)) as runner:
+    with eager(ModelView(placed), functions or {}, initial_state(artifact)) as runner:
         try:
             yield EagerSide(placed, runner, artifact, device)
         except ParityError:

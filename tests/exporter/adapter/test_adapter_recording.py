@@ -20,6 +20,7 @@ from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.capture import adapter as recording
 from weightswap_exporter.capture.capture import capture
 from weightswap_exporter.capture.classify import classify
+from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime import CaptureError, CheckpointError, WeightsMismatch, load
 from weightswap_runtime.format.manifest import WeightSource
 
@@ -417,12 +418,13 @@ def test_an_operator_that_the_server_lacks_is_named(tmp_path: Path) -> None:
 def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """This code is known to change no weight: the recording without a trace equals the traced one."""
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)).eval()
-    tables = classify(model, {"forward": capture(model, "forward", MethodSpec("forward", (torch.ones(1, 2, 4, 4),)))})
+    view = ModelView(model)
+    tables = classify(view, {"forward": capture(view, "forward", MethodSpec("forward", (torch.ones(1, 2, 4, 4),)))})
     traced: list[str] = []
     trace = recording.trace_loading
     monkeypatch.setattr(recording, "trace_loading", lambda *given: traced.append("once") or trace(*given))
-    found = recording.record_adapter(model, tables)
+    found = recording.record_adapter(view, tables)
     assert not traced
     monkeypatch.setattr(recording, "_PLAIN_LOADING", {nn.Module._load_from_state_dict})
-    assert recording.record_adapter(model, tables) == found
+    assert recording.record_adapter(view, tables) == found
     assert traced

@@ -15,6 +15,7 @@ from weightswap_exporter import export, pack
 from weightswap_exporter.capture import programs as mutations
 from weightswap_exporter.capture.capture import MethodSpec, capture
 from weightswap_exporter.capture.programs import functionalised_mutations, is_plain, mutated_buffers
+from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime import CaptureError, load
 
 X = torch.ones(2, 4)
@@ -164,7 +165,7 @@ class Assigns(nn.Module):
 @pytest.mark.parametrize("names", [("none", "a", "b"), ("a", "none", "b"), ("a", "b")])
 def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, ...]) -> None:
     model = Assigns(names)
-    captured = capture(model, "forward", MethodSpec("forward", (torch.ones(2),)))
+    captured = capture(ModelView(model), "forward", MethodSpec("forward", (torch.ones(2),)))
     assert captured.mutated == {"a"}
     assert tuple(model._buffers) == names
     assert torch.equal(model.a, torch.zeros(2))

@@ -16,6 +16,7 @@ from tests.exporter.parity.models import IDS, SHAPES, tied
 from weightswap_exporter import export, pack
 from weightswap_exporter.commands.verify import verify_command
 from weightswap_exporter.goldens import GoldenCall, GoldensRequest, record
+from weightswap_exporter.modules.tensors import ModelView
 from weightswap_exporter.parity import verification
 from weightswap_exporter.parity.verification import verify
 from weightswap_runtime import Artifact, CheckpointError, GoldensError, Model, SwapReceipt, WeightFileError
@@ -96,7 +97,7 @@ def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Pat
     state["blocks.0.out.bias"][3] += 0.5
     packed = pack(state, artifact, out=tmp_path / "v.safetensors")
     calls = GoldensRequest([GoldenCall("forward", (IDS,), {})], None)
-    recording = record(tied(), calls, artifact.manifest, artifact.constants(), {"forward": "forward"})
+    recording = record(ModelView(tied()), calls, artifact.manifest, artifact.constants(), {"forward": "forward"})
     (tmp_path / "v.goldens.safetensors").write_bytes(recording.encode(packed.weights_id))
     found = verify(folder / "a", packed.path, engines=["torch"])
     assert not found.same
