@@ -1,4 +1,10 @@
-"""Exported programs: parts, views, mutations, inlining."""
+"""Exported programs: their parts, which buffers their calls change, and what is made explicit before they are written.
+
+A program as torch captures it writes in place, as eager code does. Which buffers a call changes is found by following
+writes back to the memory that they reach: by functionalising the program, torch could say so, too, but that takes as
+long as the capture. Before a program is written, operators of other packages are replaced by torch's, and what depends
+on the default dtype of this process is written down: a server has neither.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +37,20 @@ from weightswap_runtime.engines.operators import (
 )
 from weightswap_runtime.errors import CaptureError, listed
 
+_MUTATIONS = (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION)
+_NAMED = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
+_RUNNING = {"running_mean", "running_var"}
+# operators that run a graph of their own, under another gradient or autocast mode
+_REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
+_INTEGER, _FLOAT, _COMPLEX = range(3)  # kinds of values; each promotes those before it
+_COMPARISONS = {
+    *("eq", "ne", "lt", "le", "gt", "ge", "isin"),
+    *("not_equal", "less", "less_equal", "greater", "greater_equal"),
+}
+_PROMOTING = {"where", "logsumexp", "floor_divide", "isin"}  # as operators with the tag `pointwise` do
+_SECRETLY = {"isclose"}  # casts integers to the default dtype inside
+_Bodies = dict[str, Graph]  # of composed operators, by operator and types of the arguments
+
 
 def graphs(program: ExportedProgram) -> Iterator[GraphModule]:
     """Return the program's graph and those nested in it."""
@@ -42,7 +62,17 @@ def graph_inputs(program: ExportedProgram) -> list[tuple[Node, InputSpec]]:
     return list(zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True))
 
 
-def reached(nodes: Iterable[Node], sources: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def all_inputs(nodes: Iterable[Node]) -> set[Node]:
+    """Return nodes, and all nodes that they are computed from."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _reached(nodes: Iterable[Node], sources: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Return nodes, their `sources`, the sources of these, and so on."""
     visited, unseen = set[Node](), set(nodes)
     while unseen:
@@ -52,75 +82,12 @@ def reached(nodes: Iterable[Node], sources: Callable[[Node], Iterable[Node]]) ->
     return visited
 
 
-def all_inputs(nodes: Iterable[Node]) -> set[Node]:
-    """Return nodes, and all nodes that they are computed from."""
-    return reached(nodes, lambda node: node.all_input_nodes)
-
-
-def is_random(node: Node) -> bool:
-    """Return whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def may_view(node: Node) -> list[Node]:
-    """Return the inputs that a result may share memory with, by the operator's schema.
-
-    Composed operators do not always declare it, so all of their inputs count.
-    """
-    if not isinstance(node.target, OpOverload):
-        return node.all_input_nodes
-    if declares_views(node.target):
-        return [item for argument, value in arguments(node) if argument.alias_info for item in nodes(value)]
-    if is_fresh(node.target):
-        return []
-    return node.all_input_nodes if is_composed(node.target) or opname(node) in SECRET_VIEWS else []
-
-
-def viewed(node: Node) -> list[Node]:
-    """Return `may_view(node)` more exactly, by running composed operators on fake tensors: a convolution is no view.
-
-    As in eager mode, C++ decomposes them then. The results that the capture has recorded do not show it: Python's
-    decompositions may copy where C++ returns an input.
-    """
-    views, target = may_view(node), node.target
-    if not views or not isinstance(target, OpOverload) or declares_views(target) or not is_composed(target):
-        return views
-    try:
-        return _views_in_run(node, target)
-    except Exception:  # the operator does not run on fake tensors, or its sizes depend on values
-        return views
-
-
-def _views_in_run(node: Node, target: OpOverload) -> list[Node]:
-    with FakeTensorMode(), torch.no_grad():
-        stand_ins = {item: pytree.tree_map(_stand_in, item.meta["val"]) for item in node.all_input_nodes}
-        args, kwargs = map_arg((node.args, node.kwargs), stand_ins.__getitem__)
-        result = memory(target(*args, **kwargs))
-    return [item for item, value in stand_ins.items() if result & memory(value)]
-
-
-def _stand_in(value: Any) -> Any:
-    """Return a fake tensor, or a size, with the sizes of the sample inputs."""
-    if isinstance(value, torch.Tensor):
-        shape, stride = ([_sample(size) for size in sizes] for sizes in (value.shape, value.stride()))
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return _sample(value)
-
-
-def _sample(size: Any) -> Any:
-    if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return size
-    if size.node.hint is None:
-        raise ValueError(f"{size} depends on values")
-    return size.node.hint
-
-
 def memory(value: Any) -> set[int]:
     """Return the storages of the tensors in a value."""
     return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
 
 
-def opname(node: Node) -> str:
+def _opname(node: Node) -> str:
     """Return the operator's name without its package; empty if the target is no operator."""
     return str(getattr(node.target, "_opname", ""))
 
@@ -132,22 +99,16 @@ def arguments(node: Node) -> Iterator[tuple[torch.Argument, Any]]:
     return ((argument, values.get(argument.name)) for argument in declared)
 
 
-def nodes(value: Any) -> list[Node]:
+def _nodes(value: Any) -> list[Node]:
     """Return the nodes in an argument: itself, or those in a list."""
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
-
-
-_MUTATIONS = (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION)
-_NAMED = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
-_RUNNING = {"running_mean", "running_var"}
-_REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
 
 
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     """Return the FQNs of the buffers that a call changes. Raises CaptureError if it changes a parameter."""
     own = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
     written, named = set(_writes(program.graph_module, set(own))), _placeholders(program, _NAMED)
-    if not written <= named.keys():
+    if not written <= named.keys():  # a write through a view, or in a region: torch must say what it reaches
         return functionalised_mutations(program)
     storages = {storage for node in written for storage in memory(node.meta["val"])}
     return _buffers({name for node, name in named.items() if storages & memory(node.meta["val"])}, program)
@@ -191,24 +152,6 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
     return {name for name, value in tensors.items() if value._version != versions[name]}
 
 
-def is_plain(program: ExportedProgram) -> bool:
-    """Return whether a program's operators write nothing, and no result has a size that depends on values.
-
-    Operators may be in regions with a gradient or autocast mode.
-    """
-    return all(
-        node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
-        for module in graphs(program)
-        for node in module.graph.nodes
-        if node.op == "call_function" and not _is_python(node)
-    ) and not any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
-
-
-def _is_python(node: Node) -> bool:
-    """Return whether a node is arithmetic on sizes, or takes one of several results."""
-    return getattr(node.target, "__module__", "") in ("_operator", "math")
-
-
 def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node, str]:
     """Return the placeholders of some kinds, with the FQNs that they stand for."""
     return {node: str(spec.target) for node, spec in graph_inputs(program) if spec.kind in kinds}
@@ -224,7 +167,7 @@ def _writes(module: GraphModule, owned: set[Node]) -> Iterator[Node]:
         if isinstance(node.target, OpOverload):
             written = (item for item in shared.intersection(_written(node)) if item in origins)
             yield from (item if node.target._schema.is_mutable else node for item in written)
-            if shared.intersection(may_view(node)):
+            if shared.intersection(_may_view(node)):
                 shared.add(node)
         else:
             if not _is_python(node) and _region_writes(module, node, origins):
@@ -241,8 +184,8 @@ class _Origins:
 
     def __contains__(self, node: Node) -> bool:
         """Return whether a node is of `owned` or a view of it. Raises CaptureError for views that torch cannot see."""
-        path = reached([node], self._viewed)
-        secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
+        path = _reached([node], self._viewed)
+        secret = sorted(name for name in map(_opname, path) if name in SECRET_VIEWS)
         if path & self._owned and secret:
             raise CaptureError(f"a call writes to {secret[0]}'s result, which may be a view: use the safe operator")
         return bool(path & self._owned)
@@ -268,18 +211,82 @@ def _written(node: Node) -> Iterator[Node]:
     for argument, value in pairs:
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or (keeps_statistics and (foreign or argument.name in _RUNNING)):
-            yield from nodes(value)
+            yield from _nodes(value)
 
 
-Bodies = dict[str, Graph]
+def _may_view(node: Node) -> list[Node]:
+    """Return the inputs that a result may share memory with, by the operator's schema.
+
+    Composed operators do not always declare it, so all of their inputs count.
+    """
+    if not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    if declares_views(node.target):
+        return [item for argument, value in arguments(node) if argument.alias_info for item in _nodes(value)]
+    if is_fresh(node.target):
+        return []
+    return node.all_input_nodes if is_composed(node.target) or _opname(node) in SECRET_VIEWS else []
+
+
+def viewed(node: Node) -> list[Node]:
+    """Return `_may_view(node)` more exactly, by running composed operators on fake tensors: a convolution is no view.
+
+    As in eager mode, C++ decomposes them then. The results that the capture has recorded do not show it: Python's
+    decompositions may copy where C++ returns an input.
+    """
+    views, target = _may_view(node), node.target
+    if not views or not isinstance(target, OpOverload) or declares_views(target) or not is_composed(target):
+        return views
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            stand_ins = {item: pytree.tree_map(_stand_in, item.meta["val"]) for item in node.all_input_nodes}
+            args, kwargs = map_arg((node.args, node.kwargs), stand_ins.__getitem__)
+            result = memory(target(*args, **kwargs))
+    except Exception:  # the operator does not run on fake tensors, or its sizes depend on values
+        return views
+    return [item for item, value in stand_ins.items() if result & memory(value)]
+
+
+def _stand_in(value: Any) -> Any:
+    """Return a fake tensor, or a size, with the sizes of the sample inputs."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = ([_sample(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return _sample(value)
+
+
+def _sample(size: Any) -> Any:
+    if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return size
+    if size.node.hint is None:
+        raise ValueError(f"{size} depends on values")
+    return size.node.hint
+
+
+def is_plain(program: ExportedProgram) -> bool:
+    """Return whether a program's operators write nothing, and no result has a size that depends on values.
+
+    Operators may be in regions with a gradient or autocast mode.
+    """
+    return all(
+        node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
+        for module in graphs(program)
+        for node in module.graph.nodes
+        if node.op == "call_function" and not _is_python(node)
+    ) and not any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
+
+
+def _is_python(node: Node) -> bool:
+    """Return whether a node is arithmetic on sizes, or takes one of several results."""
+    return getattr(node.target, "__module__", "") in ("_operator", "math")
 
 
 def inline_operators(program: ExportedProgram) -> None:
     """Replace other packages' composed operators by torch's: a server need not have those packages."""
-    bodies: Bodies = {}
+    bodies: _Bodies = {}
     for module in graphs(program):
         for node in filter(_is_composed_operator, list(module.graph.nodes)):
-            inline(node, bodies)
+            _inline(node, bodies)
         module.recompile()
 
 
@@ -288,7 +295,7 @@ def _is_composed_operator(node: Node) -> bool:
     return isinstance(target, OpOverload) and target.namespace not in OF_TORCH and is_composed(target)
 
 
-def inline(node: Node, bodies: Bodies) -> list[Node]:
+def _inline(node: Node, bodies: _Bodies) -> list[Node]:
     """Replace a node by its composed operator's body, and return the new nodes.
 
     `bodies` caches them by operator and types of its arguments.
@@ -342,24 +349,15 @@ def _replace(node: Node, results: Any, new: list[Node]) -> None:
     node.graph.erase_node(node)
 
 
-_INTEGER, _FLOAT, _COMPLEX = range(3)  # kinds of values; each promotes those before it
-_COMPARISONS = {
-    *("eq", "ne", "lt", "le", "gt", "ge", "isin"),
-    *("not_equal", "less", "less_equal", "greater", "greater_equal"),
-}
-_PROMOTING = {"where", "logsumexp", "floor_divide", "isin"}  # as operators with the tag `pointwise` do
-_SECRETLY = {"isclose"}  # casts integers to the default dtype inside
-
-
 def fix_dtypes(program: ExportedProgram) -> None:
     """Make a program independent of the default dtype: what that is now becomes a part of the program."""
-    bodies: Bodies = {}
+    bodies: _Bodies = {}
     for module in graphs(program):
         _fix(module.graph, bodies)
         module.recompile()
 
 
-def _fix(graph: Graph, bodies: Bodies) -> None:
+def _fix(graph: Graph, bodies: _Bodies) -> None:
     unseen = list(reversed(graph.nodes))
     while unseen:
         node = unseen.pop()
@@ -372,8 +370,8 @@ def _fix(graph: Graph, bodies: Bodies) -> None:
         if any(argument.name == "dtype" for argument in target._schema.arguments):
             node.kwargs = {**node.kwargs, "dtype": dtype}
         elif is_composed(target):
-            unseen += reversed(inline(node, bodies))
-        elif torch.Tag.pointwise in target.tags or opname(node) in _PROMOTING:
+            unseen += reversed(_inline(node, bodies))
+        elif torch.Tag.pointwise in target.tags or _opname(node) in _PROMOTING:
             _cast_arguments(node, dtype)
 
 
@@ -385,8 +383,8 @@ def _default_taken(node: Node) -> torch.dtype | None:
     values = [item.meta["val"] if isinstance(item, Node) else item for item in given]
     tensors = [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
     results = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    computed = values if opname(node) in _COMPARISONS else results
-    kind = _FLOAT if opname(node) in _SECRETLY else max(map(_kind, computed), default=_INTEGER)
+    computed = values if _opname(node) in _COMPARISONS else results
+    kind = _FLOAT if _opname(node) in _SECRETLY else max(map(_kind, computed), default=_INTEGER)
     if kind == _INTEGER or kind <= max(map(_kind, tensors), default=_INTEGER):
         return None
     default = torch.get_default_dtype() if kind == _FLOAT else torch.get_default_dtype().to_complex()
@@ -404,7 +402,7 @@ def _kind(value: Any) -> int:
 def _cast_arguments(node: Node, dtype: torch.dtype) -> None:
     """Cast the tensors that the operator would cast to the default dtype."""
     for argument, value in list(arguments(node)):
-        for item in nodes(value):
+        for item in _nodes(value):
             tensor = item.meta["val"]
             if argument.name == "condition" or not isinstance(tensor, torch.Tensor) or tensor.dtype == dtype:
                 continue
