@@ -1,4 +1,8 @@
-"""`pack()`: from a checkpoint to a weight file."""
+"""`pack()`: from a checkpoint to a weight file.
+
+All that can be checked without values is checked before anything is written; then one weight at a time is read, or
+computed by the adapter's graph, and written.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight file that was written.
-
-    level: place of the weights in the checkpoint, such as `model`; empty for its top. ignored: keys there that are no
-    weights (state, extra state), that lack the prefix, or that `ignore=` matches. cast: the weights that were cast, by
-    their dtype in the checkpoint. goldens: number of cases recorded in the file beside it. promoted: revision of the
-    desired state that names this file; None without a promotion. refusal: reason why `publish(promote=)` did not
-    promote it; empty otherwise. receipt: the fleet's receipt, if the file was promoted to a fleet.
-    """
+    """A weight file that was written."""
 
     path: Path
     graph_id: str
@@ -61,12 +58,19 @@ class Packed:
     nbytes: int
     labels: dict[str, str]
     ignored: tuple[str, ...]
+    """Keys at `level` that are no weights (state, extra state), that lack the prefix, or that `ignore=` matches."""
     level: str
+    """Place of the weights in the checkpoint, such as `model`; empty for its top."""
     cast: dict[str, list[str]]
+    """Weights that were cast, by their dtype in the checkpoint."""
     goldens: int = 0
+    """Number of cases recorded in the file beside it."""
     promoted: int | None = None
+    """Revision of the desired state that names this file; None without a promotion."""
     refusal: str = ""
+    """Reason why `publish(promote=)` did not promote it; empty otherwise."""
     receipt: object = None
+    """The fleet's receipt, if the file was promoted to a fleet."""
 
 
 def pack(
@@ -149,18 +153,6 @@ def pack(
     return replace(packed, goldens=len(recording.cases) if recording else 0)
 
 
-def _check_name(path: Path) -> Path:
-    if path.name.endswith(GOLDENS_SUFFIX):
-        raise CheckpointError(f"{path}: names in *{GOLDENS_SUFFIX} are for goldens; give the weight file another name")
-    return path
-
-
-def _check_other(out: Path, files: Iterable[Path | None]) -> None:
-    """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
-    if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
-        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; give another name")
-
-
 def pack_to_compare(source: Source, artifact: Artifact, out: Path) -> Path:
     """Pack weights with which a server may compute something else: a comparison shows what."""
     if isinstance(source, nn.Module) and artifact.manifest.variants:
@@ -168,62 +160,6 @@ def pack_to_compare(source: Source, artifact: Artifact, out: Path) -> Path:
     with open_checkpoint(source) as checkpoint, pack_checkpoint(checkpoint, artifact, out, labels={}) as (file, _):
         file.rename(out)
     return out
-
-
-def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
-    """Raise GraphMismatch for a file that was packed for another graph, as a swap does."""
-    if checkpoint.graph_id not in ("", artifact.graph_id):
-        raise GraphMismatch(
-            f"{checkpoint.where}: packed for the graph {checkpoint.graph_id[:12]}, but the artifact has "
-            f"{artifact.graph_id[:12]}, which may compute its weights in another way. Pack the checkpoint that it "
-            "was made of, or the model"
-        )
-
-
-def _check_constants(model: nn.Module, artifact: Artifact) -> None:
-    """Raise CheckpointError if a module's constants are not the artifact's, with which a server computes."""
-    values = artifact.constants() if artifact.manifest.constants else {}
-    problems = []
-    for row in artifact.manifest.constants:
-        tensor: Any = model
-        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
-            tensor = getattr(tensor, name, None)
-        if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
-            found = content_of(tensor.detach())
-            # of another type is what `dtype` casts, or a table that has grown
-            text = same_type(found, row) and difference(values[row.name], found, default_tolerance(row.dtype))
-            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
-    if problems:
-        raise CheckpointError(
-            f"{type(model).__qualname__}: {listed(problems, between='; ')}. A server computes with the artifact's: "
-            "export this model, or register what checkpoints set as a persistent buffer, and export again"
-        )
-
-
-def recorder(
-    model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
-) -> Callable[[], Recording | None]:
-    """Return what records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
-    wanted = wanted_goldens(goldens, tolerance, artifact.methods)
-    if wanted is None:
-        return lambda: None
-    if not isinstance(model, nn.Module):
-        raise CheckpointError(
-            "goldens are recorded with the eager model, and a checkpoint is not one: also give the module that was "
-            "exported, as `model` or as the source"
-        )
-    eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
-    if problems := model_problems(ModelView(eager), artifact):
-        raise RecordingError(problems, "Record with the model that was exported.")
-    constants = artifact.constants()
-    groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
-
-    def record_base() -> Recording:
-        view = ModelView(eager)  # after the loading, which may have replaced parameters
-        with base_alone(view, groups):
-            return record(view, wanted, artifact.manifest, constants, {})
-
-    return record_base
 
 
 @contextmanager
@@ -278,6 +214,81 @@ def pack_checkpoint(
             yield file, packed
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be written ({error})") from error
+
+
+def recorder(
+    model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
+) -> Callable[[], Recording | None]:
+    """Return what records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
+    if (wanted := wanted_goldens(goldens, tolerance, artifact.methods)) is None:
+        return lambda: None
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(
+            "goldens are recorded with the eager model, and a checkpoint is not one: also give the module that was "
+            "exported, as `model` or as the source"
+        )
+    eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
+    if problems := model_problems(ModelView(eager), artifact):
+        raise RecordingError(problems, "Record with the model that was exported.")
+    constants = artifact.constants()
+    groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
+
+    def record_base() -> Recording:
+        view = ModelView(eager)  # after the loading, which may have replaced parameters
+        with base_alone(view, groups):
+            return record(view, wanted, artifact.manifest, constants, {})
+
+    return record_base
+
+
+def checked_labels(labels: Mapping[str, object] | None) -> dict[str, str]:
+    """Return labels as texts. Raises CheckpointError for what no weight file may have."""
+    texts = {str(name): str(text) for name, text in (labels or {}).items()}
+    if problem := label_problem(texts):
+        raise CheckpointError(f"labels: {problem}")
+    return texts
+
+
+def _check_name(path: Path) -> Path:
+    if path.name.endswith(GOLDENS_SUFFIX):
+        raise CheckpointError(f"{path}: names in *{GOLDENS_SUFFIX} are for goldens; give the weight file another name")
+    return path
+
+
+def _check_other(out: Path, files: Iterable[Path | None]) -> None:
+    """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
+    if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
+        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; give another name")
+
+
+def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
+    """Raise GraphMismatch for a file that was packed for another graph, as a swap does."""
+    if checkpoint.graph_id not in ("", artifact.graph_id):
+        raise GraphMismatch(
+            f"{checkpoint.where}: packed for the graph {checkpoint.graph_id[:12]}, but the artifact has "
+            f"{artifact.graph_id[:12]}, which may compute its weights in another way. Pack the checkpoint that it "
+            "was made of, or the model"
+        )
+
+
+def _check_constants(model: nn.Module, artifact: Artifact) -> None:
+    """Raise CheckpointError if a module's constants are not the artifact's, with which a server computes."""
+    values = artifact.constants() if artifact.manifest.constants else {}
+    problems = []
+    for row in artifact.manifest.constants:
+        tensor: Any = model
+        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
+            tensor = getattr(tensor, name, None)
+        if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
+            found = content_of(tensor.detach())
+            # of another type is what `dtype` casts, or a table that has grown
+            text = same_type(found, row) and difference(values[row.name], found, default_tolerance(row.dtype))
+            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
+    if problems:
+        raise CheckpointError(
+            f"{type(model).__qualname__}: {listed(problems, between='; ')}. A server computes with the artifact's: "
+            "export this model, or register what checkpoints set as a persistent buffer, and export again"
+        )
 
 
 def _unscaled(match: Match, level: NestedStateDict, left_out: Sequence[str]) -> Iterator[str]:
@@ -367,11 +378,3 @@ def _with_progress(
 
     for name, parts in data:
         yield name, count(parts)
-
-
-def checked_labels(labels: Mapping[str, object] | None) -> dict[str, str]:
-    """Return labels as texts. Raises CheckpointError for what no weight file may have."""
-    texts = {str(name): str(text) for name, text in (labels or {}).items()}
-    if problem := label_problem(texts):
-        raise CheckpointError(f"labels: {problem}")
-    return texts

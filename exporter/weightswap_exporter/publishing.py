@@ -20,6 +20,7 @@ from torch import nn
 from weightswap_exporter.checkpoints.nested_state_dicts import flat_levels
 from weightswap_exporter.checkpoints.reading import Checkpoint, from_module
 from weightswap_exporter.checkpoints.tensor import requested, values_of
+from weightswap_exporter.modules.libraries import peft_base
 from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredPlace, load
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
@@ -149,6 +150,8 @@ def publish(
     promotion = None if place is None else _Promotion(place, policy, by)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
+    if opened.manifest.variants:
+        model = peft_base(model)
     record_from = recorder(model, opened, goldens, tolerance)
     outcome: futures.Future[Packed] = futures.Future()
     publication = Publication(step, outcome)

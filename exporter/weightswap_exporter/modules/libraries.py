@@ -21,7 +21,7 @@ from torch import nn
 from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
 
-from .tensors import ModelView, is_fake
+from .tensors import ModelView, is_fake, unwrapped
 
 INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no call reads
 _CALL_ARGUMENT = "variants"  # with it, a call chooses variants
@@ -147,11 +147,11 @@ def _problems(report: Any) -> Iterator[str]:
 
 
 def peft_base(model: nn.Module) -> nn.Module:
-    """Return the base model of a model by `get_peft_model()`; any other model itself."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
+    """Return the base model of a model by `get_peft_model()`, wrapped or not; any other model itself."""
+    peft, plain = sys.modules.get("peft"), unwrapped(model)
+    if peft is None or not isinstance(plain, peft.PeftModel):
         return model
-    base: nn.Module = model.get_base_model()
+    base: nn.Module = plain.get_base_model()
     return base
 
 
