@@ -1,4 +1,7 @@
-"""`publish()`: from a model in training to a weight file, in the background."""
+"""`publish()`: from a model in training to a weight file, in the background.
+
+The model's values are copied before the call returns, so that the training may go on; a thread writes the copy.
+"""
 
 from __future__ import annotations
 
@@ -173,17 +176,20 @@ def publish(
 
 
 class _Promotion(NamedTuple):
-    """Place or fleet to promote a file to, with the policy and the author."""
+    """Who shall serve a file."""
 
     place: DesiredPlace | Publishing
     policy: Policy
-    by: str
+    by: str  # author of the change
 
     def promote(self, packed: Packed, artifact: Artifact) -> Packed:
         """Promote a file, and return it with the revision that names it, or with the reason for the refusal."""
         try:
             if self.policy == "proven":
-                _prove(packed, artifact)
+                # as a server loads it
+                with load(artifact, packed.path, residency="single", allow_nonfinite=False) as model:
+                    receipt = model.history[-1]
+                    check_proven(str(packed.path), receipt.verified, list(receipt.nonfinite))
             return self._promoted(packed)
         except WeightswapError as error:
             _log.warning("%s was not promoted: %s: %s", packed.path, type(error).__name__, text_of(error))
@@ -198,12 +204,6 @@ class _Promotion(NamedTuple):
         return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
-def _prove(packed: Packed, artifact: Artifact) -> None:
-    """Raise the errors of a server that loads the file, and Unproven."""
-    with load(artifact, packed.path, residency="single", allow_nonfinite=False) as model:
-        check_proven(str(packed.path), model.history[-1].verified, list(model.history[-1].nonfinite))
-
-
 class _Snapshot(NamedTuple):
     """Copy of a model's values, with no reference to the model."""
 
@@ -212,6 +212,7 @@ class _Snapshot(NamedTuple):
 
 
 def _snapshot(model: nn.Module) -> Checkpoint:
+    """Return a checkpoint of copies, tied tensors once."""
     live = from_module(model)
     copies: dict[TieKey, torch.Tensor] = {}
 
@@ -222,7 +223,7 @@ def _snapshot(model: nn.Module) -> Checkpoint:
         return copies[key]
 
     level = live.levels[0]
-    if level.problems:
+    if level.problems:  # packing refuses it by these
         return live
     tensors = {
         name: values_of(copy(values.load()))._replace(part_of=values.part_of) for name, values in level.tensors.items()
@@ -277,16 +278,13 @@ class _Writer:
             )
         self._threads.add(thread)  # first: a signal handler may run after any step
         try:
-            self._free.acquire()
-        except BaseException:
-            self._threads.discard(thread)
-            raise
-        try:
-            snapshots = [snapshot()]  # a list, so that the thread can drop it
-            threading.Thread(target=self._run, args=(outcome, snapshots, write), name="weightswap-publish").start()
-        except BaseException:
-            self._free.release()
-            raise
+            self._free.acquire()  # released by the thread, once the file is there
+            try:
+                snapshots = [snapshot()]  # a list, so that the thread can drop it
+                threading.Thread(target=self._run, args=(outcome, snapshots, write), name="weightswap-publish").start()
+            except BaseException:
+                self._free.release()
+                raise
         finally:
             self._threads.discard(thread)
 
@@ -294,7 +292,9 @@ class _Writer:
         self, outcome: futures.Future[Packed], snapshots: list[_Snapshot], write: Callable[[_Snapshot], Packed]
     ) -> None:
         try:
-            finish = partial(outcome.set_result, write(snapshots.pop()))
+            finish = partial(
+                outcome.set_result, write(snapshots.pop())
+            )  # popped: the copy is gone when the next is made
         except BaseException as error:
             forget_frames(error)
             finish = partial(outcome.set_exception, error)
