@@ -149,9 +149,9 @@ def _check_readable(archive: bytes) -> None:
     """Raise CaptureError for a graph that torch writes, but that servers or compilers cannot read."""
     where = "the captured graph"
     try:
-        checked_archive(archive, where)
+        _checked_archive(archive, where)
         graph = read_graph(archive, where)
-        checked(archive, where, lambda: compile_graph(graph, torch.device("cpu")))
+        checked(archive, where, lambda: compile_graph(graph, CPU))
     except ArtifactError as error:
         reason = str(error).removeprefix(f"{where}: ").partition(" Export the artifact again")[0]
         raise CaptureError(f"the captured graph cannot be served: {reason}") from error
@@ -164,7 +164,7 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     try:
         # torch logs why it cannot open a program, with texts of an untrusted file
         with mock.patch.object(logging.getLogger("torch.export"), "disabled", new=True):
-            return torch.export.load(io.BytesIO(checked_archive(raw, where)))
+            return torch.export.load(io.BytesIO(_checked_archive(raw, where)))
     except ArtifactError:
         raise
     except Exception as error:
@@ -175,7 +175,7 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
         ) from error
 
 
-def checked_archive(raw: bytes, where: str) -> bytes:
+def _checked_archive(raw: bytes, where: str) -> bytes:
     """Return the archive, rewritten from its checked documents, without the guards, which torch would execute.
 
     Raises ArtifactError for a document with content that is not allowed.
