@@ -62,11 +62,11 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
     kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
     for fqns in groups.values():
-        kind = (
-            "state" if mutated.intersection(fqns) else "weight" if view.saved_names.intersection(fqns) else "constant"
-        )
-        if kind == "state" and (shared := sorted(view.parameter_names.intersection(fqns))):
-            raise CaptureError(f"a call changes {', '.join(fqns)}, but {', '.join(shared)} is a parameter")
+        kind = "weight" if view.saved_names.intersection(fqns) else "constant"
+        if mutated.intersection(fqns):
+            kind = "state"
+            if shared := sorted(view.parameter_names.intersection(fqns)):
+                raise CaptureError(f"a call changes {', '.join(fqns)}, but {', '.join(shared)} is a parameter")
         if variable.intersection(fqns):
             check_variable(fqns, kind, variants)
             kind = "variant"
@@ -76,6 +76,7 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
     inputs = {}
     for name, method in captured.items():
         lifted = _lifted_constants(name, method)
+        # a plain attribute may hold a tensor of the model: the graph then reads that one
         aliases = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
         own = {key: tensor for key, tensor in lifted.items() if key not in aliases}
         rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]

@@ -24,14 +24,14 @@ from weightswap_runtime.format.manifest import TextGeneration
 
 from .capture import MethodSpec
 
-_TABLES = r"(?:^|\.)(?:wpe|\w*position\w*)$"
-KEYS, VALUES = "key_cache_{}", "value_cache_{}"
+_TABLES = r"(?:^|\.)(?:wpe|\w*position\w*)$"  # names of embeddings of positions in transformers' models
+_KEYS, _VALUES = "key_cache_{}", "value_cache_{}"  # buffers, by the number of the layer
 
 
 class Decoder(NamedTuple):
-    """Language model, prepared for the export. `model` shares its tensors with the original one."""
+    """Language model, prepared for the export."""
 
-    model: nn.Module
+    model: nn.Module  # shares its tensors with the original one
     methods: Mapping[str, MethodSpec]
     generation: TextGeneration
 
@@ -62,7 +62,7 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
     for index, shapes in enumerate(_cache_shapes(owner, batch)):
-        for buffer, (shape, dtype) in zip((KEYS, VALUES), shapes, strict=True):
+        for buffer, (shape, dtype) in zip((_KEYS, _VALUES), shapes, strict=True):
             zeros = torch.zeros(*shape[:2], length, shape[3], dtype=dtype)
             shared.register_buffer(buffer.format(index), zeros, persistent=False)
     methods = {"prefill": _method("prefill", batch, length, 2), "decode": _method("decode", batch, length, 1)}
@@ -144,10 +144,10 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
 
     layers: list[Any] = []
     positions = _Positions(position)
-    while hasattr(owner, KEYS.format(len(layers))):
+    while hasattr(owner, _KEYS.format(len(layers))):
         index = len(layers)
         layer: Any = StaticLayer(max_cache_len=owner.cache_length)
-        layer.keys, layer.values = getattr(owner, KEYS.format(index)), getattr(owner, VALUES.format(index))
+        layer.keys, layer.values = getattr(owner, _KEYS.format(index)), getattr(owner, _VALUES.format(index))
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.batch_size, layer.num_heads = layer.keys.shape[:2]
         layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
