@@ -41,6 +41,7 @@ from .packing import Packed, checked_labels, pack_checkpoint, recorder
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
+_Snapshot = tuple[Checkpoint, Recording | None]  # copy of a model's values, with no reference to the model
 _log = logging.getLogger("weightswap")
 
 
@@ -160,7 +161,7 @@ def publish(
     publication = Publication(step, outcome)
     _writer.begin(
         outcome,
-        lambda: _Snapshot(_snapshot(model), record_from()),
+        lambda: (_copied(model), record_from()),
         partial(
             _write,
             directory=fixed(Path(directory)),
@@ -204,14 +205,7 @@ class _Promotion(NamedTuple):
         return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
-class _Snapshot(NamedTuple):
-    """Copy of a model's values, with no reference to the model."""
-
-    checkpoint: Checkpoint
-    recording: Recording | None
-
-
-def _snapshot(model: nn.Module) -> Checkpoint:
+def _copied(model: nn.Module) -> Checkpoint:
     """Return a checkpoint of copies, tied tensors once."""
     live = from_module(model)
     copies: dict[TieKey, torch.Tensor] = {}
