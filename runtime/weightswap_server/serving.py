@@ -102,7 +102,7 @@ class Server:
         """
         self.settings = settings
         self.service = Service(models, settings)
-        self._http = HttpServer(http_app(self.service), settings, shared=listener is not None)
+        self._http = HttpServer(http_app(self.service), settings)
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._listening_callbacks: list[Callable[[], object]] = []

@@ -24,7 +24,7 @@ from weightswap_runtime.sources.location import is_url
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
-from weightswap_server.http.listening import accept_no_more, bind, listening
+from weightswap_server.http.listening import bind, listening
 from weightswap_server.protocol import Process
 from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
@@ -327,7 +327,6 @@ class Workers:
                 with suppress(asyncio.CancelledError):
                     await self._serving
             finally:
-                await accept_no_more(listener)  # while workers still accept those in the queue
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await keeper.end(0.0)
