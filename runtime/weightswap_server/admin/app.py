@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,9 +32,9 @@ from weightswap_server.errors import (
     admin_failure_of,
     log,
 )
-from weightswap_server.http.app import Handler, application, metrics_response
+from weightswap_server.http.app import application, metrics_response
 from weightswap_server.http.bodies import JSON, Bodies
-from weightswap_server.http.openapi import content, openapi_document, operation, parameter
+from weightswap_server.http.openapi import Endpoint, openapi
 from weightswap_server.protocol import IndexEntry, decoded
 from weightswap_server.service.service import Service
 
@@ -63,62 +63,6 @@ from .documents import (
 from .journal import LoadSeries
 from .operations import ModelOperations
 from .uploads import UploadDirectory
-
-_ANSWERS = (
-    AdminError,
-    ServerStatus,
-    ModelStatus,
-    History,
-    Changed,
-    Uploads,
-    Uploaded,
-    list[IndexEntry],
-    IndexRequest,
-    LoadRequest,
-)
-
-
-def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
-    """Return the document at /openapi.json of an admin plane. changes: the request documents, by change."""
-    name, file = parameter("name", enum=list(models)), parameter("file")
-    model, repository = "/admin/models/{name}", "/v2/repository"
-    paths: dict[str, Any] = {
-        "/admin/status": {"get": operation("The server, and all its models.", ServerStatus)},
-        "/admin/events": {"get": _events()},
-        "/admin/uploads": {"get": operation("What was uploaded.", Uploads)},
-        "/admin/uploads/{file}": {"put": _upload(), "delete": _removal(), "parameters": [file]},
-        model: {"get": operation("A model.", ModelStatus), "parameters": [name]},
-        f"{model}/history": {"get": operation("Commits and refusals.", History), "parameters": [name]},
-        f"{repository}/index": {"post": operation("The models.", list[IndexEntry], body=IndexRequest, required=False)},
-        f"{repository}/models/{{name}}/load": {
-            "post": operation("Answer again.", None, body=LoadRequest, required=False),
-            "parameters": [name],
-        },
-        f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},
-        "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
-        "/openapi.json": {"get": operation("This document.", {"type": "object"})},
-    }
-    for change, kind in changes.items():
-        described = operation(f"Change a model: {change}.", Changed, body=kind)
-        paths[f"{model}/{change}"] = {"post": described, "parameters": [name]}
-    schemes = {"token": {"type": "http", "scheme": "bearer"}}
-    openapi = openapi_document("weightswap admin", paths, [*_ANSWERS, *changes.values()], securitySchemes=schemes)
-    return {**openapi, "security": [{"token": []}]}
-
-
-def _events() -> dict[str, Any]:
-    load = {"name": "load", "in": "query", "required": False, "schema": {"type": "string"}}
-    return operation("Events, as they happen.", {}, media="text/event-stream") | {"parameters": [load]}
-
-
-def _upload() -> dict[str, Any]:
-    created = {"description": "Uploaded.", "content": content(Uploaded)}
-    body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
-    return {"summary": "Upload a weight file.", "responses": {"201": created}, "requestBody": body}
-
-
-def _removal() -> dict[str, Any]:
-    return {"summary": "Remove an upload.", "responses": {"204": {"description": "Removed."}}}
 
 
 class _Config(msgspec.Struct):
@@ -293,23 +237,30 @@ class AdminEndpoints:
 
     def app(self) -> Starlette:
         """Return the application, without the token guard."""
-        model, repository = "/admin/models/{name}", "/v2/repository"
-        endpoints: list[tuple[str, str, Handler]] = [
-            ("/admin/status", "GET", self._status),
-            ("/admin/events", "GET", self._events),
-            ("/admin/uploads", "GET", self._list_uploads),
-            ("/admin/uploads/{file}", "PUT", self._upload),
-            ("/admin/uploads/{file}", "DELETE", self._remove_upload),
-            (model, "GET", self._model),
-            (f"{model}/history", "GET", self._history),
-            *((f"{model}/{change}", "POST", partial(self._change, change)) for change in CHANGES),
-            (f"{repository}/index", "POST", self._triton_index),
-            (f"{repository}/models/{{name}}/load", "POST", self._triton_load),
-            (f"{repository}/models/{{name}}/unload", "POST", self._triton_unload),
-            ("/metrics", "GET", self._metrics),
-            ("/openapi.json", "GET", self._openapi),
+        return application(self._table(), self._bodies, self._refuse, self._no_such_endpoint, page_routes())
+
+    def _table(self) -> list[Endpoint]:
+        model, triton, upload = "/admin/models/{name}", "/v2/repository", "/admin/uploads/{file}"
+        get, post = partial(Endpoint, "GET"), partial(Endpoint, "POST")
+        put = partial(Endpoint, "PUT", status=201, body_media="application/octet-stream")
+        return [
+            get("/admin/status", self._status, "The server, and all its models.", ServerStatus),
+            get("/admin/events", self._events, "Events, as they happen.", {}, media="text/event-stream", query="load"),
+            get("/admin/uploads", self._list_uploads, "What was uploaded.", Uploads),
+            put(upload, self._upload, "Upload a weight file.", Uploaded, {"type": "string"}),
+            Endpoint("DELETE", upload, self._remove_upload, "Remove an upload.", status=204),
+            get(model, self._model, "A model.", ModelStatus),
+            get(f"{model}/history", self._history, "Commits and refusals.", History),
+            *(
+                post(f"{model}/{change}", partial(self._change, change), f"Change a model: {change}.", Changed, kind)
+                for change, (kind, _) in CHANGES.items()
+            ),
+            post(f"{triton}/index", self._triton_index, "The models.", list[IndexEntry], IndexRequest, needed=False),
+            post(f"{triton}/models/{{name}}/load", self._triton_load, "Answer again.", None, LoadRequest, needed=False),
+            post(f"{triton}/models/{{name}}/unload", self._triton_unload, "Answer nobody."),
+            get("/metrics", self._metrics, "Metrics for Prometheus.", {"type": "string"}, media="text/plain"),
+            get("/openapi.json", self._openapi, "This document.", {"type": "object"}),
         ]
-        return application(endpoints, self._bodies, self._refuse, self._no_such_endpoint, page_routes())
 
     def refuse(self, scope: Scope) -> Response:
         """Return the response to a request without a token, and note it in the audit log."""
@@ -353,7 +304,9 @@ class AdminEndpoints:
         return await metrics_response(self._service)
 
     async def _openapi(self, request: Request) -> Response:
-        return document(description(list(self._models), {name: kind for name, (kind, _) in CHANGES.items()}))
+        schemes = {"token": {"type": "http", "scheme": "bearer"}}
+        described = openapi("weightswap admin", self._table(), list(self._models), AdminError, securitySchemes=schemes)
+        return document({**described, "security": [{"token": []}]})
 
     async def _events(self, request: Request) -> Response:
         with_load = "load" in request.query_params

@@ -26,9 +26,14 @@ from weightswap_server.protocol import (
     PARAMETER,
     Answer,
     Answered,
+    ErrorDocument,
     GenerateRequest,
+    GenerateResponse,
+    IndexEntry,
     InferRequest,
     InferResponse,
+    ModelMetadata,
+    ServerMetadata,
     decoded,
     read_request,
     read_variants,
@@ -41,9 +46,10 @@ from weightswap_server.service.service import Service
 
 from .bodies import JSON, Bodies, Headers, no_such_endpoint, refusal
 from .listening import ON_DISCONNECT
-from .openapi import description
+from .openapi import Endpoint, Handler, openapi
 
 _PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+_MODEL = "/v2/models/{name}"
 _LENGTH = HEADER_LENGTH.encode()
 _Parts = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
 
@@ -120,9 +126,6 @@ def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
     ], body
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 def http_app(service: Service) -> ASGIApp:
     """Return the ASGI application of a server."""
     bodies = Bodies(service.settings)
@@ -130,13 +133,13 @@ def http_app(service: Service) -> ASGIApp:
 
 
 def application(
-    endpoints: Iterable[tuple[str, str, Handler]],
+    endpoints: Iterable[Endpoint],
     bodies: Bodies,
     refuse: Callable[[Request, Exception, float], Response],
     no_such_endpoint: Callable[[Request, HTTPException], Awaitable[Response]],
     files: Iterable[Route] = (),
 ) -> Starlette:
-    """Return an application. endpoints: path, HTTP method, handler. refuse: takes a request, its error, its arrival."""
+    """Return an application of a table of endpoints. refuse: takes a request, its error, its arrival."""
 
     def with_errors(handler: Handler) -> Handler:
         async def answer(request: Request) -> Response:
@@ -152,7 +155,11 @@ def application(
 
         return answer
 
-    routes = [Route(path, with_errors(handler), methods=[method]) for path, method, handler in endpoints]
+    routes = [
+        Route(endpoint.path, with_errors(endpoint.handler), methods=[endpoint.method])
+        for endpoint in endpoints
+        if endpoint.handler is not None
+    ]
     exception_handlers: Any = {HTTPException: no_such_endpoint}
     app = Starlette(routes=[*files, *routes], exception_handlers=exception_handlers)
     app.router.redirect_slashes = False
@@ -164,25 +171,31 @@ class _Endpoints:
 
     def __init__(self, service: Service, bodies: Bodies) -> None:
         self._service, self._bodies = service, bodies
-        self._description = msgspec.json.encode(description(service.names))
+        self._description = msgspec.json.encode(openapi("weightswap", self._table(), service.names, ErrorDocument))
 
     def app(self) -> Starlette:
-        model = "/v2/models/{name}"
-        endpoints: list[tuple[str, str, Handler]] = [
-            ("/v2/health/live", "GET", self.live),
-            ("/v2/health/ready", "GET", self.ready),
-            ("/v2", "GET", self.server),
-            ("/v2/repository/index", "POST", self.index),
-            (model, "GET", self.model),
-            (f"{model}/ready", "GET", self.model_ready),
-            (f"{model}/generate", "POST", self.generate),
-            (f"{model}/generate_stream", "POST", self.generate_stream),
-            (f"{model}/versions/{{version}}", "GET", self.model),
-            (f"{model}/versions/{{version}}/ready", "GET", self.model_ready),
-            ("/metrics", "GET", self.metrics),
-            ("/openapi.json", "GET", self.openapi),
+        return application(self._table(), self._bodies, self.refuse, self.no_such_endpoint)
+
+    def _table(self) -> list[Endpoint]:
+        get, post = partial(Endpoint, "GET"), partial(Endpoint, "POST")
+        generate = partial(post, summary="Continue a prompt.", answer=GenerateResponse, body=GenerateRequest)
+        table = [
+            get("/v2/health/live", self.live, "Whether the server runs."),
+            get("/v2/health/ready", self.ready, "Whether all models are ready.", unready=True),
+            get("/v2", self.server, "The server.", ServerMetadata),
+            post("/v2/repository/index", self.index, "The models.", list[IndexEntry], {"type": "object"}, needed=False),
+            generate(f"{_MODEL}/generate", self.generate),
+            generate(f"{_MODEL}/generate_stream", self.generate_stream, media="text/event-stream"),
+            get("/metrics", self.metrics, "Metrics for Prometheus.", {"type": "string"}, media="text/plain"),
+            get("/openapi.json", self.description, "This document.", {"type": "object"}),
         ]
-        return application(endpoints, self._bodies, self.refuse, self.no_such_endpoint)
+        for path in (_MODEL, f"{_MODEL}/versions/{{version}}"):
+            table += [
+                get(path, self.model, "A model.", ModelMetadata),
+                get(f"{path}/ready", self.model_ready, "Whether a model is ready.", unready=True),
+                post(f"{path}/infer", None, "Call a model.", InferResponse, InferRequest),
+            ]
+        return table
 
     def refuse(self, request: Request, error: Exception, arrived: float) -> Response:
         name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
@@ -215,7 +228,7 @@ class _Endpoints:
     async def metrics(self, request: Request) -> Response:
         return await metrics_response(self._service)
 
-    async def openapi(self, request: Request) -> Response:
+    async def description(self, request: Request) -> Response:
         return Response(self._description, media_type=JSON)
 
     async def generate(self, request: Request) -> Response:
