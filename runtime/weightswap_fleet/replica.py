@@ -97,9 +97,9 @@ class Replica:
         contents = {name: array_content(array) for name, array in inputs.items()}
         wish = "" if canary is None else str(int(canary))
         model = model or self._spec.model
-        served, call = self._service.call(model, "", contents, wish=wish)
-        answer = await self._service.answer(served, call)
-        self._service.metrics.answered(model, answer.weights_id)
+        call = self._service.call(model, "", contents, wish=wish)
+        answer = await self._service.answer(call)
+        self._service.answered(call, answer)
         outputs = {name: as_array(content) for name, content in answer.outputs}
         return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
 

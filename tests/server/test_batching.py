@@ -39,9 +39,9 @@ def submit(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Futur
     """Queue calls while the model is busy, so that all of them wait."""
     calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
     with occupied(server):
-        for served, call in calls:
-            served.thread.submit(call)
-    return [call.answer for _, call in calls]
+        for call in calls:
+            server.service.served[0].thread.submit(call)
+    return [call.answer for call in calls]
 
 
 def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
@@ -100,8 +100,8 @@ def test_the_first_waits_for_others(model: Model, monkeypatch: pytest.MonkeyPatc
         seen = sizes_of_calls(model, monkeypatch)
         answers = []
         for _ in range(4):
-            served, call = server.service.call("tiny", "", {"x": array_content(rows(1))})
-            served.thread.submit(call)
+            call = server.service.call("tiny", "", {"x": array_content(rows(1))})
+            server.service.served[0].thread.submit(call)
             answers.append(call.answer)
         for answer in answers:
             answer.result(4)  # the batch is full before the delay is over
@@ -112,7 +112,7 @@ def test_a_request_that_was_given_up_is_not_run(model: Model, monkeypatch: pytes
     with serving({"tiny": model}, max_batch=8) as server:
         seen = sizes_of_calls(model, monkeypatch)
         with occupied(server):
-            calls = [server.service.call("tiny", "", {"x": array_content(rows(1))})[1] for _ in range(3)]
+            calls = [server.service.call("tiny", "", {"x": array_content(rows(1))}) for _ in range(3)]
             for call in calls:
                 server.service.served[0].thread.submit(call)
             assert calls[1].answer.cancel()
@@ -167,9 +167,7 @@ def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
     )
     model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
     with serving({"tiny": model}, max_batch=8) as server:
-        calls = [
-            server.service.call("tiny", "", {"tokens": array_content(np.array([token]))})[1] for token in (1, 9, 3)
-        ]
+        calls = [server.service.call("tiny", "", {"tokens": array_content(np.array([token]))}) for token in (1, 9, 3)]
         with occupied(server):
             for call in calls:
                 server.service.served[0].thread.submit(call)
@@ -225,7 +223,7 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
 
 async def answer_all(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Answer]:
     calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
-    return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
+    return await asyncio.gather(*(server.service.answer(call) for call in calls))
 
 
 def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(

@@ -65,8 +65,8 @@ def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteW
             assert samples(server, f"weightswap_server_{name}_count") == counted
         assert samples(server, "weightswap_generation") == {of({}): 1}
         with occupied(server):
-            served, call = server.service.call("tiny", "", {"x": array_content(X)})
-            served.thread.submit(call)
+            call = server.service.call("tiny", "", {"x": array_content(X)})
+            server.service.served[0].thread.submit(call)
             assert samples(server, "weightswap_server_queued") == {of({}): 1}
         assert call.answer.result(10).generation == 1
 

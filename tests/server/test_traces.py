@@ -80,8 +80,8 @@ def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: 
 
 def test_a_canary_has_no_generation(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     with load(tiny.path, weight_file(1)) as model:
-        call = Call(ServedMethod(model, "forward"), [])
-        Traces().answered("tiny", call, Answer([], None, "abc"), call.arrived, 1)
+        call = Call(ServedMethod(model, "forward"), [], name="tiny")
+        Traces().answered(call, Answer([], None, "abc"), call.arrived, 1)
     (span,) = spans.get_finished_spans()
     assert span.attributes == {"weightswap.weights_id": "abc", "weightswap.canary": True, "weightswap.batch_calls": 1}
 

@@ -26,8 +26,6 @@ from weightswap_server.protocol import (
     from_bytes,
     from_values,
     pieces_of,
-    read_variants,
-    select,
     version_of,
 )
 from weightswap_server.service.generations import END, OpenGeneration
@@ -189,17 +187,20 @@ class _Methods:
         return message_class("ModelMetadataResponse")(**metadata)
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
-        tensors = _tensors(request)
-        traceparent, wish = _metadata(context, "traceparent"), _metadata(context, HEADER)
-        name, version = request.model_name, request.model_version
-        served, call = self._service.call(name, version, tensors, traceparent, wish, _variants(request))
-        names = [output.name for output in request.outputs]
-        call.method.check_outputs(names)
-        served.thread.submit(call)
-        context.add_callback(call.answer.cancel)
-        answer = self._service.wait_here(call.answer)
-        self._service.metrics.answered(name, answer.weights_id)
-        return response(request, answer, names)
+        call = self._service.call(
+            request.model_name,
+            request.model_version,
+            _tensors(request),
+            outputs=[output.name for output in request.outputs],
+            variants=_variants(request),
+            wish=_metadata(context, HEADER),
+            traceparent=_metadata(context, "traceparent"),
+        )
+        context.add_callback(call.answer.cancel)  # drops the call if it has not begun
+        answer = self._service.answer_here(call)
+        message = _response(request, answer)
+        self._service.answered(call, answer)
+        return message
 
     def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield one response to each request, or one for each token; errors are responses, too."""
@@ -235,9 +236,9 @@ class _Methods:
         try:
             while (piece := generation.next_here()) is not END:
                 token = "output_ids", TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
-                yield response(request, Answer([token], *msgspec.structs.astuple(generation.answered)), [])
+                yield _response(request, Answer([token], *msgspec.structs.astuple(generation.answered)))
             if request.parameters["triton_enable_empty_final_response"].bool_param:
-                last = response(request, Answer([], *msgspec.structs.astuple(generation.answered)), [])
+                last = _response(request, Answer([], *msgspec.structs.astuple(generation.answered)))
                 last.parameters["triton_final_response"].bool_param = True
                 yield last
         finally:
@@ -264,12 +265,12 @@ def _prompt(request: Any, most: int) -> GenerateRequest:
     return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
 
 
-def _variants(request: Any) -> dict[str, str]:
-    """Return the variants that the parameters choose, by group. Raises BadRequest."""
+def _variants(request: Any) -> Any:
+    """Return the parameter that chooses variants, or None."""
     if PARAMETER not in request.parameters:  # indexing a protobuf map inserts the key
-        return {}
+        return None
     value = request.parameters[PARAMETER]
-    return read_variants(getattr(value, value.WhichOneof("parameter_choice") or "string_param"))
+    return getattr(value, value.WhichOneof("parameter_choice") or "string_param")
 
 
 def _detail(text: str) -> str:
@@ -333,8 +334,8 @@ def _from_contents(tensor: Any) -> TensorBytes:
     return from_values(tensor.name, dtype, shape, len(values), pieces_of(values))
 
 
-def response(request: Any, answer: Answer, names: list[str]) -> Any:
-    """Return the message of an answer, with these outputs, or all, as raw tensors."""
+def _response(request: Any, answer: Answer) -> Any:
+    """Return the message of an answer, with raw tensors."""
     message = message_class("ModelInferResponse")(
         model_name=request.model_name, model_version=version_of(answer), id=request.id
     )
@@ -343,7 +344,7 @@ def response(request: Any, answer: Answer, names: list[str]) -> Any:
     message.parameters["weights_id"].string_param = answer.weights_id
     if answer.variant:
         message.parameters[PARAMETER].string_param = answer.variant
-    for name, content in select(answer.outputs, names):
+    for name, content in answer.outputs:
         message.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
         message.raw_output_contents.append(bytes(content.data))
     return message

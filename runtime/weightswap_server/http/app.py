@@ -36,8 +36,6 @@ from weightswap_server.protocol import (
     ServerMetadata,
     decoded,
     read_request,
-    read_variants,
-    select,
     version_of,
     write_outputs,
 )
@@ -95,25 +93,27 @@ class InferEndpoint:
         )
         body = await self._bodies.body(scope, receive, headers, None if has_tail else MOST_JSON)
         request, tensors = await self._bodies.parse(body, parser)
-        variants = read_variants(request.parameters.get(PARAMETER))
-        traceparent, wish = headers.text("traceparent"), headers.text(HEADER)
-        served, call = self._service.call(name, version, tensors, traceparent, wish, variants)
-        if request.outputs:
-            call.method.check_outputs([output.name for output in request.outputs])
+        call = self._service.call(
+            name,
+            version,
+            tensors,
+            outputs=[output.name for output in request.outputs or ()],
+            variants=request.parameters.get(PARAMETER),
+            wish=headers.text(HEADER),
+            traceparent=headers.text("traceparent"),
+        )
         scope[ON_DISCONNECT] = call.answer.cancel  # drops the call if it has not begun
-        answer = await self._service.answer(served, call)
+        answer = await self._service.answer(call)
         nbytes = sum(content.nbytes for _, content in answer.outputs)
         response = await self._bodies.compute(nbytes, partial(_response, name, request, answer))
-        self._service.metrics.answered(name, answer.weights_id)
+        self._service.answered(call, answer)
         return response
 
 
 def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
-    requested = request.outputs or []
-    outputs = select(answer.outputs, [output.name for output in requested])
     default = request.parameters.get("binary_data_output") is True
-    binary = {output.name: output.parameters.get("binary_data", default) is True for output in requested}
-    documents, tail = write_outputs(outputs, binary or dict.fromkeys(dict(outputs), default))
+    binary = {output.name: output.parameters.get("binary_data", default) is True for output in request.outputs or ()}
+    documents, tail = write_outputs(answer.outputs, binary or dict.fromkeys(dict(answer.outputs), default))
     answered = Answered(answer.generation, answer.weights_id, answer.variant)
     head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, answered, request.id))
     if not tail:

@@ -31,25 +31,28 @@ Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer
 
 
 class Call:
-    """One request's call of a method, and the future of its answer. `version`: the requested generation, or "";
-    `traceparent`: the W3C trace context of its parent span; `canary`: the canary that answers it, instead of the served
-    weights; `variants`: names of the chosen variants by group."""
+    """One request's call of a method, and the future of its answer."""
 
     def __init__(
         self,
         method: ServedMethod,
         flat: Flat,
         version: str = "",
+        *,
         traceparent: str = "",
         canary: Canary | None = None,
         variants: Mapping[str, str] | None = None,
+        name: str = "",
+        outputs: Sequence[str] = (),
     ) -> None:
         self.method = method
         self.flat = flat
-        self.version = version
-        self.traceparent = traceparent
-        self.canary = canary
-        self.variants = dict(variants or {})
+        self.version = version  # the requested generation, or ""
+        self.traceparent = traceparent  # the W3C trace context of its parent span
+        self.canary = canary  # that answers it, instead of the served weights
+        self.variants = dict(variants or {})  # names of the chosen ones, by group
+        self.name = name  # the model's in the request
+        self.outputs = outputs  # names of the requested ones; none: all
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
         self.nbytes = sum([len(value.data) for value in _tensors(flat)])

@@ -69,9 +69,9 @@ class ServerMetrics:
         """Count a request that was answered."""
         self._answered(self._series(name, weights_id))
 
-    def called(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
+    def called(self, call: Call, answer: Answer, began: float, together: int) -> None:
         """Observe one request's call. Its answer may still not reach the client: it is late, or cannot be JSON."""
-        series = self._series(name, answer.weights_id)
+        series = self._series(call.name, answer.weights_id)
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)
         series.batch_calls.observe(together)

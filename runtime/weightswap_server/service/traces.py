@@ -54,11 +54,10 @@ class Traces:
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("weightswap.server", __version__)
 
-    def answered(self, model: str, call: Call, answer: Answer, began: float, together: int) -> None:
+    def answered(self, call: Call, answer: Answer, began: float, together: int) -> None:
         """Make the span of an answered request, a child of the span in its `traceparent`."""
-        span = self._request(
-            model, call.arrived, call.traceparent, _weights(answer) | {"weightswap.batch_calls": together}
-        )
+        attributes = _weights(answer) | {"weightswap.batch_calls": together}
+        span = self._request(call.name, call.arrived, call.traceparent, attributes)
         span.add_event("call", timestamp=_epoch(began))
         span.end()
 
