@@ -1,14 +1,22 @@
-"""Errors of requests, and their HTTP and gRPC status.
+"""Errors of requests, and what clients and operators see of errors.
 
 WeightswapError
 `-- RequestError          the request was not answered
     |-- BadRequest        it does not follow the protocol or the model's signature
-    |-- UnknownModel      no such model or version is served
+    |-- UnknownModel      no such model, version or path is served
     |-- BodyTooLarge      it has more bytes than the server accepts
     |-- BodyTooSlow       its bytes did not arrive in time
     |-- Overloaded        too many requests wait already; it may be sent again later
     |-- NotReady          the model cannot answer yet, or the server is stopping
-    `-- TookTooLong       the answer was not ready in time
+    |-- TookTooLong       the answer was not ready in time
+    |                   and at the admin plane:
+    |-- Unauthorised      it has no token, or an unknown one
+    |-- Forbidden         the server does not allow the path or URL
+    |-- NotThere          there is no such upload
+    |-- Conflict          the change conflicts with what the model follows, or with another change
+    |-- NotServed         the followed place now desires the weights, and this process refuses them
+    |-- UploadMismatch    the uploaded bytes do not have the given digest
+    `-- NoRoom            the directory of uploads has no room
 """
 
 from __future__ import annotations
@@ -40,6 +48,39 @@ from weightswap_runtime.errors import (
 )
 
 log = logging.getLogger("weightswap.server")
+
+
+class Failure(NamedTuple):
+    """A failure as clients and operators see it."""
+
+    status: int  # of HTTP
+    code: str  # the name of the gRPC status code; "" at the admin plane
+    text: str
+    kind: str = ""  # the error's class, which operators see
+
+    @property
+    def retry(self) -> bool:
+        """True if the same request may succeed later."""
+        return self.status == 503
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what a client sees of an error. Unforeseen errors are logged, and their text is not sent."""
+    for status, code, kinds in _FAILURES:
+        if isinstance(error, kinds):
+            return Failure(status, code, str(error))
+    log.error("a request failed", exc_info=error)
+    return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; see the server's log")
+
+
+def admin_failure_of(error: BaseException) -> Failure:
+    """Return what an operator sees of an error. Unforeseen errors are logged, and their text is not sent."""
+    kind = type(error).__name__
+    for status, kinds in _ADMIN_FAILURES:
+        if isinstance(error, kinds):
+            return Failure(status, "", str(error), kind)
+    status, code, text, _ = failure_of(error)
+    return Failure(status, code, text if status != 500 else "the server failed; see its log", kind)
 
 
 class RequestError(WeightswapError):
@@ -74,38 +115,6 @@ class TookTooLong(RequestError):
     """An answer that was not ready in time."""
 
 
-class Failure(NamedTuple):
-    """A failure as clients see it: HTTP status, name of the gRPC status code, and a sentence."""
-
-    status: int
-    code: str
-    text: str
-
-    @property
-    def retry(self) -> bool:
-        """True if the same request may succeed later."""
-        return self.status == 503
-
-
-_FAILURES: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
-    (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
-    (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
-    (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
-    (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed)),
-    (504, "DEADLINE_EXCEEDED", (TookTooLong,)),
-    (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),  # last: some errors above are subclasses
-)
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return what a client sees of an error. Unforeseen errors are logged, and their text is not sent."""
-    for status, code, kinds in _FAILURES:
-        if isinstance(error, kinds):
-            return Failure(status, code, str(error))
-    log.error("a request failed", exc_info=error)
-    return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; see the server's log")
-
-
 class Unauthorised(RequestError):
     """A request without a token, or with an unknown one."""
 
@@ -134,15 +143,16 @@ class NoRoom(RequestError):
     """An upload for which the directory of uploads has no room."""
 
 
-class AdminFailure(NamedTuple):
-    """A failure as operators see it: HTTP status, sentence, and the error's class."""
-
-    status: int
-    text: str
-    kind: str
-
-
-_STATUSES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
+# in each table, rows of subclasses come before those of their bases
+_FAILURES: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
+    (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
+    (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
+    (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
+    (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed)),
+    (504, "DEADLINE_EXCEEDED", (TookTooLong,)),
+    (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),
+)
+_ADMIN_FAILURES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
     (401, (Unauthorised,)),
     (403, (Forbidden,)),
     (404, (NotThere,)),
@@ -152,15 +162,5 @@ _STATUSES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
     (502, (DesiredError,)),
     (503, (LeaseTimeout,)),
     (507, (NoRoom, OutOfMemory)),
-    (422, (NotServed, UploadMismatch, SwapError)),  # last: some errors above are subclasses
+    (422, (NotServed, UploadMismatch, SwapError)),
 )
-
-
-def admin_failure_of(error: BaseException) -> AdminFailure:
-    """Return what an operator sees of an error. Unforeseen errors are logged, and their text is not sent."""
-    for status, kinds in _STATUSES:
-        if isinstance(error, kinds):
-            return AdminFailure(status, str(error), type(error).__name__)
-    failure = failure_of(error)
-    text = failure.text if failure.status != 500 else "the server failed; see its log"
-    return AdminFailure(failure.status, text, type(error).__name__)

@@ -1,4 +1,4 @@
-"""The endpoints, the page, events, Triton's."""
+"""The admin plane over HTTP: its endpoints, those of Triton's repository extension, events, and the operator's page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.threads import in_thread
 from weightswap_server.errors import (
-    AdminFailure,
     BadRequest,
+    Failure,
     Forbidden,
     Unauthorised,
     UnknownModel,
@@ -33,7 +33,7 @@ from weightswap_server.errors import (
     log,
 )
 from weightswap_server.http.app import application, metrics_response
-from weightswap_server.http.bodies import JSON, Bodies
+from weightswap_server.http.bodies import JSON, Bodies, no_such_endpoint
 from weightswap_server.http.openapi import Endpoint, openapi
 from weightswap_server.protocol import IndexEntry, decoded
 from weightswap_server.service.service import Service
@@ -64,99 +64,10 @@ from .journal import LoadSeries
 from .operations import ModelOperations
 from .uploads import UploadDirectory
 
-
-class _Config(msgspec.Struct):
-    weights: str | None = None
-
-
-def staging_of(request: LoadRequest) -> StageRequest | None:
-    """Return the staging of the weights that a `load` names, if any. Raises BadRequest."""
-    weights = request.parameters.weights
-    if request.parameters.config is not None:
-        try:
-            weights = weights or decoded(request.parameters.config.encode(), _Config).weights
-        except BadRequest as error:
-            raise BadRequest(f"config: {error}; expected a JSON document, with a string as its weights") from error
-    return StageRequest(source=weights) if weights else None
-
-
-def load_by_triton(operations: ModelOperations, staging: StageRequest | None, by: str) -> SwapReceipt | None:
-    """Let a model answer again, with new weights if there is a staging. Raises what `ModelOperations.swap` raises."""
-    receipt = operations.swap(staging, by) if staging is not None else None
-    operations.served.switch.unloaded = False
-    return receipt
-
-
-def unload_by_triton(operations: ModelOperations) -> None:
-    """Let a model answer no requests until the next `load`. It stays in memory, and its weights can change."""
-    operations.served.switch.unloaded = True
-
-
+T = TypeVar("T")
+Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
+_NO_STORE = {"cache-control": "no-store"}
 _INTERVAL, _KEEP_ALIVE = 0.25, 15.0  # seconds between two checks, and of silence before a comment is sent
-
-
-class EventStream:
-    """The stream of one listener, until `ended()`."""
-
-    def __init__(
-        self,
-        models: Mapping[str, ModelOperations],
-        load: LoadSeries,
-        server_status: Callable[[], ServerStatus],
-        ended: Callable[[], bool],
-    ) -> None:
-        self._models, self._load, self._server_status, self._ended = models, load, server_status, ended
-
-    async def lines(self, with_load: bool) -> AsyncIterator[bytes]:
-        """Yield `status` first and after each event, `event` for each event, `staging` while weights are staged.
-
-        with_load: also yield `load`, first with the points of the last minutes, then with each new one and a `status`.
-        """
-        seen = {name: operations.journal.last_event for name, operations in self._models.items()}
-        sent_until = dict.fromkeys(self._models, 0.0) if with_load else {}
-        sent_at = time.monotonic()
-        yield event_line("status", await in_thread(self._server_status))
-        while not self._ended():
-            lines = [*self._events(seen), *self._loads(sent_until)]
-            if lines:
-                lines.append(event_line("status", await in_thread(self._server_status)))
-            lines += self._stagings()
-            if not lines and time.monotonic() > sent_at + _KEEP_ALIVE:
-                lines = [b": \n\n"]
-            if lines:
-                sent_at = time.monotonic()
-                yield b"".join(lines)
-            await asyncio.sleep(_INTERVAL)
-
-    def _events(self, seen: dict[str, int]) -> list[bytes]:
-        lines = []
-        for name, operations in self._models.items():
-            for number, event in operations.journal.events(seen[name]):
-                seen[name] = number
-                lines.append(event_line("event", {"model": name, **event}))
-        return lines
-
-    def _stagings(self) -> list[bytes]:
-        return [
-            event_line("staging", {"model": name, **progress._asdict()})
-            for name, operations in self._models.items()
-            if (progress := operations.model.progress) is not None
-        ]
-
-    def _loads(self, sent_until: dict[str, float]) -> list[bytes]:
-        lines = []
-        for name, moment in sent_until.items():
-            if points := self._load.after(name, moment):
-                sent_until[name] = points[-1].time
-                lines.append(event_line("load", {"model": name, "points": points}))
-        return lines
-
-
-def event_line(kind: str, data: Any) -> bytes:
-    """Return one event in the text/event-stream format."""
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))
-
-
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -174,30 +85,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
-    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in files.items()}
-
-
-OPEN_PATHS = frozenset(_files(_FOLDER))
-
-
-def page_routes(*others: Path) -> list[Route]:
-    """Return a route for each file. Files of `others`, a page built on this one, replace those of the same name."""
-    files = {path: file for folder in (_FOLDER, *others) for path, file in _files(folder).items()}
-
-    async def send(request: Request) -> Response:
-        file = files[request.url.path]
-        return Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
-
-    return [Route(path, send, methods=["GET"]) for path in files]
-
-
-T = TypeVar("T")
-Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
-NO_STORE = {"cache-control": "no-store"}
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
     "stage": (StageRequest, ModelOperations.stage),
@@ -265,22 +152,21 @@ class AdminEndpoints:
     def refuse(self, scope: Scope) -> Response:
         """Return the response to a request without a token, and note it in the audit log."""
         self._audit.deny(peer(scope), f"{scope['method']} {scope['path']}"[:200])
-        error = refusal(admin_failure_of(Unauthorised("a bearer token is required (Authorization: Bearer TOKEN)")))
+        error = _refusal(admin_failure_of(Unauthorised("a bearer token is required (Authorization: Bearer TOKEN)")))
         error.headers["www-authenticate"] = 'Bearer realm="weightswap"'
         error.headers["connection"] = "close"  # its body was not read
         return error
 
     def _refuse(self, request: Request, error: Exception, arrived: float) -> Response:
-        return refusal(admin_failure_of(error))
+        return _refusal(admin_failure_of(error))
 
     async def _no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
-        text = f"{request.method} {request.url.path}: {error.detail}; see /openapi.json for what there is"
-        answer = refusal(AdminFailure(error.status_code, text, ""))
+        answer = _refusal(no_such_endpoint(request.scope, error.status_code, error.detail))
         answer.headers.update(error.headers or {})
         return answer
 
     async def _status(self, request: Request) -> Response:
-        return document(await in_thread(self._server_status))
+        return _document(await in_thread(self._server_status))
 
     def _server_status(self) -> ServerStatus:
         return ServerStatus(
@@ -295,10 +181,10 @@ class AdminEndpoints:
         )
 
     async def _model(self, request: Request) -> Response:
-        return document(await in_thread(self._operations(request).status))
+        return _document(await in_thread(self._operations(request).status))
 
     async def _history(self, request: Request) -> Response:
-        return document(await in_thread(self._operations(request).history))
+        return _document(await in_thread(self._operations(request).history))
 
     async def _metrics(self, request: Request) -> Response:
         return await metrics_response(self._service)
@@ -306,12 +192,12 @@ class AdminEndpoints:
     async def _openapi(self, request: Request) -> Response:
         schemes = {"token": {"type": "http", "scheme": "bearer"}}
         described = openapi("weightswap admin", self._table(), list(self._models), AdminError, securitySchemes=schemes)
-        return document({**described, "security": [{"token": []}]})
+        return _document({**described, "security": [{"token": []}]})
 
     async def _events(self, request: Request) -> Response:
         with_load = "load" in request.query_params
-        stream = EventStream(self._models, self._load, self._server_status, lambda: self.ending)
-        return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=NO_STORE)
+        stream = _EventStream(self._models, self._load, self._server_status, lambda: self.ending)
+        return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=_NO_STORE)
 
     async def _change(self, change: str, request: Request) -> Response:
         operations = self._operations(request)
@@ -320,14 +206,14 @@ class AdminEndpoints:
         run = partial(work, operations, arguments, user_of(request))
         receipt = await audited(self._audit, request, change, operations, arguments, run)
         status = await in_thread(operations.status)
-        return document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
+        return _document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
 
     async def _document(self, request: Request, kind: type[T]) -> T:
         """Read the document of a request. An empty body is a document without fields."""
         return decoded(await self._bodies.body_of(request) or b"{}", kind)
 
     async def _list_uploads(self, request: Request) -> Response:
-        return document(await in_thread(self._upload_directory.listing))
+        return _document(await in_thread(self._upload_directory.listing))
 
     async def _upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
@@ -336,7 +222,7 @@ class AdminEndpoints:
             raise BadRequest("uploads must not be compressed")
         upload = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
         arguments = {"file": name, "size": length, "blake3": digest}
-        return document(await audited(self._audit, request, "upload", None, arguments, upload), 201)
+        return _document(await audited(self._audit, request, "upload", None, arguments, upload), 201)
 
     async def _remove_upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
@@ -351,19 +237,29 @@ class AdminEndpoints:
 
     async def _triton_index(self, request: Request) -> Response:
         only_ready = (await self._document(request, IndexRequest)).ready
-        return document([entry for entry in self._service.index() if entry.state == "READY" or not only_ready])
+        return _document([entry for entry in self._service.index() if entry.state == "READY" or not only_ready])
 
     async def _triton_load(self, request: Request) -> Response:
         operations = self._operations(request)
         staging = staging_of(await self._document(request, LoadRequest))
-        load = partial(load_by_triton, operations, staging, user_of(request))
+        by = user_of(request)
+
+        def load() -> None:
+            if staging is not None:
+                operations.swap(staging, by)
+            operations.served.switch.unloaded = False
+
         await audited(self._audit, request, "load", operations, staging, load)
         return Response()
 
     async def _triton_unload(self, request: Request) -> Response:
         operations = self._operations(request)
         await self._bodies.body_of(request)
-        await audited(self._audit, request, "unload", operations, None, partial(unload_by_triton, operations))
+
+        def unload() -> None:  # it stays in memory, and its weights can change
+            operations.served.switch.unloaded = True
+
+        await audited(self._audit, request, "unload", operations, None, unload)
         return Response()
 
     def _operations(self, request: Request) -> ModelOperations:
@@ -383,12 +279,108 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
         raise BadRequest("the upload was interrupted") from error
 
 
-def document(content: Any, status: int = 200) -> Response:
+class _Config(msgspec.Struct):
+    weights: str | None = None
+
+
+def staging_of(request: LoadRequest) -> StageRequest | None:
+    """Return the staging of the weights that a `load` names, if any. Raises BadRequest."""
+    weights = request.parameters.weights
+    if request.parameters.config is not None:
+        try:
+            weights = weights or decoded(request.parameters.config.encode(), _Config).weights
+        except BadRequest as error:
+            raise BadRequest(f"config: {error}; expected a JSON document, with a string as its weights") from error
+    return StageRequest(source=weights) if weights else None
+
+
+def _document(content: Any, status: int = 200) -> Response:
     """Return a JSON response that browsers and proxies do not cache."""
-    return Response(encode_json(content), status, NO_STORE, JSON)
+    return Response(encode_json(content), status, _NO_STORE, JSON)
 
 
-def refusal(failure: AdminFailure) -> Response:
+def _refusal(failure: Failure) -> Response:
     """Return the error response of a failure."""
-    headers = {**NO_STORE, "retry-after": "1"} if failure.status == 503 else NO_STORE
+    headers = {**_NO_STORE, "retry-after": "1"} if failure.retry else _NO_STORE
     return Response(encode_json(AdminError(error=failure.text, kind=failure.kind)), failure.status, headers, JSON)
+
+
+class _EventStream:
+    """The stream of one listener, until `ended()`."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelOperations],
+        load: LoadSeries,
+        server_status: Callable[[], ServerStatus],
+        ended: Callable[[], bool],
+    ) -> None:
+        self._models, self._load, self._server_status, self._ended = models, load, server_status, ended
+
+    async def lines(self, with_load: bool) -> AsyncIterator[bytes]:
+        """Yield `status` first and after each event, `event` for each event, `staging` while weights are staged.
+
+        with_load: also yield `load`, first with the points of the last minutes, then with each new one and a `status`.
+        """
+        seen = {name: operations.journal.last_event for name, operations in self._models.items()}
+        sent_until = dict.fromkeys(self._models, 0.0) if with_load else {}
+        sent_at = time.monotonic()
+        yield event_line("status", await in_thread(self._server_status))
+        while not self._ended():
+            lines = [*self._events(seen), *self._loads(sent_until)]
+            if lines:
+                lines.append(event_line("status", await in_thread(self._server_status)))
+            lines += self._stagings()
+            if not lines and time.monotonic() > sent_at + _KEEP_ALIVE:
+                lines = [b": \n\n"]
+            if lines:
+                sent_at = time.monotonic()
+                yield b"".join(lines)
+            await asyncio.sleep(_INTERVAL)
+
+    def _events(self, seen: dict[str, int]) -> list[bytes]:
+        lines = []
+        for name, operations in self._models.items():
+            for number, event in operations.journal.events(seen[name]):
+                seen[name] = number
+                lines.append(event_line("event", {"model": name, **event}))
+        return lines
+
+    def _stagings(self) -> list[bytes]:
+        return [
+            event_line("staging", {"model": name, **progress._asdict()})
+            for name, operations in self._models.items()
+            if (progress := operations.model.progress) is not None
+        ]
+
+    def _loads(self, sent_until: dict[str, float]) -> list[bytes]:
+        lines = []
+        for name, moment in sent_until.items():
+            if points := self._load.after(name, moment):
+                sent_until[name] = points[-1].time
+                lines.append(event_line("load", {"model": name, "points": points}))
+        return lines
+
+
+def event_line(kind: str, data: Any) -> bytes:
+    """Return one event in the text/event-stream format."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
+    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in files.items()}
+
+
+OPEN_PATHS = frozenset(_files(_FOLDER))
+
+
+def page_routes(*others: Path) -> list[Route]:
+    """Return a route for each file. Files of `others`, a page built on this one, replace those of the same name."""
+    files = {path: file for folder in (_FOLDER, *others) for path, file in _files(folder).items()}
+
+    async def send(request: Request) -> Response:
+        file = files[request.url.path]
+        return Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
+
+    return [Route(path, send, methods=["GET"]) for path in files]

@@ -1,4 +1,8 @@
-"""The endpoints of the protocol."""
+"""The Open Inference Protocol over HTTP: its endpoints, which decode requests for the service and encode its answers.
+
+Calls of models are answered by an ASGI application of their own, so that they do not pay for routing and Starlette's
+objects.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,53 @@ _LENGTH = HEADER_LENGTH.encode()
 _Parts = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
 
 
-class InferEndpoint:
-    """An ASGI application that calls models; `others` is the application of all other endpoints."""
+def http_app(service: Service) -> ASGIApp:
+    """Return the ASGI application of a server."""
+    bodies = Bodies(service.settings)
+    return _InferEndpoint(service, bodies, _Endpoints(service, bodies).app())
+
+
+def application(
+    endpoints: Iterable[Endpoint],
+    bodies: Bodies,
+    refuse: Callable[[Request, Exception, float], Response],
+    no_such_endpoint: Callable[[Request, HTTPException], Awaitable[Response]],
+    files: Iterable[Route] = (),
+) -> Starlette:
+    """Return an application of a table of endpoints. refuse: takes a request, its error, its arrival."""
+
+    def with_errors(handler: Handler) -> Handler:
+        async def answer(request: Request) -> Response:
+            arrived = time.perf_counter()
+            try:
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                return refuse(request, error, arrived)
+            finally:
+                bodies.release(request.scope)
+
+        return answer
+
+    routes = [
+        Route(endpoint.path, with_errors(endpoint.handler), methods=[endpoint.method])
+        for endpoint in endpoints
+        if endpoint.handler is not None
+    ]
+    exception_handlers: Any = {HTTPException: no_such_endpoint}
+    app = Starlette(routes=[*files, *routes], exception_handlers=exception_handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+async def metrics_response(service: Service) -> Response:
+    """Return all metrics in Prometheus' text format."""
+    return Response(await asyncio.to_thread(service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _InferEndpoint:
+    """An ASGI application that calls models, and passes everything else on to `others`."""
 
     def __init__(self, service: Service, bodies: Bodies, others: ASGIApp) -> None:
         self._service, self._bodies, self._others = service, bodies, others
@@ -124,46 +173,6 @@ def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
         (b"content-type", b"application/octet-stream"),
         (_LENGTH, b"%d" % len(head)),
     ], body
-
-
-def http_app(service: Service) -> ASGIApp:
-    """Return the ASGI application of a server."""
-    bodies = Bodies(service.settings)
-    return InferEndpoint(service, bodies, _Endpoints(service, bodies).app())
-
-
-def application(
-    endpoints: Iterable[Endpoint],
-    bodies: Bodies,
-    refuse: Callable[[Request, Exception, float], Response],
-    no_such_endpoint: Callable[[Request, HTTPException], Awaitable[Response]],
-    files: Iterable[Route] = (),
-) -> Starlette:
-    """Return an application of a table of endpoints. refuse: takes a request, its error, its arrival."""
-
-    def with_errors(handler: Handler) -> Handler:
-        async def answer(request: Request) -> Response:
-            arrived = time.perf_counter()
-            try:
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                return refuse(request, error, arrived)
-            finally:
-                bodies.release(request.scope)
-
-        return answer
-
-    routes = [
-        Route(endpoint.path, with_errors(endpoint.handler), methods=[endpoint.method])
-        for endpoint in endpoints
-        if endpoint.handler is not None
-    ]
-    exception_handlers: Any = {HTTPException: no_such_endpoint}
-    app = Starlette(routes=[*files, *routes], exception_handlers=exception_handlers)
-    app.router.redirect_slashes = False
-    return app
 
 
 class _Endpoints:
@@ -243,11 +252,6 @@ class _Endpoints:
         body = await self._bodies.body_of(request)
         document = await self._bodies.parse(body, partial(decoded, kind=GenerateRequest))
         return OpenGeneration(self._service, name, "", document, request.headers.get("traceparent", ""))
-
-
-async def metrics_response(service: Service) -> Response:
-    """Return all metrics in Prometheus' text format."""
-    return Response(await asyncio.to_thread(service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _document(document: Any) -> Response:

@@ -18,11 +18,25 @@ from weightswap_server.protocol import MOST_DOCUMENT, MOST_JSON, ErrorDocument
 from weightswap_server.settings import Settings
 
 T = TypeVar("T")
+JSON = "application/json"
+RECEIVED = "weightswap.received"  # in a scope: the whole body has arrived
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PLAIN = "identity"
 _SMALL = 1 << 18  # bytes of a body that is parsed in the event loop; a larger one would block others
 _HELD = "weightswap.held"  # in a scope: the bytes that count for the request
-RECEIVED = "weightswap.received"  # in a scope: the whole body has arrived
+_RETRY_AFTER = "1"  # seconds
+
+
+def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the error response of a failure."""
+    retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
+    content = msgspec.json.encode(ErrorDocument(failure.text))
+    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
+
+
+def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
+    """Return the failure of a request with an unknown path or method."""
+    return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; see /openapi.json for what there is")
 
 
 class Headers(dict[bytes, bytes]):
@@ -132,19 +146,3 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
 def _too_large(most: int) -> BodyTooLarge:
     advice = "; tensors may have more if they are sent as bytes" if most == MOST_JSON else ""
     return BodyTooLarge(f"the body has more than {most} bytes, the most that this server accepts{advice}")
-
-
-JSON = "application/json"
-_RETRY_AFTER = "1"
-
-
-def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the error response of a failure."""
-    retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
-    content = msgspec.json.encode(ErrorDocument(failure.text))
-    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
-
-
-def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
-    """Return the failure of a request with an unknown path or method."""
-    return Failure(status, "", f"{scope['method']} {scope['path']}: {detail}; see /openapi.json for what there is")
