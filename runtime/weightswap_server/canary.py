@@ -1,4 +1,8 @@
-"""A canary: its share, measures, rules, verdict."""
+"""A canary: staged weights that answer a share of the requests, and are compared with those that are served.
+
+Both sides are measured; rules over the measures say when the canary is promoted, or aborted. In several processes each
+takes its measures and sends them to the one that judges.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from weightswap_runtime.live.variants import VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
 
 from .errors import log
-from .methods import Flat, ServedMethod
+from .methods import Flat, Outputs, ServedMethod
 from .protocol import Answer
 
 if TYPE_CHECKING:
@@ -26,14 +30,219 @@ if TYPE_CHECKING:
     from weightswap_runtime.shared.worker import Trial
 
 
+HEADER = "x-weightswap-canary"  # of a request: "1" asks for the canary, "0" for the served weights
 LAST = 10_000  # the latest answers of each side, which values are computed from
-Outputs = Sequence[tuple[str, TensorBytes]]
+DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite + 0.01"
 MEASURED = frozenset(
     {
         *(f"{side}{name}" for side in ("", "served_") for name in ("requests", "errors", "nonfinite", "p50", "p99")),
         *("p50_ratio", "p99_ratio", "compared", "differing", "max_abs", "max_rel"),
     }
 )
+_MOST_WAITING = 8  # answers that wait to be examined; more are skipped, as each keeps its tensors alive
+
+
+class CanaryPlan(NamedTuple):
+    """What a canary answers, and what is done with it."""
+
+    share: float = 0.0  # the part of the requests that it answers; more may ask for it
+    shadow: bool = False  # call it beside each request that it does not answer, and compare
+    tolerance: float = 0.01  # the relative difference above which answers differ
+    promote_if: str = ""  # a rule, or ""
+    abort_if: str = DEFAULT_ABORT
+
+
+def check_plan(plan: CanaryPlan) -> None:
+    """Raise Unsupported for values out of range, and for wrong rules."""
+    if not 0 <= plan.share <= 1:
+        raise Unsupported(f"share={plan.share}: expected a number from 0 to 1")
+    if not 0 <= plan.tolerance < math.inf:
+        raise Unsupported(f"tolerance={plan.tolerance}: expected a relative difference, 0 or more")
+    for rule in (plan.promote_if, plan.abort_if):
+        if rule:
+            Rule(rule, MEASURED)
+
+
+class Rule:
+    """A rule such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`: it holds once the condition was true at each check
+    for that long. A condition on a value that is not measured yet is false."""
+
+    def __init__(self, text: str, known: frozenset[str]) -> None:
+        """known: the names that it may use. Raises Unsupported."""
+        self.text = text
+        try:
+            self._condition, self.seconds = parse_rule(text)
+        except ValueError as error:
+            raise Unsupported(f"the rule {text!r}: {error}; expected e.g. `errors < 0.001 for 5 min`") from error
+        self._names = self._condition.names
+        if unknown := sorted(self._names - known):
+            raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are: {', '.join(sorted(known))}")
+        self._since: float | None = None
+
+    def held_for(self, now: float) -> float:
+        """Return the seconds for which the condition has been true at each check."""
+        return 0.0 if self._since is None else now - self._since
+
+    def holds(self, values: Mapping[str, float | None], now: float) -> bool:
+        """Check the condition once. now: seconds of a monotonic clock."""
+        measured = {name: value for name, value in values.items() if value is not None and name in self._names}
+        if measured.keys() != self._names or not self._condition.holds(measured):
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self.seconds
+
+
+class Judgement:
+    """Measures of a canary and of the weights served beside it, with the rules over them."""
+
+    def __init__(self, plan: CanaryPlan) -> None:
+        """Raises as `check_plan`."""
+        check_plan(plan)
+        self.plan = plan
+        self.served, self.canary, self.differences = Side(), Side(), Differences(plan.tolerance)
+        self.promote = Rule(plan.promote_if, MEASURED) if plan.promote_if else None
+        self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
+
+    def take(self) -> Measured:
+        """Return the measures since the last call, for another process that judges the same weights."""
+        return Measured(self.served.take(), self.canary.take(), self.differences.take())
+
+    def add(self, measured: Measured) -> None:
+        """Add the measures of another process."""
+        self.served.add(measured.served)
+        self.canary.add(measured.canary)
+        self.differences.add(measured.differences)
+
+    def values(self) -> dict[str, float | None]:
+        """Return the measures by the names that rules use."""
+        values = self.canary.values("") | self.served.values("served_") | self.differences.values()
+        values["p50_ratio"] = _ratio(values["p50"], values["served_p50"])
+        values["p99_ratio"] = _ratio(values["p99"], values["served_p99"])
+        return values
+
+    def verdict(self) -> tuple[str, str] | None:
+        """Return "abort" or "promote" with the rule that holds, or None."""
+        values, now = self.values(), time.monotonic()
+        for name, rule in (("abort", self.abort), ("promote", self.promote)):
+            if rule is not None and rule.holds(values, now):
+                return name, rule.text
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """Return the plan and the measures as plain values."""
+        return {
+            **self.plan._asdict(),
+            "promote_held": self.promote.held_for(time.monotonic()) if self.promote else 0.0,
+            "skipped": self.differences.skipped,
+            "values": self.values(),
+        }
+
+
+class Canary(Judgement):
+    """Staged weights that answer some requests. If they fail, the served weights answer instead."""
+
+    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
+        """staged: in a worker, the trial of the weights that its keeper has staged.
+
+        count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        """
+        super().__init__(plan)
+        self.staged = staged
+        self.weights_id = staged.weights_id
+        self.since = time.time()
+        self._count = count
+        self._owed = 0.0
+        self._counting = Lock()
+        self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
+        self._changed = Condition()
+        self._closed = False
+        Thread(target=self._examine_waiting, name="weightswap-canary", daemon=True).start()
+
+    def answers_next(self, wish: str) -> bool:
+        """True if the canary answers the next request. wish: "1" asks for the canary, "0" for the served weights."""
+        if self._closed or wish in ("0", "1"):
+            return wish == "1" and not self._closed
+        with self._counting:
+            self._owed += self.plan.share
+            if self._owed < 1:
+                return False
+            self._owed -= 1
+            return True
+
+    def answered(
+        self,
+        method: ServedMethod,
+        flat: Flat,
+        variants: VariantNames,
+        answer: Answer,
+        seconds: float,
+        *,
+        by_canary: bool,
+    ) -> None:
+        """Count an answer of the canary or of the served weights, and queue it to be examined in another thread."""
+        (self.canary if by_canary else self.served).answered(seconds)
+        with self._changed:
+            if len(self._waiting) >= _MOST_WAITING:
+                self.differences.skip()
+            elif not self._closed:
+                self._waiting.append((method, flat, variants, answer, by_canary))
+                self._changed.notify()
+
+    def failed(self, error: BaseException, requests: int = 1) -> None:
+        """Count requests that the canary has failed to answer, unless it has just ended."""
+        if not isinstance(error, StageClosed):
+            for _ in range(requests):
+                self.canary.failed()
+                self._count("errors", self.weights_id)
+            log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
+
+    def close(self) -> None:
+        """Stop answering and comparing."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify()
+
+    def _examine_waiting(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                work = self._waiting.popleft()
+            try:
+                self._examine(*work)
+            except StageClosed:
+                return
+            except Exception as error:
+                self.failed(error)
+            del work  # or its tensors would stay alive while the queue is empty
+
+    def _examine(
+        self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
+    ) -> None:
+        (self.canary if by_canary else self.served).examined(has_nonfinite(answer.outputs))
+        if by_canary or not self.plan.shadow:
+            return
+        began = time.perf_counter()
+        outputs = method.call(self.staged, flat, variants)
+        if not self.plan.share:  # it has no other answers to measure
+            self.canary.answered(time.perf_counter() - began)
+        self.canary.examined(has_nonfinite(outputs))
+        self._count("compared", self.weights_id)
+        if self.differences.compare(answer.outputs, outputs):
+            self._count("differing", self.weights_id)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The measures of a canary in one process."""
+
+    served: Answers
+    canary: Answers
+    differences: Compared
 
 
 class Answers(msgspec.Struct, frozen=True):
@@ -181,7 +390,7 @@ def has_nonfinite(outputs: Outputs) -> bool:
     return any(not np.isfinite(_floats(content)).all() for _, content in outputs if has_fractions(content.dtype))
 
 
-def ratio(one: float | None, other: float | None) -> float | None:
+def _ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one is not None and other else None
 
 
@@ -212,218 +421,3 @@ def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
     largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
     scale = float(np.abs(first, where=np.isfinite(first), out=np.zeros_like(first)).max(initial=0.0))
     return largest, 0.0 if largest == 0 else largest / scale if scale else float("inf")
-
-
-Values = Mapping[str, float | None]
-
-
-class Rule:
-    """A rule such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`: it holds once the condition was true at each check
-    for that long. A condition on a value that is not measured yet is false."""
-
-    def __init__(self, text: str, known: frozenset[str]) -> None:
-        """known: the names that it may use. Raises Unsupported."""
-        self.text = text
-        try:
-            self._condition, self.seconds = parse_rule(text)
-        except ValueError as error:
-            raise Unsupported(f"the rule {text!r}: {error}; expected e.g. `errors < 0.001 for 5 min`") from error
-        self._names = self._condition.names
-        if unknown := sorted(self._names - known):
-            raise Unsupported(f"the rule {text!r}: {unknown[0]} is not measured; there are: {', '.join(sorted(known))}")
-        self._since: float | None = None
-
-    def held_for(self, now: float) -> float:
-        """Return the seconds for which the condition has been true at each check."""
-        return 0.0 if self._since is None else now - self._since
-
-    def holds(self, values: Values, now: float) -> bool:
-        """Check the condition once. now: seconds of a monotonic clock."""
-        measured = {name: value for name, value in values.items() if value is not None and name in self._names}
-        if measured.keys() != self._names or not self._condition.holds(measured):
-            self._since = None
-            return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= self.seconds
-
-
-DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite + 0.01"
-
-
-class CanaryPlan(NamedTuple):
-    """share: the part of the requests that the canary answers; more may ask for it. shadow: call it beside each request
-    that it does not answer, and compare. tolerance: the relative difference above which answers differ. promote_if,
-    abort_if: rules, or ""."""
-
-    share: float = 0.0
-    shadow: bool = False
-    tolerance: float = 0.01
-    promote_if: str = ""
-    abort_if: str = DEFAULT_ABORT
-
-
-def check_plan(plan: CanaryPlan) -> None:
-    """Raise Unsupported for values out of range, and for wrong rules."""
-    if not 0 <= plan.share <= 1:
-        raise Unsupported(f"share={plan.share}: expected a number from 0 to 1")
-    if not 0 <= plan.tolerance < math.inf:
-        raise Unsupported(f"tolerance={plan.tolerance}: expected a relative difference, 0 or more")
-    for rule in (plan.promote_if, plan.abort_if):
-        if rule:
-            Rule(rule, MEASURED)
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """The measures of a canary in one process."""
-
-    served: Answers
-    canary: Answers
-    differences: Compared
-
-
-class Judgement:
-    """Measures of a canary and of the weights served beside it, with the rules over them."""
-
-    def __init__(self, plan: CanaryPlan) -> None:
-        """Raises as `check_plan`."""
-        check_plan(plan)
-        self.plan = plan
-        self.served, self.canary, self.differences = Side(), Side(), Differences(plan.tolerance)
-        self.promote = Rule(plan.promote_if, MEASURED) if plan.promote_if else None
-        self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
-
-    def take(self) -> Measured:
-        """Return the measures since the last call, for another process that judges the same weights."""
-        return Measured(self.served.take(), self.canary.take(), self.differences.take())
-
-    def add(self, measured: Measured) -> None:
-        """Add the measures of another process."""
-        self.served.add(measured.served)
-        self.canary.add(measured.canary)
-        self.differences.add(measured.differences)
-
-    def values(self) -> dict[str, float | None]:
-        """Return the measures by the names that rules use."""
-        values = self.canary.values("") | self.served.values("served_") | self.differences.values()
-        values["p50_ratio"] = ratio(values["p50"], values["served_p50"])
-        values["p99_ratio"] = ratio(values["p99"], values["served_p99"])
-        return values
-
-    def verdict(self) -> tuple[str, str] | None:
-        """Return "abort" or "promote" with the rule that holds, or None."""
-        values, now = self.values(), time.monotonic()
-        for name, rule in (("abort", self.abort), ("promote", self.promote)):
-            if rule is not None and rule.holds(values, now):
-                return name, rule.text
-        return None
-
-    def report(self) -> dict[str, Any]:
-        """Return the plan and the measures as plain values."""
-        return {
-            **self.plan._asdict(),
-            "promote_held": self.promote.held_for(time.monotonic()) if self.promote else 0.0,
-            "skipped": self.differences.skipped,
-            "values": self.values(),
-        }
-
-
-HEADER = "x-weightswap-canary"
-_MOST_WAITING = 8  # answers that wait to be examined; more are skipped
-
-
-class Canary(Judgement):
-    """Staged weights that answer some requests. If they fail, the served weights answer instead."""
-
-    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
-        """staged: in a worker, the trial of the weights that its keeper has staged.
-
-        count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
-        """
-        super().__init__(plan)
-        self.staged = staged
-        self.weights_id = staged.weights_id
-        self.since = time.time()
-        self._count = count
-        self._owed = 0.0
-        self._counting = Lock()
-        self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
-        self._changed = Condition()
-        self._closed = False
-        Thread(target=self._examine_waiting, name="weightswap-canary", daemon=True).start()
-
-    def answers_next(self, wish: str) -> bool:
-        """True if the canary answers the next request. wish: "1" asks for the canary, "0" for the served weights."""
-        if self._closed or wish in ("0", "1"):
-            return wish == "1" and not self._closed
-        with self._counting:
-            self._owed += self.plan.share
-            if self._owed < 1:
-                return False
-            self._owed -= 1
-            return True
-
-    def answered(
-        self,
-        method: ServedMethod,
-        flat: Flat,
-        variants: VariantNames,
-        answer: Answer,
-        seconds: float,
-        *,
-        by_canary: bool,
-    ) -> None:
-        """Count an answer of the canary or of the served weights, and queue it to be examined in another thread."""
-        (self.canary if by_canary else self.served).answered(seconds)
-        with self._changed:
-            if len(self._waiting) >= _MOST_WAITING:
-                self.differences.skip()
-            elif not self._closed:
-                self._waiting.append((method, flat, variants, answer, by_canary))
-                self._changed.notify()
-
-    def failed(self, error: BaseException, requests: int = 1) -> None:
-        """Count requests that the canary has failed to answer, unless it has just ended."""
-        if not isinstance(error, StageClosed):
-            for _ in range(requests):
-                self.canary.failed()
-                self._count("errors", self.weights_id)
-            log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
-
-    def close(self) -> None:
-        """Stop answering and comparing."""
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify()
-
-    def _examine_waiting(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                work = self._waiting.popleft()
-            try:
-                self._examine(*work)
-            except StageClosed:
-                return
-            except Exception as error:
-                self.failed(error)
-            del work  # or its tensors would stay alive while the queue is empty
-
-    def _examine(
-        self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
-    ) -> None:
-        (self.canary if by_canary else self.served).examined(has_nonfinite(answer.outputs))
-        if by_canary or not self.plan.shadow:
-            return
-        began = time.perf_counter()
-        outputs = method.call(self.staged, flat, variants)
-        if not self.plan.share:  # it has no other answers to measure
-            self.canary.answered(time.perf_counter() - began)
-        self.canary.examined(has_nonfinite(outputs))
-        self._count("compared", self.weights_id)
-        if self.differences.compare(answer.outputs, outputs):
-            self._count("differing", self.weights_id)
