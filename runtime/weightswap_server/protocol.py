@@ -1,4 +1,9 @@
-"""The Open Inference Protocol: documents, tensors in JSON or bytes, variants."""
+"""The Open Inference Protocol: its documents, tensors as JSON or bytes, and the names of variants.
+
+Bodies are hostile: while JSON is parsed no other thread runs, and a short document can become very many objects. So its
+size and structure have limits, and numbers are converted only once their names, dtypes and shapes fit the model.
+Docstrings of documents are their descriptions in /openapi.json.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +42,25 @@ DATATYPES = {
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
 BINARY_SIZE = "binary_data_size"
 HEADER_LENGTH = "inference-header-content-length"
-MOST_JSON = 4 << 20
-"""The most bytes of the JSON of a call: no other thread runs while it is parsed."""
-MOST_DOCUMENT = 2 << 20
-"""The most bytes of any other document."""
+MOST_JSON, MOST_DOCUMENT = 4 << 20, 2 << 20  # bytes of the JSON of a call, and of any other document
 EXTENSIONS = ("binary_tensor_data", "generate", "weightswap")
+PARAMETER = "variant"
+NAME = r"[^\s,=/][^\s,=]{0,199}"
+"""Pattern of the names of variants and groups that requests can contain."""
+_NAME = re.compile(NAME)
+_MOST_DIMENSIONS = 64  # the limit of numpy and torch
+_MOST_SHAPE = 1 << 16  # bytes of JSON
+_SMALL_JSON = 1 << 16  # bytes whose structure can be anything
+_MOST_OBJECTS, _MOST_QUOTES = 20_000, 100_000  # in larger JSON; for a thousand inputs with all their fields
+_PIECE = 1 << 14  # numbers that are converted at once: other threads run in between
+_UNSTRUCTURED = bytes(set(range(256)) - set(b"[],"))
+_BESIDE_NUMBERS = b"[] \t\r\n"
+_INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
+_LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
+T = TypeVar("T")
+Named = tuple[str, TensorBytes]
+Role = Literal["server", "keeper", "worker"]
 Parameters = dict[str, bool | int | float | str | None]
 _MOST = (1 << 63) - 1
 _SIZES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
@@ -179,37 +197,6 @@ class GenerateResponse(Struct, omit_defaults=True):
     id: str = ""
 
 
-NAME = r"[^\s,=/][^\s,=]{0,199}"
-"""Pattern of the names of variants and groups that requests can contain."""
-PARAMETER = "variant"
-_NAME = re.compile(NAME)
-
-
-def read_variants(text: object) -> dict[str, str]:
-    """Parse names by group; none from None or "". Raises BadRequest."""
-    variants: dict[str, str] = {}
-    if text is None or text == "":
-        return variants
-    if not isinstance(text, str):
-        raise BadRequest(f"{PARAMETER}: expected a string, got {brief(repr(text))}")
-    for part in text.split(","):
-        group, equals, name = part.partition("=")
-        if not (equals and _NAME.fullmatch(group) and _NAME.fullmatch(name)):
-            raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, separated by commas, got {brief(repr(part))}")
-        if group in variants:
-            raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen more than once")
-        variants[group] = name
-    return variants
-
-
-def write_variants(ids: Mapping[str, str]) -> str:
-    """Return the text form of names or weights ids by group."""
-    return ",".join(f"{group}={value}" for group, value in ids.items())
-
-
-Role = Literal["server", "keeper", "worker"]
-
-
 class Serving(Struct, frozen=True, kw_only=True):
     """The weights that new calls of a model use in one process; None before the first weights."""
 
@@ -232,19 +219,6 @@ class Process(Struct, frozen=True, kw_only=True):
     ready: bool
     answered: int = 0
     models: dict[str, Serving] = {}
-
-
-T = TypeVar("T")
-Named = tuple[str, TensorBytes]
-_MOST_DIMENSIONS = 64  # the limit of numpy and torch
-_MOST_SHAPE = 1 << 16  # bytes of JSON
-_SMALL_JSON = 1 << 16  # bytes whose structure can be anything
-_MOST_OBJECTS, _MOST_QUOTES = 20_000, 100_000  # in larger JSON; for a thousand inputs with all their fields
-_PIECE = 1 << 14  # numbers that are converted at once: other threads run in between
-_UNSTRUCTURED = bytes(set(range(256)) - set(b"[],"))
-_BESIDE_NUMBERS = b"[] \t\r\n"
-_INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
-_LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
 
 def read_request(
@@ -485,3 +459,25 @@ def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
             )
     pieces: Iterator[Any] = pieces_of(array)  # type: ignore[arg-type]
     return msgspec.Raw(b"[%s]" % b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces))
+
+
+def read_variants(text: object) -> dict[str, str]:
+    """Parse names by group; none from None or "". Raises BadRequest."""
+    variants: dict[str, str] = {}
+    if text is None or text == "":
+        return variants
+    if not isinstance(text, str):
+        raise BadRequest(f"{PARAMETER}: expected a string, got {brief(repr(text))}")
+    for part in text.split(","):
+        group, equals, name = part.partition("=")
+        if not (equals and _NAME.fullmatch(group) and _NAME.fullmatch(name)):
+            raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, separated by commas, got {brief(repr(part))}")
+        if group in variants:
+            raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen more than once")
+        variants[group] = name
+    return variants
+
+
+def write_variants(ids: Mapping[str, str]) -> str:
+    """Return the text form of names or weights ids by group."""
+    return ",".join(f"{group}={value}" for group, value in ids.items())

@@ -1,4 +1,8 @@
-"""The methods of the protocol."""
+"""The Open Inference Protocol over gRPC: its methods, which decode messages for the service and encode its answers.
+
+A thread answers each call. All methods are registered as streams of requests, so that a client that sends none, or does
+not read, can be given a time.
+"""
 
 from __future__ import annotations
 
@@ -33,37 +37,7 @@ from weightswap_server.service.service import Service
 
 from .messages import SERVICE, message_class, parsed
 
-_INTERVAL = 0.25  # seconds between two checks
-
-
-class ClientTimeouts:
-    """Timeouts that cancel calls whose clients do not send, or read, in time. One thread checks all of them: a timer
-    for each call would cost more than the call."""
-
-    def __init__(self) -> None:
-        self._deadlines: dict[grpc.ServicerContext, float] = {}
-        self._closed = Event()
-        Thread(target=self._check, name="weightswap-grpc-timeouts", daemon=True).start()
-
-    def start(self, context: grpc.ServicerContext, seconds: float) -> None:
-        """Cancel the call after so many seconds, unless `stop` or `start` is called before."""
-        self._deadlines[context] = time.monotonic() + seconds
-
-    def stop(self, context: grpc.ServicerContext) -> None:
-        self._deadlines.pop(context, None)
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _check(self) -> None:
-        while not self._closed.wait(_INTERVAL):
-            now = time.monotonic()
-            for context, deadline in self._deadlines.copy().items():
-                if now > deadline:
-                    self.stop(context)
-                    context.cancel()
-
-
+_INTERVAL = 0.25  # seconds between two checks of timeouts
 _MOST_DETAIL = 800  # characters of a status' text: clients take 8 KB, and one may be nine bytes on the wire
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -81,7 +55,7 @@ class GrpcServer:
 
     def __init__(self, service: Service, shared: bool) -> None:
         """shared: other processes listen at the port, too. Raises OSError if the port is not available."""
-        settings, self._timeouts = service.settings, ClientTimeouts()
+        settings, self._timeouts = service.settings, _ClientTimeouts()
         options = [
             ("grpc.max_receive_message_length", settings.max_body),
             ("grpc.max_send_message_length", -1),
@@ -113,12 +87,8 @@ class GrpcServer:
         self._timeouts.close()
 
 
-def _metadata(context: grpc.ServicerContext, name: str) -> str:
-    return str(dict(context.invocation_metadata()).get(name, ""))
-
-
 class _Methods:
-    def __init__(self, service: Service, timeouts: ClientTimeouts) -> None:
+    def __init__(self, service: Service, timeouts: _ClientTimeouts) -> None:
         self._service, self._timeouts = service, timeouts
 
     def handler(self) -> Any:
@@ -246,6 +216,10 @@ class _Methods:
             generation.close()
 
 
+def _metadata(context: grpc.ServicerContext, name: str) -> str:
+    return str(dict(context.invocation_metadata()).get(name, ""))
+
+
 def _prompt(request: Any, most: int) -> GenerateRequest:
     """Return the prompt of at most so many tokens in the input `input_ids`, with the parameters. Raises BadRequest."""
     tensors = _tensors(request)
@@ -348,3 +322,31 @@ def _response(request: Any, answer: Answer) -> Any:
         message.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
         message.raw_output_contents.append(bytes(content.data))
     return message
+
+
+class _ClientTimeouts:
+    """Timeouts that cancel calls whose clients do not send, or read, in time. One thread checks all of them: a timer
+    for each call would cost more than the call."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[grpc.ServicerContext, float] = {}
+        self._closed = Event()
+        Thread(target=self._check, name="weightswap-grpc-timeouts", daemon=True).start()
+
+    def start(self, context: grpc.ServicerContext, seconds: float) -> None:
+        """Cancel the call after so many seconds, unless `stop` or `start` is called before."""
+        self._deadlines[context] = time.monotonic() + seconds
+
+    def stop(self, context: grpc.ServicerContext) -> None:
+        self._deadlines.pop(context, None)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _check(self) -> None:
+        while not self._closed.wait(_INTERVAL):
+            now = time.monotonic()
+            for context, deadline in self._deadlines.copy().items():
+                if now > deadline:
+                    self.stop(context)
+                    context.cancel()
