@@ -12,39 +12,26 @@ _MIB = 1 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one server. Times are in seconds, sizes in bytes.
-
-    host, http_port, grpc_port: the address to listen on. Port 0 takes any free port; grpc_port None disables gRPC.
-    max_batch, max_delay: the most rows that one batch may have (1 disables batching), and how long the first request
-      waits for others. A max_delay of 0 takes what is queued.
-    batch_dim: the name of the signature's batch dimension.
-    max_queue: the most requests that may wait for one model; more are refused with 503.
-    max_body: the most bytes of a request body, decompressed, over HTTP or gRPC.
-    max_bodies: the most bytes of all HTTP request bodies in flight; more are refused with 503.
-    body_timeout: the time for a request's headers, for its body, and for a client that does not read its response.
-    timeout: the time from a request's arrival to its response.
-    max_connections: the most connections over HTTP, and the most concurrent calls over gRPC.
-    max_streams, stream_timeout: the most generations that may be open, each with its own context, and for how long.
-    grace: how long a stopping server waits for the requests it has accepted.
-    traces: whether to make OpenTelemetry spans of requests and swaps, with the process's tracer provider.
-    """
+    """Settings of one server. Times are in seconds, sizes in bytes."""
 
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int | None = None
-    max_batch: int = 1
-    max_delay: float = 0.0
-    batch_dim: str = "batch"
-    max_queue: int = 256
-    max_body: int = 64 * _MIB
-    max_bodies: int = 1024 * _MIB
-    body_timeout: float = 30.0
-    timeout: float = 60.0
-    max_connections: int = 1024
-    max_streams: int = 16
-    stream_timeout: float = 300.0
-    grace: float = 30.0
-    traces: bool = False
+    http_port: int = 8000  # 0: any free one
+    grpc_port: int | None = None  # None: no gRPC
+    max_batch: int = 1  # the most rows of a batch; 1 disables batching
+    max_delay: float = 0.0  # for which the first request of a batch waits for others; 0: it takes what is queued
+    batch_dim: str = "batch"  # the name of the signature's batch dimension
+    max_queue: int = 256  # requests that may wait for one model; more are refused with 503
+    max_body: int = 64 * _MIB  # of a request, decompressed, over HTTP or gRPC
+    max_bodies: int = 1024 * _MIB  # of all HTTP requests in flight; more are refused with 503
+    body_timeout: float = (
+        30.0  # for a request's headers, for its body, and for a client that does not read its response
+    )
+    timeout: float = 60.0  # from a request's arrival to its response
+    max_connections: int = 1024  # over HTTP, and concurrent calls over gRPC
+    max_streams: int = 16  # generations that may be open, each with a context of its own
+    stream_timeout: float = 300.0  # for a generation
+    grace: float = 30.0  # for which a stopping server waits for the requests that it has accepted
+    traces: bool = False  # make OpenTelemetry spans of requests and swaps, with the process's tracer provider
 
     def check(self) -> None:
         """Raise Unsupported for values out of range."""

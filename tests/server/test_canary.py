@@ -264,7 +264,7 @@ def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weigh
     operations, rule = server.admin.models["tiny"], "requests >= 5"
     begin(server, weight_file(2), share=1, promote_if="requests >= 1000")
     with pytest.raises(StageClosed, match="has ended"):
-        operations.obey("promote", rule)
+        operations.act_on("promote", rule)
     assert status(server)["canary"]["promote_if"] == "requests >= 1000"
     assert serves(operations.model, 1)
 

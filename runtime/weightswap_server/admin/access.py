@@ -1,4 +1,8 @@
-"""Who may do what: settings, tokens, allowed paths."""
+"""Who may do what at the admin plane: its settings, tokens, and the paths and URLs that operators may name.
+
+A path counts with its links resolved. A URL is compared letter by letter, so one that a server may read in two ways is
+refused: with escapes, dots, doubled slashes, a user, a fragment.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,47 @@ LEAST = 16  # characters of a token
 ANYBODY = "token"  # the name of an unnamed token
 _LINE = re.compile(r"(?:([\w.@-]{1,64})[ \t]+)?(\S+)")
 _BEARER = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
+UPLOAD = "upload:"
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # no percent-encoding: the checked URL is the requested one
+_DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
+_VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
+_GOLDENS = ".goldens.safetensors"
+_MOST_ENTRIES = 10_000  # of a folder that is looked through for links
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the admin plane. Times are in seconds, sizes in bytes. It has either a port or a socket."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None  # of TCP; 0: any free one
+    socket: str | None = None  # the path of a Unix socket
+    token_file: str | None = None  # a token, or lines of a name and a token; None: WEIGHTSWAP_ADMIN_TOKEN
+    allow: tuple[str, ...] = ()  # directories and URL prefixes that operators may name
+    upload_dir: str | None = None  # None: no uploads
+    max_uploads: int = 64 * _GIB  # of all uploads together
+    upload_timeout: float = 3600.0  # for one upload
+    audit_log: str | None = None  # a file of JSON lines
+    staged_timeout: float = 3600.0  # after which staged weights are discarded
+    body_timeout: float = 30.0
+    grace: float = 5.0
+
+    def check(self) -> None:
+        """Raise Unsupported for values out of range, without tokens, and unless there is one of port and socket."""
+        if (self.port is None) == (self.socket is None):
+            raise Unsupported("the admin plane listens on a port or on a socket: give exactly one of them")
+        for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
+        read_tokens(self.token_file)
+
+    @property
+    def http(self) -> Settings:
+        """The HTTP limits of all requests but uploads."""
+        return Settings(
+            host=self.host, max_body=_MIB, body_timeout=self.body_timeout, max_connections=64, grace=self.grace
+        )
 
 
 class Tokens:
@@ -93,69 +138,6 @@ class TokenGuard:
         return self._tokens.name_of(match[1]) if match else None
 
 
-_GIB = 1 << 30
-_MIB = 1 << 20
-
-
-class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the admin plane. Times are in seconds, sizes in bytes.
-
-    port, socket: either a TCP port of `host`, 0 for any free one, or the path of a Unix socket.
-    token_file: a token, or lines of a name and a token; None: the environment's WEIGHTSWAP_ADMIN_TOKEN.
-    allow: directories and URL prefixes that operators may name. upload_dir: the directory of uploads; None: no uploads.
-    max_uploads: the most bytes of all uploads together. upload_timeout: the time for one upload.
-    audit_log: a file of JSON lines. staged_timeout: the time after which staged weights are discarded.
-    """
-
-    host: str = "127.0.0.1"
-    port: int | None = None
-    socket: str | None = None
-    token_file: str | None = None
-    allow: tuple[str, ...] = ()
-    upload_dir: str | None = None
-    max_uploads: int = 64 * _GIB
-    upload_timeout: float = 3600.0
-    audit_log: str | None = None
-    staged_timeout: float = 3600.0
-    body_timeout: float = 30.0
-    grace: float = 5.0
-
-    def check(self) -> None:
-        """Raise Unsupported for values out of range, without tokens, and unless there is one of port and socket."""
-        if (self.port is None) == (self.socket is None):
-            raise Unsupported("the admin plane listens on a port or on a socket: give exactly one of them")
-        for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
-            if not getattr(self, name) > 0:
-                raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
-        read_tokens(self.token_file)
-
-    @property
-    def http(self) -> Settings:
-        """The HTTP limits of all requests but uploads."""
-        return Settings(
-            host=self.host, max_body=_MIB, body_timeout=self.body_timeout, max_connections=64, grace=self.grace
-        )
-
-
-UPLOAD = "upload:"
-_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # no percent-encoding: the checked URL is the requested one
-_DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
-_VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
-_GOLDENS = ".goldens.safetensors"
-_MOST_ENTRIES = 10_000
-
-
-class _Prefix(NamedTuple):
-    scheme: str
-    host: str
-    path: str
-
-    def covers(self, url: SplitResult) -> bool:
-        """True if a URL is below the prefix, by whole segments of its path."""
-        same = (url.scheme.lower(), url.netloc.lower()) == (self.scheme, self.host)
-        return same and f"{url.path}/".startswith(self.path)
-
-
 class Allowed:
     """Allowed directories, with everything in them, and URL prefixes."""
 
@@ -212,6 +194,17 @@ class Allowed:
         if not any(prefix.covers(url) for prefix in self._prefixes):
             raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
         return source
+
+
+class _Prefix(NamedTuple):
+    scheme: str
+    host: str
+    path: str
+
+    def covers(self, url: SplitResult) -> bool:
+        """True if a URL is below the prefix, by whole segments of its path."""
+        same = (url.scheme.lower(), url.netloc.lower()) == (self.scheme, self.host)
+        return same and f"{url.path}/".startswith(self.path)
 
 
 def _plain_url(text: str) -> SplitResult | None:

@@ -98,10 +98,10 @@ async def audited(
         return await (in_thread(work) if callable(work) else work)
 
 
-def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
-    """Do what a canary's rule says, and log it. Raises what `operations.obey` raises."""
+def act_on(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
+    """Do what a canary's rule says, and log it. Raises what `operations.act_on` raises."""
     with _logged(audit, operations, operations.staged_by, "", f"{verdict} by rule", {"rule": rule}):
-        operations.obey(verdict, rule)
+        operations.act_on(verdict, rule)
 
 
 @contextmanager

@@ -1,10 +1,7 @@
-"""Documents of requests and responses."""
+"""Documents of the admin plane's requests and responses. Their docstrings are their descriptions in /openapi.json."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -12,8 +9,6 @@ from msgspec import Meta, Struct, field
 from weightswap_runtime.following.intake import refused_weights
 from weightswap_runtime.following.watching import Follower, Watcher
 from weightswap_runtime.live.receipt import Event, SwapReceipt
-from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.sources.location import printable
 from weightswap_runtime.tensors import DIGEST
 from weightswap_server.canary import DEFAULT_ABORT
 from weightswap_server.protocol import NAME, Process
@@ -317,22 +312,6 @@ class IndexRequest(Struct, kw_only=True):
     ready: bool = False
 
 
-@dataclasses.dataclass
-class Entry:
-    """Weights that an operator has staged. revision: that of the followed place, as seen before."""
-
-    staged: Staged
-    request: StageRequest  # its source is the path or URL
-    by: str
-    revision: int | None
-    swapping: bool
-    since: float = dataclasses.field(default_factory=time.time)
-
-    @property
-    def path(self) -> str:
-        return self.request.source
-
-
 def served_weights(last: SwapReceipt, why: str) -> ServedWeights:
     return ServedWeights(
         weights_id=last.weights_id,
@@ -345,23 +324,6 @@ def served_weights(last: SwapReceipt, why: str) -> ServedWeights:
         kind=last.kind,
         verified=last.verified,
     )
-
-
-def staged_weights(entry: Entry | None) -> StagedWeights | None:
-    if entry is None:
-        return None
-    weights = StagedWeights(
-        source=printable(entry.path), by=entry.by, why=entry.request.why, since=entry.since, ready=False
-    )
-    try:
-        staged = entry.staged
-        if staged.done:
-            weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
-            weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
-            weights.ready = not entry.swapping
-    except Exception:  # it was discarded or cancelled meanwhile
-        return None
-    return weights
 
 
 def following(follower: Follower) -> Desired:
@@ -380,20 +342,6 @@ def watched(watcher: Watcher) -> Watched:
         error=str(error) if error else "",
         skipped={name: str(why) for name, why in watcher.skipped.items()},
         waiting={name: str(why) for name, why in watcher.waiting.items()},
-    )
-
-
-def aborted(entry: Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
-    """Return the refusal of a canary that its rule has aborted, with its measures."""
-    measured = ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
-    return Refusal(
-        time=time.time(),
-        event="canary aborted",
-        source=printable(entry.path),
-        by=entry.by,
-        phase="canary",
-        kind="",
-        error=f"{rule}: {measured}",
     )
 
 

@@ -6,8 +6,9 @@ undo what is not desired, and a place must not desire what is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import Lock
@@ -22,7 +23,8 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
-from weightswap_server.canary import Canary, CanaryPlan, check_plan
+from weightswap_runtime.sources.location import printable
+from weightswap_server.canary import CanaryPlan, check_plan
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
 
@@ -33,19 +35,18 @@ from .documents import (
     CanaryStatus,
     Change,
     CommitRequest,
-    Entry,
     FollowRequest,
     History,
     ModelStatus,
+    Refusal,
     RemoveVariantRequest,
     RollbackRequest,
+    StagedWeights,
     StageRequest,
     Staging,
     WatchRequest,
-    aborted,
     following,
     served_weights,
-    staged_weights,
     watched,
 )
 from .journal import Followed, Journal
@@ -69,7 +70,7 @@ class ModelOperations:
         assert isinstance(served.model, Model)  # workers have no admin plane
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
-        self._entry: Entry | None = None
+        self._entry: _Entry | None = None
         self._lock = Lock()
         self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
         self._ending = Lock()  # held while staged weights are committed or discarded
@@ -83,7 +84,7 @@ class ModelOperations:
 
     def status(self) -> ModelStatus:
         model, progress = self.model, self.model.progress
-        follower, watcher = self.followed.follower, self.followed.watcher
+        follower, watcher, canary = self.followed.follower, self.followed.watcher, self.served.canary
         return ModelStatus(
             name=self.name,
             methods=list(self.served.methods) or [self.name],
@@ -95,9 +96,11 @@ class ModelOperations:
             device=model.device,
             residency=model.residency,
             served=served_weights(last[-1], self.journal.why(last[-1])) if (last := model.history) else None,
-            staged=staged_weights(self._entry),
+            staged=_staged_weights(self._entry),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
-            canary=_canary_status(canary) if (canary := self.served.canary) is not None else None,
+            canary=CanaryStatus(weights_id=canary.weights_id, since=canary.since, **canary.report())
+            if canary
+            else None,
             following=following(follower) if follower else None,
             watching=watched(watcher) if watcher else None,
             variants={
@@ -284,7 +287,7 @@ class ModelOperations:
         canary = self.served.canary
         return canary.verdict() if canary is not None else None
 
-    def obey(self, verdict: str, rule: str) -> SwapReceipt | None:
+    def act_on(self, verdict: str, rule: str) -> SwapReceipt | None:
         """Commit a canary or discard it, as its rule says. If the commit is refused, it is discarded.
 
         Raises what `commit` raises, and StageClosed if the canary has ended or was replaced meanwhile.
@@ -295,7 +298,7 @@ class ModelOperations:
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
-            self.journal.refuse(aborted(entry, rule, canary.values()))
+            self.journal.refuse(_aborted(entry, rule, canary.values()))
         finally:
             self._discard_entry(entry)
         return None
@@ -305,7 +308,7 @@ class ModelOperations:
         """The user who staged the staged weights, or ""."""
         return self._entry.by if self._entry is not None else ""
 
-    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
+    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> _Entry:
         path, place = self._allowed.weights(request.source), self.followed.place
         if place is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
@@ -327,12 +330,12 @@ class ModelOperations:
 
     def _open(
         self, begin: Callable[[], Staged], request: StageRequest, by: str, revision: int | None, *, swapping: bool
-    ) -> Entry:
+    ) -> _Entry:
         """Begin a staging, and wait until it has ended. Raises StagingBusy, and what the staging raises."""
         with self._lock:
             if self._entry is not None:
                 raise StagingBusy(f"{self.name}: an operator has already staged weights; commit or discard them first")
-            self._entry = entry = Entry(begin(), request, by, revision, swapping)
+            self._entry = entry = _Entry(begin(), request, by, revision, swapping)
         try:
             entry.staged.wait()
         except BaseException:
@@ -340,7 +343,7 @@ class ModelOperations:
             raise
         return entry
 
-    def _committable(self) -> Entry:
+    def _committable(self) -> _Entry:
         entry = self._entry
         if entry is None or entry.swapping:
             raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
@@ -348,14 +351,14 @@ class ModelOperations:
             raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
         return entry
 
-    def _start_canary(self, entry: Entry, plan: CanaryPlan) -> None:
+    def _start_canary(self, entry: _Entry, plan: CanaryPlan) -> None:
         with self._lock:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: the staged weights were discarded in the meantime")
             self.served.end_canary()
             self.served.start_canary(entry.staged, plan)
 
-    def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt | None:
+    def _commit(self, entry: _Entry, request: Change, by: str) -> SwapReceipt | None:
         place, why = self.followed.place, request.why or entry.request.why
         write = None
         if place is not None:
@@ -378,7 +381,7 @@ class ModelOperations:
         return self.model.turn(check)
 
     def _write_and_commit(
-        self, entry: Entry, by: str, why: str, write: Callable[[], DesiredState] | None
+        self, entry: _Entry, by: str, why: str, write: Callable[[], DesiredState] | None
     ) -> SwapReceipt | DesiredState:
         """Write a followed place, and commit. Return what was written if the commit then fails: the follower makes it.
 
@@ -401,7 +404,7 @@ class ModelOperations:
     def _served(self, done: SwapReceipt | DesiredState) -> SwapReceipt | None:
         return self.followed.await_served(done) if isinstance(done, DesiredState) else done
 
-    def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> DesiredState:
+    def _desire(self, place: DesiredPlace, entry: _Entry, revision: int | None, why: str, by: str) -> DesiredState:
         staged = entry.staged
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
         check_file(entry.path, staged.weights_id)  # weights may have been staged for long, and others read the file
@@ -424,17 +427,60 @@ class ModelOperations:
         if self._entry is not None:
             self._discard_entry(self._entry)
 
-    def _discard_entry(self, entry: Entry) -> None:
+    def _discard_entry(self, entry: _Entry) -> None:
         with self._ending:
             self._forget(entry)
             entry.staged.discard()
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: _Entry) -> None:
         with self._lock:
             if self._entry is entry:
                 self._entry = None
                 self.served.end_canary()
 
 
-def _canary_status(canary: Canary) -> CanaryStatus:
-    return CanaryStatus(weights_id=canary.weights_id, since=canary.since, **canary.report())
+@dataclasses.dataclass
+class _Entry:
+    """Weights that an operator has staged."""
+
+    staged: Staged
+    request: StageRequest  # its source is the path or URL
+    by: str
+    revision: int | None  # of the followed place, as seen before
+    swapping: bool  # it is committed at once
+    since: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def path(self) -> str:
+        return self.request.source
+
+
+def _staged_weights(entry: _Entry | None) -> StagedWeights | None:
+    if entry is None:
+        return None
+    weights = StagedWeights(
+        source=printable(entry.path), by=entry.by, why=entry.request.why, since=entry.since, ready=False
+    )
+    try:
+        staged = entry.staged
+        if staged.done:
+            weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
+            weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
+            weights.ready = not entry.swapping
+    except Exception:  # it was discarded or cancelled meanwhile
+        return None
+    return weights
+
+
+def _aborted(entry: _Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
+    """Return the refusal of a canary that its rule has aborted, with its measures."""
+    measured = ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
+    return Refusal(
+        time=time.time(),
+        event="canary aborted",
+        source=printable(entry.path),
+        by=entry.by,
+        phase="canary",
+        kind="",
+        error=f"{rule}: {measured}",
+    )

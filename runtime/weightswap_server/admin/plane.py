@@ -18,7 +18,7 @@ from weightswap_server.service.service import Service
 
 from .access import AdminSettings, Allowed, TokenGuard, read_tokens
 from .app import OPEN_PATHS, AdminEndpoints
-from .audit import AuditLog, obey
+from .audit import AuditLog, act_on
 from .journal import EVERY, LoadSeries
 from .operations import ModelOperations
 from .uploads import UploadDirectory
@@ -94,7 +94,7 @@ class AdminPlane:
                 try:
                     operations.discard_outdated()
                     if verdict := operations.verdict():
-                        obey(self._audit, operations, *verdict)
+                        act_on(self._audit, operations, *verdict)
                 except Exception:
                     log.exception("%s: could not check the staged weights", operations.name)
 

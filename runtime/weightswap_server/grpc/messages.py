@@ -43,18 +43,27 @@ MESSAGES = {
     "ModelStreamInferResponse": "error_message:string infer_response:ModelInferResponse",
 }
 """The fields of each message, numbered from 1: `name:type`, `*` if repeated; `map`: strings to InferParameter."""
+_ONE_OF = {"InferParameter": "parameter_choice"}
+_Field = descriptor_pb2.FieldDescriptorProto
+
 _RAW = "raw_input_contents"
 _SMALL = 1 << 14  # bytes of a message that may be of any kind
 _MOST_FIELDS, _MOST_BESIDE_RAW = 20_000, 2 << 20  # no other thread runs while a message is parsed
-_ONE_OF = {"InferParameter": "parameter_choice"}
 _SIZES = {1: 8, 5: 4}  # bytes of the fixed wire types
-_Field = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
 def message_class(name: str) -> Any:
     """Return the class of a message."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+def parsed(name: str, raw: bytes) -> Any:
+    """Parse a message. Raises DecodeError, and BodyTooLarge for one that would take far more memory than its bytes."""
+    kind = message_class(name)
+    if len(raw) > _SMALL:
+        _check_size(raw, kind.DESCRIPTOR)
+    return kind.FromString(raw)
 
 
 @cache
@@ -72,15 +81,30 @@ def _pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-def parsed(name: str, raw: bytes) -> Any:
-    """Parse a message. Raises DecodeError, and BodyTooLarge for one that would take far more memory than its bytes."""
-    kind = message_class(name)
-    if len(raw) > _SMALL:
-        _check_size(raw, kind.DESCRIPTOR)
-    return kind.FromString(raw)
+def _add_field(message: Any, owner: str, number: int, name: str, kind: str) -> None:
+    repeated = kind.endswith("*") or kind == "map"
+    label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+    field = message.field.add(name=name, number=number, label=label)
+    if kind == "map":
+        entry = message.nested_type.add(name="ParametersEntry")
+        entry.options.map_entry = True
+        _add_field(entry, "", 1, "key", "string")
+        _add_field(entry, "", 2, "value", "InferParameter")
+        kind = f"{owner}.ParametersEntry"
+    kind = kind.rstrip("*")
+    if kind[0].isupper():
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        field.type = getattr(_Field, f"TYPE_{kind.upper()}")
+    if owner in _ONE_OF:
+        if not message.oneof_decl:
+            message.oneof_decl.add(name=_ONE_OF[owner])
+        field.oneof_index = 0
 
 
 def _check_size(raw: bytes, descriptor: Any) -> None:
+    """Count the fields of a message and of those in it, without parsing them. A field of two bytes on the wire becomes
+    an object many times as large. Raises BodyTooLarge."""
     fields, documents, unread = 0, len(raw), [(0, len(raw), descriptor)]
     while unread:
         place, end, kind = unread.pop()
@@ -118,24 +142,3 @@ def _varint(raw: bytes, place: int) -> tuple[int, int]:
         value |= (raw[place] & 127) << shift
         place, shift = place + 1, shift + 7
     return value | raw[place] << shift, place + 1
-
-
-def _add_field(message: Any, owner: str, number: int, name: str, kind: str) -> None:
-    repeated = kind.endswith("*") or kind == "map"
-    label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
-    field = message.field.add(name=name, number=number, label=label)
-    if kind == "map":
-        entry = message.nested_type.add(name="ParametersEntry")
-        entry.options.map_entry = True
-        _add_field(entry, "", 1, "key", "string")
-        _add_field(entry, "", 2, "value", "InferParameter")
-        kind = f"{owner}.ParametersEntry"
-    kind = kind.rstrip("*")
-    if kind[0].isupper():
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
-    else:
-        field.type = getattr(_Field, f"TYPE_{kind.upper()}")
-    if owner in _ONE_OF:
-        if not message.oneof_decl:
-            message.oneof_decl.add(name=_ONE_OF[owner])
-        field.oneof_index = 0
