@@ -1,4 +1,4 @@
-"""The server from start to stop: loading models, sockets, signals."""
+"""A server from its start to its stop, and the models that it loads."""
 
 from __future__ import annotations
 
@@ -32,57 +32,6 @@ from .settings import Settings
 
 if TYPE_CHECKING:
     from weightswap_server.grpc.service import GrpcServer
-
-
-class Variant(msgspec.Struct, frozen=True):
-    """A variant that is resident from the start."""
-
-    group: str
-    name: str
-    path: str
-
-
-class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, or
-    a weight file first and one of the others afterwards. `options` are further arguments of `load`, such as the engine.
-    """
-
-    artifact: str
-    weights: str | None = None
-    watch: str | None = None
-    follow: str | None = None
-    interval: float = 5.0
-    variants: Sequence[Variant] = ()
-    options: Mapping[str, Any] = {}
-
-    def open(self) -> Model:
-        """Load the model, and start to watch or follow. Raises what `load`, `Model.add_variant`, `Model.watch` and
-        `Model.follow` raise."""
-        self.check()
-        model = load(self.artifact, self.weights, **self.options)
-        for variant in self.variants:
-            model.add_variant(variant.group, variant.name, variant.path)
-        self.take(model)
-        return model
-
-    def check(self) -> None:
-        """Raise Unsupported for both `watch` and `follow`, or for too many variants."""
-        if self.watch is not None and self.follow is not None:
-            raise Unsupported(
-                "a model that follows a place cannot also watch a directory: watch the directory in the process "
-                "that promotes, with model.watch(promote=...)"
-            )
-        most = self.options.get("max_variants", MOST)
-        for group, count in Counter(variant.group for variant in self.variants).items():
-            if count > most:
-                raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
-
-    def take(self, model: Model) -> None:
-        """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""
-        if self.watch is not None:
-            model.watch(self.watch, self.interval)
-        if self.follow is not None:
-            model.follow(self.follow, self.interval)
 
 
 class Server:
@@ -150,21 +99,21 @@ class Server:
     @contextmanager
     def running(self) -> Iterator[Server]:
         """Serve in a background thread while the block runs."""
-        listening: Future[None] = Future()
-        self.on_listening(lambda: listening.set_result(None))
+        begun: Future[None] = Future()
+        self.on_listening(lambda: begun.set_result(None))
 
         def serve() -> None:
             try:
                 self.run()
             except BaseException as error:
-                if listening.done():
+                if begun.done():
                     raise
-                listening.set_exception(error)
+                begun.set_exception(error)
 
         thread = Thread(target=serve, name="weightswap-server")
         thread.start()
         try:
-            listening.result()
+            begun.result()
             yield self
         finally:
             self.stop()
@@ -189,6 +138,56 @@ def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iter
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, or
+    a weight file first and one of the others afterwards."""
+
+    artifact: str
+    weights: str | None = None  # a file
+    watch: str | None = None  # a directory
+    follow: str | None = None  # the place of a desired state
+    interval: float = 5.0  # seconds between two polls of these
+    variants: Sequence[Variant] = ()  # resident from the start
+    options: Mapping[str, Any] = {}  # further arguments of `load`, such as the engine
+
+    def open(self) -> Model:
+        """Load the model, and start to watch or follow. Raises what `load`, `Model.add_variant`, `Model.watch` and
+        `Model.follow` raise."""
+        self.check()
+        model = load(self.artifact, self.weights, **self.options)
+        for variant in self.variants:
+            model.add_variant(variant.group, variant.name, variant.path)
+        self.take(model)
+        return model
+
+    def check(self) -> None:
+        """Raise Unsupported for both `watch` and `follow`, or for too many variants."""
+        if self.watch is not None and self.follow is not None:
+            raise Unsupported(
+                "a model that follows a place cannot also watch a directory: watch the directory in the process "
+                "that promotes, with model.watch(promote=...)"
+            )
+        most = self.options.get("max_variants", MOST)
+        for group, count in Counter(variant.group for variant in self.variants).items():
+            if count > most:
+                raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
+
+    def take(self, model: Model) -> None:
+        """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""
+        if self.watch is not None:
+            model.watch(self.watch, self.interval)
+        if self.follow is not None:
+            model.follow(self.follow, self.interval)
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """A variant, named as requests name it."""
+
+    group: str
+    name: str
+    path: str
 
 
 def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:

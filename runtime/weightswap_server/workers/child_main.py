@@ -1,4 +1,8 @@
-"""The work of a child."""
+"""The program of a child: as the keeper it changes weights, as a worker it answers from them.
+
+The manager sends one task, and then answers messages; both sides write a line of JSON for each. A child whose manager
+has ended ends, too. The metrics of a child are part of the totals that any of them shows.
+"""
 
 from __future__ import annotations
 
@@ -41,151 +45,31 @@ from .trials import KeeperTrials, WorkerTrials
 
 Role = Literal["keeper", "worker"]
 MOST_SAMPLES = 10_000  # of processes that have ended; the oldest are dropped
+# metrics that count for workers; a worker's others are those of the weights, which its keeper has, too
 _BY_WORKERS = ("weightswap_server_", "weightswap_calls", "weightswap_call_seconds", "weightswap_leases")
-_MOMENTARY = ("gauge", "unknown")
-
-
-class _Key(NamedTuple):
-    """The key of a sample: its family, its name, its labels."""
-
-    family: str
-    name: str
-    labels: tuple[tuple[str, str], ...]
-
-
-class Totals:
-    """The latest metrics of each process, and their totals."""
-
-    def __init__(self) -> None:
-        self._living: dict[object, tuple[Role, str]] = {}  # parsed on request alone: reports come each second
-        self._ended: dict[_Key, float] = {}
-        self._families: dict[str, Metric] = {}  # without samples
-
-    def update(self, process: object, role: Role, text: str) -> None:
-        """Replace a process's metrics. text: Prometheus' text format."""
-        self._living[process] = role, text
-
-    def end(self, process: object) -> None:
-        """Keep the counters of a process that has ended."""
-        if process not in self._living:
-            return
-        for key, value in self._read(*self._living.pop(process)):
-            if self._families[key.family].type not in _MOMENTARY:
-                self._ended[key] = self._ended.pop(key, 0.0) + value
-        for key in list(self._ended)[: max(0, len(self._ended) - MOST_SAMPLES)]:
-            del self._ended[key]
-
-    def text(self) -> str:
-        """Return the totals in Prometheus' text format."""
-        return generate_latest(self).decode()
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the totals, as a registry's collector."""
-        sums = dict(self._ended)
-        for role, text in self._living.values():
-            for key, value in self._read(role, text):
-                sums[key] = sums.get(key, 0.0) + value
-        totals = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
-        for key, value in sums.items():
-            totals[key.family].add_sample(key.name, dict(key.labels), value)
-        return iter(totals.values())
-
-    def _read(self, role: Role, text: str) -> Iterator[tuple[_Key, float]]:
-        """Yield the samples that count for a process of this role, without creation times."""
-        for family in text_string_to_metric_families(text):
-            if family.name.startswith(_BY_WORKERS) == (role == "worker") and not family.name.endswith("_created"):
-                self._families[family.name] = Metric(family.name, family.documentation, family.type)
-                for sample in family.samples:
-                    yield _Key(family.name, sample.name, tuple(sample.labels.items())), sample.value
-
-
+_MOMENTARY = ("gauge", "unknown")  # kinds of which nothing is left when a process has ended
 _REPORT_INTERVAL = 1.0  # seconds between two reports of a child
 _WARM_UP = 60.0  # seconds for which a new worker waits until it is warm
 
 
-class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a child. sources, segments, journals: by the models' names; the journals are those of an earlier
-    keeper when it ended."""
+def main(descriptor: str) -> None:
+    """Receive the task, and run it. An error is sent to the manager, and ends the process with 1."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
+    manager = ManagerConnection(int(descriptor))
+    manager.listen()
+    try:
+        if manager.task.settings.traces:
+            from weightswap_server.service.traces import export_spans
 
-    role: Role
-    name: str
-    sources: Mapping[str, ModelSource]
-    segments: Mapping[str, Segment]
-    settings: Settings
-    admin: AdminSettings | None = None
-    require_signature: tuple[str, ...] = ()
-    op_libraries: tuple[str, ...] = ()
-    slot: int = 0
-    listener: int = -1
-    journals: Mapping[str, JournalState] = {}
+            export_spans()
+        if manager.task.op_libraries:
+            from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
-
-class Message(msgspec.Struct, frozen=True):
-    """A message of a child to its manager, or the manager's answer to "total" and "processes".
-
-    text: for "alive", a `Process`, sent regularly unless the child hangs; for "metrics" and "total", Prometheus' text
-    format; for "processes", all of them; for "tried", `TrialMeasures` for the keeper. "sources" and "journals" are
-    kept for the next keeper.
-    """
-
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "journals"]
-    text: str = ""
-
-
-class ManagerConnection:
-    """A child's connection to the manager."""
-
-    def __init__(self, descriptor: int) -> None:
-        with socket.socket(fileno=descriptor) as connection:
-            self._stream = connection.makefile("rwb")  # keeps the socket open
-        self.task = msgspec.json.decode(self._stream.readline(), type=ChildTask)
-        self.closed = Event()
-        self.on_tried: Callable[[str], object] = lambda _: None
-        self._send_lock = Lock()
-        self._request_lock = Lock()
-        self._answers: SimpleQueue[str] = SimpleQueue()
-
-    def listen(self) -> None:
-        """Receive messages in a thread; `closed` is set when the manager has ended."""
-        Thread(target=self._listen, name="weightswap-manager", daemon=True).start()
-
-    def _listen(self) -> None:
-        with suppress(OSError, msgspec.DecodeError):
-            while raw := self._stream.readline():
-                message = msgspec.json.decode(raw, type=Message)
-                (self.on_tried if message.kind == "tried" else self._answers.put)(message.text)
-        self.closed.set()
-        self._answers.put("")
-
-    def send(self, message: Message) -> None:
-        with self._send_lock, suppress(OSError):
-            self._stream.write(msgspec.json.encode(message) + b"\n")
-            self._stream.flush()
-
-    def total(self, text: bytes) -> bytes:
-        """Return the metrics of all processes. text: those of this one."""
-        return self._request(Message("total", text.decode())).encode()
-
-    def processes(self) -> list[Process]:
-        """Return all processes; none if the manager has ended."""
-        return msgspec.json.decode(self._request(Message("processes")) or "[]", type=list[Process])
-
-    def send_source(self, name: str, change: SourceChange) -> None:
-        """Send a model's new source, for the process that replaces this one."""
-        source = msgspec.structs.replace(self.task.sources[name], **change._asdict())
-        self.send(Message("sources", msgspec.json.encode({name: source}).decode()))
-
-    def send_journal(self, name: str, journal: JournalState) -> None:
-        """Send a model's journal, for the process that replaces this one."""
-        self.send(Message("journals", msgspec.json.encode({name: journal}).decode()))
-
-    def _request(self, message: Message) -> str:
-        """Return the manager's answer, or "" if it has ended."""
-        with self._request_lock:
-            if self.closed.is_set():
-                return ""
-            self.send(message)
-            return self._answers.get()
+            import_libraries(manager.task.op_libraries)
+        (_keep if manager.task.role == "keeper" else _serve)(manager)
+    except (WeightswapError, OSError) as error:
+        manager.send(Message("failed", str(error)))
+        sys.exit(1)
 
 
 def _keep(manager: ManagerConnection) -> None:
@@ -275,24 +159,142 @@ def _report(manager: ManagerConnection, service: Service, alive: bool = True) ->
         manager.send(Message("alive", msgspec.json.encode(process).decode()))
 
 
-def main(descriptor: str) -> None:
-    """Receive the task, and run it. An error is sent to the manager, and ends the process with 1."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
-    manager = ManagerConnection(int(descriptor))
-    manager.listen()
-    try:
-        if manager.task.settings.traces:
-            from weightswap_server.service.traces import export_spans
+class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The task of a child."""
 
-            export_spans()
-        if manager.task.op_libraries:
-            from weightswap_runtime.engines.operators import import_libraries  # needs torch
+    role: Role
+    name: str
+    sources: Mapping[str, ModelSource]  # by model
+    segments: Mapping[str, Segment]  # by model
+    settings: Settings
+    admin: AdminSettings | None = None  # of the keeper's admin plane
+    require_signature: tuple[str, ...] = ()  # public keys
+    op_libraries: tuple[str, ...] = ()  # whose import registers operators
+    slot: int = 0  # of a worker, in the segments
+    listener: int = -1  # the descriptor of a worker's socket
+    journals: Mapping[str, JournalState] = {}  # by model, of an earlier keeper when it ended
 
-            import_libraries(manager.task.op_libraries)
-        (_keep if manager.task.role == "keeper" else _serve)(manager)
-    except (WeightswapError, OSError) as error:
-        manager.send(Message("failed", str(error)))
-        sys.exit(1)
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of a child to its manager, or the manager's answer to "total" and "processes".
+
+    text: for "alive", a `Process`, sent regularly unless the child hangs; for "metrics" and "total", Prometheus' text
+    format; for "processes", all of them; for "tried", `TrialMeasures` for the keeper. "sources" and "journals" are
+    kept for the next keeper.
+    """
+
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "journals"]
+    text: str = ""
+
+
+class ManagerConnection:
+    """A child's connection to the manager."""
+
+    def __init__(self, descriptor: int) -> None:
+        with socket.socket(fileno=descriptor) as connection:
+            self._stream = connection.makefile("rwb")  # keeps the socket open
+        self.task = msgspec.json.decode(self._stream.readline(), type=ChildTask)
+        self.closed = Event()
+        self.on_tried: Callable[[str], object] = lambda _: None
+        self._send_lock = Lock()
+        self._request_lock = Lock()
+        self._answers: SimpleQueue[str] = SimpleQueue()
+
+    def listen(self) -> None:
+        """Receive messages in a thread; `closed` is set when the manager has ended."""
+        Thread(target=self._listen, name="weightswap-manager", daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError, msgspec.DecodeError):
+            while raw := self._stream.readline():
+                message = msgspec.json.decode(raw, type=Message)
+                (self.on_tried if message.kind == "tried" else self._answers.put)(message.text)
+        self.closed.set()
+        self._answers.put("")
+
+    def send(self, message: Message) -> None:
+        with self._send_lock, suppress(OSError):
+            self._stream.write(msgspec.json.encode(message) + b"\n")
+            self._stream.flush()
+
+    def total(self, text: bytes) -> bytes:
+        """Return the metrics of all processes. text: those of this one."""
+        return self._request(Message("total", text.decode())).encode()
+
+    def processes(self) -> list[Process]:
+        """Return all processes; none if the manager has ended."""
+        return msgspec.json.decode(self._request(Message("processes")) or "[]", type=list[Process])
+
+    def send_source(self, name: str, change: SourceChange) -> None:
+        """Send a model's new source, for the process that replaces this one."""
+        source = msgspec.structs.replace(self.task.sources[name], **change._asdict())
+        self.send(Message("sources", msgspec.json.encode({name: source}).decode()))
+
+    def send_journal(self, name: str, journal: JournalState) -> None:
+        """Send a model's journal, for the process that replaces this one."""
+        self.send(Message("journals", msgspec.json.encode({name: journal}).decode()))
+
+    def _request(self, message: Message) -> str:
+        """Return the manager's answer, or "" if it has ended."""
+        with self._request_lock:
+            if self.closed.is_set():
+                return ""
+            self.send(message)
+            return self._answers.get()
+
+
+class Totals:
+    """The latest metrics of each process, and their totals."""
+
+    def __init__(self) -> None:
+        self._living: dict[object, tuple[Role, str]] = {}  # parsed on request alone: reports come each second
+        self._ended: dict[_Key, float] = {}
+        self._families: dict[str, Metric] = {}  # without samples
+
+    def update(self, process: object, role: Role, text: str) -> None:
+        """Replace a process's metrics. text: Prometheus' text format."""
+        self._living[process] = role, text
+
+    def end(self, process: object) -> None:
+        """Keep the counters of a process that has ended."""
+        if process not in self._living:
+            return
+        for key, value in self._read(*self._living.pop(process)):
+            if self._families[key.family].type not in _MOMENTARY:
+                self._ended[key] = self._ended.pop(key, 0.0) + value
+        for key in list(self._ended)[: max(0, len(self._ended) - MOST_SAMPLES)]:
+            del self._ended[key]
+
+    def text(self) -> str:
+        """Return the totals in Prometheus' text format."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the totals, as a registry's collector."""
+        sums = dict(self._ended)
+        for role, text in self._living.values():
+            for key, value in self._read(role, text):
+                sums[key] = sums.get(key, 0.0) + value
+        totals = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
+        for key, value in sums.items():
+            totals[key.family].add_sample(key.name, dict(key.labels), value)
+        return iter(totals.values())
+
+    def _read(self, role: Role, text: str) -> Iterator[tuple[_Key, float]]:
+        """Yield the samples that count for a process of this role, without creation times."""
+        for family in text_string_to_metric_families(text):
+            if family.name.startswith(_BY_WORKERS) == (role == "worker") and not family.name.endswith("_created"):
+                self._families[family.name] = Metric(family.name, family.documentation, family.type)
+                for sample in family.samples:
+                    yield _Key(family.name, sample.name, tuple(sample.labels.items())), sample.value
+
+
+class _Key(NamedTuple):
+    """The key of a sample: its family, its name, its labels."""
+
+    family: str
+    name: str
+    labels: tuple[tuple[str, str], ...]
 
 
 if __name__ == "__main__":
