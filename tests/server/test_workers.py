@@ -25,8 +25,7 @@ from tests.server.worker_processes import Fleet, children_of, eventually, servin
 from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import Unsupported
-from weightswap_runtime.metrics import Families
+from weightswap_runtime import Unsupported, metrics
 from weightswap_server import ModelSource, Settings
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
 from weightswap_server.workers.manager import Workers, environment
@@ -319,7 +318,7 @@ OF_WORKERS = ("leases", "calls", "call_seconds")
 @pytest.mark.parametrize(("role", "names"), [("keeper", OF_KEEPERS), ("worker", OF_WORKERS)])
 def test_each_metric_is_the_keepers_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
     """`totals` would drop workers' samples of a metric that it does not know: each is listed here."""
-    totals, families = Totals(), SimpleNamespace(collect=vars(Families()).values)
+    totals, families = Totals(), SimpleNamespace(collect=vars(metrics._Families()).values)
     totals.update(1, role, generate_latest(families).decode())
     assert {family.name for family in totals.collect()} == {f"weightswap_{name}" for name in names}
 

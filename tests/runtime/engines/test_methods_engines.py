@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.runtime.live.variants.test_variants import WIDTH, Tuned, X
+from tests.runtime.live.test_variants import WIDTH, Tuned, X
 from tests.support.accelerators import on_every_device
 from tests.support.compiled import needs_compiler
 from tests.support.decoding import ENGINES, ROW, ROWS, Caller, Files, near

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.live.variants.test_variants import Files, X, answer, interleave
+from tests.runtime.live.test_variants import Files, X, answer, interleave
 from weightswap_exporter import compile_engines
 from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, first_divergence

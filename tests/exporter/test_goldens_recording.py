@@ -127,7 +127,7 @@ class Answer:
     parts: list[torch.Tensor]
 
 
-torch.export.register_dataclass(Answer, serialized_type_name="tests.exporter.goldens.test_recording.Answer")
+torch.export.register_dataclass(Answer, serialized_type_name="tests.exporter.test_goldens_recording.Answer")
 
 
 class Answering(nn.Module):
