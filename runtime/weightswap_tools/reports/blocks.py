@@ -1,6 +1,6 @@
 """Blocks of a report. Commands compose these; `page` renders them.
 
-Texts are plain: markup and control characters in them are escaped.
+Texts are plain: markup and control characters in them are escaped when the page is rendered.
 """
 
 from __future__ import annotations
@@ -27,21 +27,18 @@ class Facts(_BlockPart, frozen=True, tag="facts"):
 
 
 class Note(_BlockPart, frozen=True, tag="note"):
-    """A paragraph; line breaks are kept. `kind` says whether it is good or bad news."""
+    """A paragraph; line breaks are kept."""
 
     text: str
-    kind: Literal["plain", "good", "bad"] = "plain"
+    kind: Literal["plain", "good", "bad"] = "plain"  # whether it is good or bad news
 
 
 class Column(_BlockPart, frozen=True):
-    """A column of a table. kind: "bytes" are shown as `1.2 MB`, and sorted as numbers.
-
-    flag: mark rows whose cell is true, nonzero or not empty, and offer to show only these.
-    """
+    """A column of a table."""
 
     name: str
-    kind: ColumnKind = "text"
-    flag: bool = False
+    kind: ColumnKind = "text"  # "bytes" are shown as `1.2 MB`, and sorted as numbers
+    flag: bool = False  # mark rows whose cell is true, nonzero or not empty, and offer to show only these
 
 
 def columns(*names: str, kind: ColumnKind = "text", flag: bool = False) -> tuple[Column, ...]:
@@ -64,57 +61,53 @@ def table_of(items: Iterable[T], columns: Sequence[tuple[Column, Callable[[T], C
 
 
 class Mark(_BlockPart, frozen=True):
-    """A label for cells of a heat map without a number, such as "removed", and the sign to draw in them."""
+    """A label for cells of a heat map without a number, such as "removed"."""
 
     text: str
-    sign: str
+    sign: str  # drawn in the cells
     kind: Literal["plain", "bad"] = "plain"
 
 
 class HeatMap(_BlockPart, frozen=True, tag="heatmap"):
-    """Coloured cells. `values[row][column]` is a number, the text of one of the marks, or None for no cell.
+    """Coloured cells.
 
-    what: a name for the values, with their unit. scale: of the colours, from the smallest to the largest finite value.
     Values off the scale have their own colour and sign in the legend: marks, values that are not finite, and with "log"
     zero and below.
     """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    values: tuple[tuple[float | str | None, ...], ...]
-    what: str
-    scale: Scale
+    values: tuple[tuple[float | str | None, ...], ...]  # by row: a number, the text of a mark, or None for no cell
+    what: str  # a name for the values, with their unit
+    scale: Scale  # of the colours, from the smallest to the largest finite value
     caption: str = ""
     marks: tuple[Mark, ...] = ()
 
 
 class Histogram(_BlockPart, frozen=True, tag="histogram"):
-    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`; there is one more edge than counts.
+    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
 
-    what: a name for the values, with their unit. scale: "linear" draws bins to scale, "log" equally wide.
-    """
-
-    edges: tuple[float, ...]
+    edges: tuple[float, ...]  # one more than counts
     counts: tuple[int, ...]
-    what: str
-    scale: Scale
+    what: str  # a name for the values, with their unit
+    scale: Scale  # "linear" draws bins to scale, "log" equally wide
     caption: str = ""
 
 
 class Axis(_BlockPart, frozen=True):
-    """An axis: a name for its values, and their unit, empty for counts."""
+    """An axis of numbers."""
 
-    what: str
-    unit: str = ""
+    what: str  # a name for them
+    unit: str = ""  # empty for counts
     scale: Scale = "linear"
 
 
 class Line(_BlockPart, frozen=True):
-    """Joined points `(x, y)` by rising x. Lines of a `group` share a colour, lines of a `style` a dash pattern."""
+    """Joined points."""
 
-    group: str
-    points: tuple[tuple[float, float], ...]
-    style: str = ""
+    group: str  # lines of a group share a colour
+    points: tuple[tuple[float, float], ...]  # (x, y) by rising x
+    style: str = ""  # lines of a style share a dash pattern
 
 
 class LinePlot(_BlockPart, frozen=True, tag="lines"):
@@ -130,12 +123,12 @@ class LinePlot(_BlockPart, frozen=True, tag="lines"):
 
 
 class Span(_BlockPart, frozen=True):
-    """An event from `start` to `end`, in seconds. Spans of a `kind` share a colour."""
+    """An event."""
 
-    start: float
+    start: float  # in seconds
     end: float
     label: str
-    kind: str
+    kind: str  # spans of a kind share a colour
 
 
 class Lane(_BlockPart, frozen=True):
@@ -153,34 +146,31 @@ class Timeline(_BlockPart, frozen=True, tag="timeline"):
 
 
 class TreemapNode(_BlockPart, frozen=True):
-    """An area. `size` includes its children."""
+    """An area."""
 
     name: str
-    size: int
+    size: int  # with that of its children
     detail: str = ""
     children: tuple[TreemapNode, ...] = ()
 
 
 class Treemap(_BlockPart, frozen=True, tag="treemap"):
-    """Nested areas, entered one level at a time. what: a name for the sizes; "bytes" are shown as `1.2 MB`."""
+    """Nested areas, entered one level at a time."""
 
     root: TreemapNode
-    what: str
+    what: str  # a name for the sizes; "bytes" are shown as `1.2 MB`
     caption: str = ""
 
 
 class ModuleNode(_BlockPart, frozen=True):
-    """A module of a graph. kind: its class. ops: operators with the number of calls, without those of its children.
-
-    takes, gives: texts about its inputs and outputs.
-    """
+    """A module of a graph."""
 
     name: str
-    kind: str
+    kind: str  # its class
     detail: str
-    ops: tuple[tuple[str, int], ...]
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
+    ops: tuple[tuple[str, int], ...]  # operators with the number of calls, without those of its children
+    takes: tuple[str, ...]  # texts about its inputs
+    gives: tuple[str, ...]  # and about its outputs
     children: tuple[ModuleNode | ModuleRun, ...] = ()
 
 
@@ -210,10 +200,10 @@ class Section(_BlockPart, frozen=True):
 
 
 class Report(_BlockPart, frozen=True):
-    """A page. `verdict` is its result in a few words; `good` says whether that is good news; None for neither."""
+    """A page."""
 
     title: str
     subtitle: str
     sections: tuple[Section, ...]
-    verdict: str = ""
-    good: bool | None = None
+    verdict: str = ""  # the result in a few words
+    good: bool | None = None  # whether that is good news; None for neither

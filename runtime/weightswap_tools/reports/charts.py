@@ -1,10 +1,14 @@
-"""Charts."""
+"""Charts: a block becomes an option of ECharts, with its numbers as a table.
+
+Colours are variables of the style sheet, so that a chart follows the page when it turns dark or is printed. The library
+passes them on to SVG unread; where a colour has to be computed, CSS does it.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from weightswap_tools.tensor_set import natural
@@ -26,22 +30,24 @@ from .blocks import (
 )
 from .markup import cut_text, distinct_texts, markup, number_text, seconds_text, short_text, table_markup, time_unit
 
+__all__ = ["Chart", "chart_of"]
+
 Option = dict[str, Any]
-HUES = 8
-NO_LINES = {"splitLine": {"show": False}}
+_HUES = 8
+_NO_LINES = {"splitLine": {"show": False}}
 
 
 class Chart(NamedTuple):
-    """A chart. label: for screen readers. before, after: markup around it. root: of a treemap's areas."""
+    """A chart of a page."""
 
-    label: str
-    height: int
+    label: str  # for screen readers
+    height: int  # in pixels
     option: Option
     table: Table
-    before: str = ""
-    after: str = ""
-    widest: str = "none"
-    root: Option | None = None
+    before: str = ""  # markup above the drawing
+    after: str = ""  # markup below it
+    widest: str = "none"  # a width of CSS
+    root: Option | None = None  # of a treemap's areas
 
     def markup(self) -> str:
         """Return the box of the chart with the markup around it and the table."""
@@ -51,12 +57,27 @@ class Chart(NamedTuple):
         return f"{self.before}{box}{self.after}<details>{numbers}</details>"
 
 
-def hue(number: int) -> str:
-    """Return a categorical colour by number from 0 on; colours repeat after HUES."""
-    return f"var(--hue-{number % HUES + 1})"
+def chart_of(block: ChartBlock) -> Chart:
+    """Return the chart of a block."""
+    match block:
+        case HeatMap():
+            return _heat_map(block)
+        case Histogram():
+            return _histogram(block)
+        case LinePlot():
+            return _line_plot(block)
+        case Timeline():
+            return _timeline(block)
+        case Treemap():
+            return _treemap(block)
 
 
-def moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:
+def _hue(number: int) -> str:
+    """Return a categorical colour by number from 0 on; colours repeat after _HUES."""
+    return f"var(--hue-{number % _HUES + 1})"
+
+
+def _moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:
     """Return buttons that move the visible range, by a fraction of its width, and scale it."""
     markups = (
         f'<button type="button" class="button" data-shift="{shift}" data-scale="{scale}">{name}</button>'
@@ -65,10 +86,16 @@ def moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:
     return f'<div class="moves" role="group" aria-label="{label}">{"".join(markups)}</div>'
 
 
-def histogram(block: Histogram) -> Chart:
+# Histograms.
+
+
+def _histogram(block: Histogram) -> Chart:
     """Return a chart with a bar for each bin."""
     bins = list(zip(block.edges, block.edges[1:], block.counts, strict=False))
+    across: Option = {"type": "value", "min": block.edges[0], "max": block.edges[-1]}
     equal = block.scale == "log" or not all(map(math.isfinite, block.edges))
+    if equal:  # a category for each edge: no axis of the library starts at 0 or infinity and has bars of equal width
+        across = {"type": "category", "boundaryGap": False, "data": [short_text(edge, 3) for edge in block.edges]}
     bars = [
         {
             "value": [*((index, index + 1) if equal else (low, high)), 0, count],
@@ -79,58 +106,56 @@ def histogram(block: Histogram) -> Chart:
     option = {
         "grid": {"left": 28, "right": 32, "top": 30, "bottom": 34, "containLabel": True},
         "tooltip": {"trigger": "item"},
-        "xAxis": {**_across(block, equal), "name": block.what, "nameLocation": "middle", "nameGap": 30, **NO_LINES},
+        "xAxis": {**across, "name": block.what, "nameLocation": "middle", "nameGap": 30, **_NO_LINES},
         "yAxis": {"type": "value", "minInterval": 1, "name": "count"},
         "series": [
-            {"type": "custom", "data": bars, "encode": {"x": [0, 1], "y": [2, 3]}, "itemStyle": {"color": hue(0)}}
+            {"type": "custom", "data": bars, "encode": {"x": [0, 1], "y": [2, 3]}, "itemStyle": {"color": _hue(0)}}
         ],
     }
     table = Table(columns("from", "to", "count", kind="number"), tuple(bins))
     return Chart(block.caption or f"Histogram of {block.what}", 280, option, table)
 
 
-def _across(block: Histogram, equal: bool) -> Option:
-    if equal:
-        return {"type": "category", "boundaryGap": False, "data": [short_text(edge, 3) for edge in block.edges]}
-    return {"type": "value", "min": block.edges[0], "max": block.edges[-1]}
+# Lines. A group has a hue and a symbol, a style has a dash pattern. Buttons hide either, which the library's own legend
+# cannot: it has a key for each line.
 
-
-SYMBOLS = {"circle": "●", "rect": "■", "triangle": "▲", "diamond": "◆"}  # and their characters
+_SYMBOLS = {"circle": "●", "rect": "■", "triangle": "▲", "diamond": "◆"}  # and their characters
 _GROUP_HUES = (0, 1, 2, 3, 6, 5, 4, 7)  # groups with the same symbol get hues that differ most
-DASHES = ("solid", "dashed", "dotted")
-MOST_TICKS = 12  # one for each x, up to this many
-Points = list[tuple[float, float]]
+_DASHES = ("solid", "dashed", "dotted")
+_MOST_TICKS = 12  # one for each x, up to this many
+_Groups = dict[str, tuple[str, str]]  # name -> colour, symbol
 
 
-def lines(block: LinePlot) -> Chart:
+def _line_plot(block: LinePlot) -> Chart:
     """Return a chart with lines over a pair of axes."""
     label = block.caption or f"{block.y.what} over {block.x.what}"
     heads = (Column("line"), *columns(_axis_label(block.x), _axis_label(block.y), kind="number"))
-    rows = tuple((_name(line), x, y) for line in block.lines for x, y in line.points)
-    return Chart(label, 320, _option(block), Table(heads, rows), _keys(block, label))
+    rows = tuple((_line_name(line), x, y) for line in block.lines for x, y in line.points)
+    symbols = list(_SYMBOLS)
+    groups = {
+        name: (_hue(_GROUP_HUES[index % len(_GROUP_HUES)]), symbols[index % len(symbols)])
+        for index, name in enumerate(dict.fromkeys(line.group for line in block.lines))
+    }
+    dashes = {
+        name: _DASHES[index % len(_DASHES)]
+        for index, name in enumerate(dict.fromkeys(line.style for line in block.lines))
+    }
+    return Chart(
+        label, 320, _lines_option(block, groups, dashes), Table(heads, rows), _keys(block, label, groups, dashes)
+    )
 
 
-def _groups_and_styles(block: LinePlot) -> tuple[list[str], list[str]]:
-    """Return the groups and the styles, in the order of their first lines."""
-    groups = dict.fromkeys(line.group for line in block.lines)
-    return list(groups), list(dict.fromkeys(line.style for line in block.lines))
-
-
-def _keys(block: LinePlot, label: str) -> str:
+def _keys(block: LinePlot, label: str, groups: _Groups, dashes: Mapping[str, str]) -> str:
     """Return buttons for each group and style, with the numbers of their lines."""
-    groups, styles = _groups_and_styles(block)
-    symbols = list(SYMBOLS.values())
     keys = [
-        (name, f'class="mark" style="color: {_colour(index)}"', symbols[index % len(symbols)], "group")
-        for index, name in enumerate(groups)
+        (name, "group", f'class="mark" style="color: {colour}"', _SYMBOLS[symbol])
+        for name, (colour, symbol) in groups.items()
     ]
     keys += [
-        (name, f'class="dash" style="border-top-style: {_dash(index)}"', "", "style")
-        for index, name in enumerate(styles)
-        if name
+        (name, "style", f'class="dash" style="border-top-style: {dash}"', "") for name, dash in dashes.items() if name
     ]
     buttons = []
-    for name, look, sign, kind in keys:
+    for name, kind, look, sign in keys:
         numbers = " ".join(str(index) for index, line in enumerate(block.lines) if getattr(line, kind) == name)
         mark = f'<span {look} aria-hidden="true">{sign}</span>'
         attributes = f'type="button" class="key" aria-pressed="true" data-lines="{numbers}"'
@@ -139,48 +164,44 @@ def _keys(block: LinePlot, label: str) -> str:
     return bar if buttons else ""
 
 
-def _option(block: LinePlot) -> Option:
-    groups, styles = _groups_and_styles(block)
-    points = [_drawable(line.points, block) for line in block.lines]
+def _lines_option(block: LinePlot, groups: _Groups, dashes: Mapping[str, str]) -> Option:
+    points = [
+        [(x, y) for x, y in line.points if _is_drawable(x, block.x) and _is_drawable(y, block.y)]
+        for line in block.lines
+    ]
     across, up = (sorted({point[side] for line in points for point in line}) for side in (0, 1))
+    x_axis = _axis(block.x, across if len(across) <= _MOST_TICKS else [])
+    y_axis = _axis(block.y, _log_ticks(up) if block.y.scale == "log" else [])
     return {
         "grid": {"left": 20, "right": 28, "top": 34, "bottom": 34, "containLabel": True},
         "tooltip": {"trigger": "axis"},
         "legend": {"show": False},
-        "xAxis": {
-            **_axis(block.x, across if len(across) <= MOST_TICKS else []),
-            "nameLocation": "middle",
-            "nameGap": 30,
-        },
-        "yAxis": {**_axis(block.y, _steps(up) if block.y.scale == "log" else []), "nameTextStyle": {"align": "left"}},
+        "xAxis": {**x_axis, "nameLocation": "middle", "nameGap": 30},
+        "yAxis": {**y_axis, "nameTextStyle": {"align": "left"}},
         "series": [
             {
                 "type": "line",
                 "name": str(index),
-                "data": [{"value": point, "told": _tooltip(block, line, *point)} for point in drawable],
-                "symbol": list(SYMBOLS)[groups.index(line.group) % len(SYMBOLS)],
+                "data": [{"value": point, "told": _point_texts(block, line, *point)} for point in drawable],
+                "symbol": groups[line.group][1],
                 "symbolSize": 8,
-                "lineStyle": {"type": _dash(styles.index(line.style)), "width": 2},
-                "itemStyle": {"color": _colour(groups.index(line.group))},
+                "lineStyle": {"type": dashes[line.style], "width": 2},
+                "itemStyle": {"color": groups[line.group][0]},
             }
             for index, (line, drawable) in enumerate(zip(block.lines, points, strict=True))
         ],
     }
 
 
-def _tooltip(block: LinePlot, line: Line, x: float, y: float) -> list[str]:
-    return [f"{block.x.what}: {_with_unit(x, block.x)}", f"{_name(line)}: {_with_unit(y, block.y)}"]
+def _is_drawable(value: float, axis: Axis) -> bool:
+    return math.isfinite(value) and (axis.scale == "linear" or value > 0)
 
 
-def _colour(group: int) -> str:
-    return hue(_GROUP_HUES[group % len(_GROUP_HUES)])
+def _point_texts(block: LinePlot, line: Line, x: float, y: float) -> list[str]:
+    return [f"{block.x.what}: {_with_unit(x, block.x)}", f"{_line_name(line)}: {_with_unit(y, block.y)}"]
 
 
-def _dash(style: int) -> str:
-    return DASHES[style % len(DASHES)]
-
-
-def _name(line: Line) -> str:
+def _line_name(line: Line) -> str:
     return ", ".join(filter(None, (line.group, line.style)))
 
 
@@ -192,17 +213,8 @@ def _with_unit(value: float, axis: Axis) -> str:
     return f"{number_text(value)} {axis.unit}" if axis.unit else number_text(value)
 
 
-def _drawable(points: Sequence[tuple[float, float]], block: LinePlot) -> Points:
-    """Return the points that both axes can show."""
-
-    def placed(value: float, axis: Axis) -> bool:
-        return math.isfinite(value) and (axis.scale == "linear" or value > 0)
-
-    return [(x, y) for x, y in points if placed(x, block.x) and placed(y, block.y)]
-
-
 def _axis(axis: Axis, ticks: list[float]) -> Option:
-    """Return an axis with these ticks and limits; without ticks, the library chooses both."""
+    """Return an axis with these ticks and limits; with fewer than two, the library chooses both."""
     option = {"type": "log" if axis.scale == "log" else "value", "name": _axis_label(axis)}
     if len(ticks) < 2:
         return option
@@ -210,56 +222,57 @@ def _axis(axis: Axis, ticks: list[float]) -> Option:
     return {**option, "axisLabel": values, "axisTick": values, "min": ticks[0], "max": ticks[-1]}
 
 
-def _steps(values: list[float]) -> list[float]:
-    """Return round numbers that enclose rising values, for a logarithmic axis; fewer if the range is wide."""
+def _log_ticks(values: list[float]) -> list[float]:
+    """Return round numbers that enclose rising values: 1, 2, 5, 10, or over a wide range powers of ten alone."""
     if not values:
         return []
     low, high = (math.floor(math.log10(value)) for value in (values[0], values[-1]))
     factors = (1,) if high + 1 - low > 3 else (1, 2, 5)
-    stride = math.ceil((high + 1 - low) / MOST_TICKS)
+    stride = math.ceil((high + 1 - low) / _MOST_TICKS)
     steps = [float(f"{factor}e{ten}") for ten in range(low, high + 1 + stride, stride) for factor in factors]
     steps = [step for step in steps if 0 < step < math.inf]
     return steps[max(0, bisect_right(steps, values[0]) - 1) : bisect_left(steps, values[-1]) + 1]
 
 
-LANE_HEIGHT = 44
-BAR = 0.46  # of a lane's height
-MOST_UNZOOMED = 12  # spans
-_MOVES = {"Earlier": (-0.5, 1), "Later": (0.5, 1), "Zoom in": (0, 0.5), "Zoom out": (0, 2)}
-_BETWEEN = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
-_COLUMNS = (
+# Timelines. The bars are drawn by a custom series over a hidden second axis, on which a lane is one unit high.
+
+_LANE_HEIGHT = 44
+_BAR = 0.46  # of a lane's height
+_MOST_UNZOOMED = 12  # spans
+_TIME_MOVES = {"Earlier": (-0.5, 1), "Later": (0.5, 1), "Zoom in": (0, 0.5), "Zoom out": (0, 2)}
+_SPAN_COLUMNS = (
     *columns("lane", "label", "kind"),
     *columns("start (s)", "end (s)", "seconds", kind="number"),
 )
 
 
-def timeline(block: Timeline) -> Chart:
+def _timeline(block: Timeline) -> Chart:
     """Return a chart with bars in lanes, which can be zoomed if there are many."""
     spans = [(row, span) for row, lane in enumerate(block.lanes) for span in lane.spans]
     rows = (
         (block.lanes[row].name, span.label, span.kind, span.start, span.end, span.end - span.start)
         for row, span in spans
     )
-    zoomed = len(spans) > MOST_UNZOOMED
+    zoomed = len(spans) > _MOST_UNZOOMED
     return Chart(
         block.caption or "Timeline",
-        LANE_HEIGHT * len(block.lanes) + (120 if zoomed else 84),
+        _LANE_HEIGHT * len(block.lanes) + (120 if zoomed else 84),
         _timeline_option([lane.name for lane in block.lanes], spans, zoomed),
-        Table(_COLUMNS, tuple(rows)),
-        after=moves("Part of the time", _MOVES) if zoomed else "",
+        Table(_SPAN_COLUMNS, tuple(rows)),
+        after=_moves("Part of the time", _TIME_MOVES) if zoomed else "",
     )
 
 
 def _timeline_option(lanes: list[str], spans: list[tuple[int, Span]], zoomed: bool) -> Option:
     factor, unit = time_unit(max((abs(span.end) for _, span in spans), default=0.0))
     kinds = list(dict.fromkeys(span.kind for _, span in spans))
+    slider = {"type": "slider", "filterMode": "weakFilter", "bottom": 10, "height": 20, "showDetail": False}
+    hidden = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
     return {
         "grid": {"left": 16, "right": 32, "top": 8, "bottom": 84 if zoomed else 48, "containLabel": True},
         "tooltip": {"trigger": "item"},
         "legend": {"bottom": 36 if zoomed else 4, "data": kinds, "type": "scroll", "selectedMode": False},
-        "dataZoom": [{"type": "slider", "filterMode": "weakFilter", "bottom": 10, "height": 20, "showDetail": False}]
-        if zoomed
-        else [],
+        "dataZoom": [slider] if zoomed else [],
         "xAxis": {
             "type": "value",
             "min": "dataMin",
@@ -274,36 +287,40 @@ def _timeline_option(lanes: list[str], spans: list[tuple[int, Span]], zoomed: bo
                 "splitLine": {"show": True},
                 "axisLabel": {"width": 160, "overflow": "truncate", "interval": 0},
             },
-            {**_BETWEEN, "max": len(lanes)},
+            {**hidden, "max": len(lanes)},
         ],
-        "series": [_series(kind, number, spans, factor) for number, kind in enumerate(kinds)],
+        "series": [
+            {
+                "type": "custom",
+                "name": kind,
+                "yAxisIndex": 1,
+                "data": [_span_bar(row, span, factor) for row, span in spans if span.kind == kind],
+                "encode": {"x": [0, 1], "y": [2, 3]},
+                "itemStyle": {"color": _hue(number)},
+            }
+            for number, kind in enumerate(kinds)
+        ],
     }
 
 
-def _series(kind: str, number: int, spans: list[tuple[int, Span]], factor: float) -> Option:
-    data = [_bar(row, span, factor) for row, span in spans if span.kind == kind]
-    encode = {"x": [0, 1], "y": [2, 3]}
-    look = {"color": hue(number)}
-    return {"type": "custom", "name": kind, "yAxisIndex": 1, "data": data, "encode": encode, "itemStyle": look}
-
-
-def _bar(row: int, span: Span, factor: float) -> Option:
-    tooltip = [
+def _span_bar(row: int, span: Span, factor: float) -> Option:
+    texts = [
         span.label,
         span.kind,
         f"{seconds_text(span.start)} to {seconds_text(span.end)}",
         f"lasts {seconds_text(span.end - span.start)}",
     ]
     middle = row + 0.5
-    corners = [span.start * factor, span.end * factor, middle + BAR / 2, middle - BAR / 2]
-    return {"value": corners, "label": span.label, "told": tooltip}
+    corners = [span.start * factor, span.end * factor, middle + _BAR / 2, middle - _BAR / 2]
+    return {"value": corners, "label": span.label, "told": texts}
 
 
-MOST_PARTS = 150
-HEIGHT = 420
-_PATH = '<nav aria-label="Path"><ol class="trail"></ol></nav><div class="zoom">'
-_LIST = '<nav class="side" aria-label="What is inside" tabindex="-1"><ul class="parts"></ul></nav></div>'
-_OPTION = {
+# Treemaps. The page's own script enters areas: it shows two levels at a time, and a list for the keyboard.
+
+_MOST_PARTS = 150  # of an area; more would be slivers
+_TRAIL = '<nav aria-label="Path"><ol class="trail"></ol></nav><div class="zoom">'
+_PARTS = '<nav class="side" aria-label="What is inside" tabindex="-1"><ul class="parts"></ul></nav></div>'
+_TREEMAP_OPTION = {
     "tooltip": {"trigger": "item"},
     "series": [
         {
@@ -328,20 +345,20 @@ _OPTION = {
 }
 
 
-def treemap(block: Treemap) -> Chart:
+def _treemap(block: Treemap) -> Chart:
     """Return a chart with two levels of areas, starting at the root."""
-    columns = (Column("name"), Column(block.what, "bytes" if block.what == "bytes" else "number"), Column("detail"))
+    heads = (Column("name"), Column(block.what, "bytes" if block.what == "bytes" else "number"), Column("detail"))
     label = block.caption or f"Areas of {block.what}"
-    table = Table(columns, tuple(_leaves(block.root, "")))
-    return Chart(label, HEIGHT, _OPTION, table, _PATH, _LIST, root=_area(block.root))
+    table = Table(heads, tuple(_leaves(block.root, "")))
+    return Chart(label, 420, _TREEMAP_OPTION, table, _TRAIL, _PARTS, root=_area(block.root))
 
 
 def _area(node: TreemapNode) -> Option:
     """Return a node with its children by falling size, then by name; the smallest of many are merged."""
     children = sorted(node.children, key=lambda child: (-child.size, natural(child.name)))
-    if rest := children[MOST_PARTS:]:
+    if rest := children[_MOST_PARTS:]:
         size = sum(child.size for child in rest)
-        children[MOST_PARTS:] = [TreemapNode(f"{len(rest):,} more", size, "the smallest ones")]
+        children[_MOST_PARTS:] = [TreemapNode(f"{len(rest):,} more", size, "the smallest ones")]
     return {"name": node.name, "value": node.size, "detail": node.detail, "children": [*map(_area, children)]}
 
 
@@ -352,102 +369,99 @@ def _leaves(node: TreemapNode, path: str) -> Iterator[tuple[str, int, str]]:
         yield from _leaves(child, f"{path}.{child.name}" if path else child.name)
 
 
-ROWS = 200  # drawn at a time
-ROW_HEIGHT = 18
-SHADES = 64  # steps of the colour scale
-STOPS = 5  # colours of the style sheet, between which the steps are mixed
-LETTERS = 40  # of a row's name
-MOST_LEVEL_LABELS = 8
-COLUMN_LETTERS, TILTED_LETTERS = 18, 27
-MOST_SIGNED = 4000  # cells
-MARK_HUES = (1, 2, 3, 5, 7)  # hues unlike those of the scale
-INFINITE = hue(6)
-END = 1e9
-_ROW_MOVES = {"First": (-END, 1), "Previous": (-1, 1), "Next": (1, 1), "Last": (END, 1)}
-Value = float | str | None
+# Heat maps. A cell holds the number of a piece of a piecewise map: first the steps of the scale, then a piece for each
+# legend key. The library cannot mix the colours of a continuous scale itself, since it does not know what they are.
+
+_ROWS = 200  # drawn at a time
+_ROW_HEIGHT = 18
+_STEPS = 64  # of the colour scale
+_STOPS = 5  # colours of the style sheet, between which the steps are mixed
+_ROW_LETTERS = 40  # of a name
+_COLUMN_LETTERS, _TILTED_LETTERS = 18, 27
+_MOST_LEVEL_LABELS = 8  # columns; more have tilted labels
+_MARK_HUES = (1, 2, 3, 5, 7)  # hues unlike those of the scale
+_INFINITE = _hue(6)
+_END = 1e9  # widths: far enough for the first and the last rows
+_ROW_MOVES = {"First": (-_END, 1), "Previous": (-1, 1), "Next": (1, 1), "Last": (_END, 1)}
+_Value = float | str | None
+_Key = tuple[str, str, str]  # an entry of the legend: text, sign, colour
 
 
-class _Key(NamedTuple):
-    """A legend entry for cells off the colour scale."""
-
-    text: str
-    sign: str
-    colour: str
-
-
-def heatmap(block: HeatMap) -> Chart:
+def _heat_map(block: HeatMap) -> Chart:
     """Return a chart with a coloured cell for each value."""
     scale = _Scale(block)
     heads = (Column("row"), *columns(*block.columns, kind="number"))
     rows = tuple((name, *map(_cell, row)) for name, row in zip(block.rows, block.values, strict=True))
-    tilted = len(block.columns) > MOST_LEVEL_LABELS
-    paged = len(block.rows) > ROWS
+    tilted = len(block.columns) > _MOST_LEVEL_LABELS
+    paged = len(block.rows) > _ROWS
     return Chart(
         block.caption or f"Heat map of {block.what}",
-        ROW_HEIGHT * min(ROWS, len(block.rows)) + (160 if tilted else 50),
-        _map_option(block, scale, tilted, paged),
+        _ROW_HEIGHT * min(_ROWS, len(block.rows)) + (160 if tilted else 50),
+        _heat_option(block, scale, tilted, paged),
         Table(heads, rows),
         _legend(block, scale),
-        moves("Rows of the heat map", _ROW_MOVES) if paged else "",
+        _moves("Rows of the heat map", _ROW_MOVES) if paged else "",
         f"{320 + 110 * len(block.columns)}px",
     )
 
 
-def _cell(value: Value) -> Value:
+def _cell(value: _Value) -> _Value:
     """Return the value that the table shows."""
     infinite = isinstance(value, float) and math.isinf(value)
     return value if not infinite else "infinite" if value == math.inf else "infinite, negative"
 
 
 class _Scale:
-    """The colour scale of a heat map, and the legend keys of values off the scale."""
+    """The colour scale of a heat map: its ends, and by name the legend keys of values off the scale."""
 
     def __init__(self, block: HeatMap) -> None:
-        self.log = block.scale == "log"
+        self._log = block.scale == "log"
         present = {value for row in block.values for value in row if value is not None}
-        plain = [value for value in present if self.key(value) is None and not isinstance(value, str)]
-        self.ends = [min(plain), max(plain)] if plain else []
-        names = {self.key(value) for value in present}
+        plain = [value for value in present if not isinstance(value, str) and self._key_name(value) is None]
+        self._ends = [min(plain), max(plain)] if plain else []
+        names = {self._key_name(value) for value in present}
         below = any(not isinstance(value, str) and value < 0 for value in present)
-        self.keys = {name: key for name, key in _map_keys(block, below) if name in names}
+        self.keys = {name: key for name, key in _possible_keys(block, below) if name in names}
+        self._pieces = {name: _STEPS + 1 + index for index, name in enumerate(self.keys)}
 
-    def key(self, value: float | str) -> str | None:
+    def _key_name(self, value: float | str) -> str | None:
         """Return the name of a value's legend key; None for a value on the scale."""
         if isinstance(value, str):
             return value
         if not math.isfinite(value):
             return str(value)
-        return "0" if self.log and value <= 0 else None
+        return "0" if self._log and value <= 0 else None
 
-    def scaled(self, value: float) -> float:
-        return math.log10(value) if self.log else value
+    def _half(self, value: float) -> float:
+        """Return half of a value or its logarithm: the distance between the ends themselves may overflow."""
+        return (math.log10(value) if self._log else value) / 2
 
-    def shade(self, value: float) -> int:
-        """Return the step of the colour scale, from 0 on."""
-        low, high = (self.scaled(end) / 2 for end in self.ends)  # halves, as the difference may overflow
-        if low == high:
-            return SHADES // 2
-        return round((self.scaled(value) / 2 - low) / (high - low) * SHADES)
+    def piece(self, value: float | str) -> int:
+        """Return the number of the piece that a value is in."""
+        name = self._key_name(value)
+        if name is not None:
+            return self._pieces[name]
+        low, high = map(self._half, self._ends)
+        return _STEPS // 2 if low == high else round((self._half(float(value)) - low) / (high - low) * _STEPS)
 
     def ticks(self) -> list[str]:
         """Return labels for the ends and the middle of the scale: one if they are equal, none without values."""
-        if len(set(self.ends)) < 2:
-            return distinct_texts(self.ends[:1])
-        low, high = (self.scaled(end) / 2 for end in self.ends)
-        return distinct_texts([self.ends[0], 10 ** (low + high) if self.log else low + high, self.ends[1]])
+        if len(set(self._ends)) < 2:
+            return distinct_texts(self._ends[:1])
+        middle = sum(map(self._half, self._ends))
+        return distinct_texts([self._ends[0], 10**middle if self._log else middle, self._ends[1]])
 
 
-def _map_keys(block: HeatMap, below: bool) -> Iterator[tuple[str, _Key]]:
+def _possible_keys(block: HeatMap, below: bool) -> Iterator[tuple[str, _Key]]:
     """Yield all possible keys by name: the block's marks, zero, and values that are not finite."""
     plain = [mark for mark in block.marks if mark.kind == "plain"]
     for mark in block.marks:
-        bad = mark.kind == "bad"
-        colour = "var(--bad)" if bad else hue(MARK_HUES[plain.index(mark) % len(MARK_HUES)])
-        yield mark.text, _Key(mark.text, mark.sign, colour)
-    yield "0", _Key("zero or less" if below else "zero", "0", "var(--raised)")
-    yield "nan", _Key("NaN", "?", "var(--bad)")
-    yield "inf", _Key("infinite", "∞", INFINITE)
-    yield "-inf", _Key("infinite, negative", "-∞", INFINITE)
+        hue = "var(--bad)" if mark.kind == "bad" else _hue(_MARK_HUES[plain.index(mark) % len(_MARK_HUES)])
+        yield mark.text, (mark.text, mark.sign, hue)
+    yield "0", ("zero or less" if below else "zero", "0", "var(--raised)")
+    yield "nan", ("NaN", "?", "var(--bad)")
+    yield "inf", ("infinite", "∞", _INFINITE)
+    yield "-inf", ("infinite, negative", "-∞", _INFINITE)
 
 
 def _legend(block: HeatMap, scale: _Scale) -> str:
@@ -458,19 +472,20 @@ def _legend(block: HeatMap, scale: _Scale) -> str:
         colours = f'<span class="colours"{one} aria-hidden="true"></span>'
         ramp = f'<span class="ramp">{colours}<span class="ticks">{texts}</span></span>'
     keys = (
-        f'<span class="mark-key"><span class="swatch" aria-hidden="true" style="--fill: {key.colour}">'
-        f"{markup(key.sign)}</span>{markup(key.text)}</span>"
-        for key in scale.keys.values()
+        f'<span class="mark-key"><span class="swatch" aria-hidden="true" style="--fill: {colour}">'
+        f"{markup(sign)}</span>{markup(text)}</span>"
+        for text, sign, colour in scale.keys.values()
     )
     return f'<div class="legend"><span>{markup(block.what)}</span>{ramp}{"".join(keys)}</div>'
 
 
-def _map_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Option:
-    letters = TILTED_LETTERS if tilted else COLUMN_LETTERS
-    category = {"type": "category", "axisTick": {"show": False}, **NO_LINES}
-    pieces = [_shade(step) for step in range(SHADES + 1)] + [key.colour for key in scale.keys.values()]
-    rows = {"type": "slider", "yAxisIndex": 0, "startValue": 0, "endValue": ROWS - 1, "zoomLock": True, "width": 14}
-    look = {"right": 2, "showDetail": False, "showDataShadow": False, "brushSelect": False}
+def _heat_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Option:
+    letters = _TILTED_LETTERS if tilted else _COLUMN_LETTERS
+    category = {"type": "category", "axisTick": {"show": False}, **_NO_LINES}
+    pieces: list[Option] = [{"color": _step_colour(step)} for step in range(_STEPS + 1)]
+    pieces += [{"color": colour, "sign": sign} for _, sign, colour in scale.keys.values()]
+    slider = {"type": "slider", "yAxisIndex": 0, "startValue": 0, "endValue": _ROWS - 1, "zoomLock": True, "width": 14}
+    slider |= {"right": 2, "showDetail": False, "showDataShadow": False, "brushSelect": False}
     return {
         "grid": {
             "left": 4,
@@ -481,7 +496,7 @@ def _map_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Opt
             "outerBoundsContain": "axisLabel",
         },
         "tooltip": {"trigger": "item"},
-        "dataZoom": [{**rows, **look}] if paged else [],
+        "dataZoom": [slider] if paged else [],
         "xAxis": {
             **category,
             "data": [cut_text(name, letters) for name in block.columns],
@@ -489,7 +504,7 @@ def _map_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Opt
         },
         "yAxis": {
             **category,
-            "data": [cut_text(name, LETTERS) for name in block.rows],
+            "data": [cut_text(name, _ROW_LETTERS) for name in block.rows],
             "inverse": True,
             "axisLabel": {"interval": 0},
         },
@@ -497,12 +512,17 @@ def _map_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Opt
             "type": "piecewise",
             "show": False,
             "dimension": 2,
-            "pieces": [{"value": index, "color": colour} for index, colour in enumerate(pieces)],
+            "pieces": [{"value": index, **piece} for index, piece in enumerate(pieces)],
         },
         "series": [
             {
                 "type": "heatmap",
-                "data": list(_cells(block, scale)),
+                "data": [
+                    (column, row, scale.piece(value))
+                    for row, values in enumerate(block.values)
+                    for column, value in enumerate(values)
+                    if value is not None
+                ],
                 "itemStyle": {"borderWidth": 1, "borderColor": "var(--surface)"},
                 "labelLayout": {"hideOverlap": True},
             }
@@ -510,44 +530,8 @@ def _map_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Opt
     }
 
 
-def _shade(step: int) -> str:
+def _step_colour(step: int) -> str:
     """Return the colour of a step: one of the style sheet, or a mixture of two."""
-    stop, part = divmod(step * (STOPS - 1) / SHADES, 1)
+    stop, part = divmod(step * (_STOPS - 1) / _STEPS, 1)
     near = f"var(--heat-{int(stop) + 1})"
     return f"color-mix(in srgb, {near}, var(--heat-{int(stop) + 2}) {part:.0%})" if part else near
-
-
-def _cells(block: HeatMap, scale: _Scale) -> Iterator[list[int] | Option]:
-    """Yield column, row and colour number of each cell; cells off the scale have their sign, too."""
-    signed = len(block.rows) * len(block.columns) <= MOST_SIGNED
-    numbers = {name: SHADES + 1 + index for index, name in enumerate(scale.keys)}
-    cells = ((row, column) for row in range(len(block.rows)) for column in range(len(block.columns)))
-    for row, column in cells:
-        value = block.values[row][column]
-        if value is None:
-            continue
-        name = scale.key(value)
-        if name is None:
-            yield [column, row, scale.shade(float(value))]
-        elif signed:
-            yield {"value": [column, row, numbers[name]], "sign": scale.keys[name].sign}
-        else:
-            yield [column, row, numbers[name]]
-
-
-__all__ = ["Chart", "chart_of"]
-
-
-def chart_of(block: ChartBlock) -> Chart:
-    """Return the chart of a block."""
-    match block:
-        case HeatMap():
-            return heatmap(block)
-        case Histogram():
-            return histogram(block)
-        case LinePlot():
-            return lines(block)
-        case Timeline():
-            return timeline(block)
-        case Treemap():
-            return treemap(block)

@@ -1,4 +1,4 @@
-"""Texts, tables and data in a page."""
+"""What stands in a page: escaped texts, data for scripts, numbers in words, tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from weightswap_runtime.errors import visible_lines
 
 from .blocks import Column, Table
 
-MOST_EXACT = 2**53  # a browser's numbers are float64
+_MOST_EXACT = 2**53  # a browser's numbers are float64
+# An HTML parser looks for `</script>` and `<!--` even in JSON; U+2028 and U+2029 end lines in older scripts.
 _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
+_FILTER_FROM = 11  # rows
+_TIME_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from which time on, units per second, name
 
 
 def markup(text: str) -> str:
@@ -43,10 +46,36 @@ def _exact(value: Any) -> Any:
             return [_exact(item) for item in value]
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
-        case int() if abs(value) > MOST_EXACT:
+        case int() if abs(value) > _MOST_EXACT:
             return str(value)
         case _:
             return value
+
+
+def table_markup(table: Table) -> str:
+    """Return the markup of a table: filters if it has many rows, headings that sort, and a button for more rows."""
+    label = markup(table.caption or "Table")
+    heads = "".join(map(_heading, table.columns))
+    return (
+        f"{_filters(table) if len(table.rows) >= _FILTER_FROM else ''}"
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table aria-label="{label}">'
+        f"<thead><tr>{heads}</tr></thead><tbody></tbody></table></div>"
+        '<button type="button" class="button more" hidden></button>'
+    )
+
+
+def _filters(table: Table) -> str:
+    flags = ", ".join(column.name for column in table.columns if column.flag)
+    check = f'<label><input type="checkbox">only rows with: {markup(flags)}</label>' if flags else ""
+    box = '<input type="search" aria-label="Filter rows" placeholder="Filter" autocomplete="off">'
+    return f'<div class="tools">{box}{check}<span class="muted" role="status"></span></div>'
+
+
+def _heading(column: Column) -> str:
+    """Return a heading: the column's name, and the sort arrow on the side where its cells have room."""
+    parts = [markup(column.name), '<span class="arrow" aria-hidden="true"></span>']
+    label = "".join(parts if column.kind == "text" else reversed(parts))
+    return f'<th scope="col" class="{column.kind}" aria-sort="none"><button type="button">{label}</button></th>'
 
 
 def number_text(value: float) -> str:
@@ -80,9 +109,6 @@ def cut_text(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
 
 
-TIME_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
-
-
 def seconds_text(value: float) -> str:
     """Return a time in the unit that suits it: `0.25` as `250 ms`."""
     factor, unit = time_unit(value)
@@ -93,33 +119,4 @@ def time_unit(longest: float) -> tuple[float, str]:
     """Return the units per second of the unit that suits a time, and its name."""
     if longest == 0:
         return 1.0, "s"
-    return next((factor, unit) for least, factor, unit in TIME_UNITS if abs(longest) >= least)
-
-
-FILTER_FROM = 11  # rows
-
-
-def table_markup(table: Table) -> str:
-    """Return the markup of a table: filters if it has many rows, headings that sort, and a button for more rows."""
-    label = markup(table.caption or "Table")
-    heads = "".join(map(_heading, table.columns))
-    return (
-        f"{_tools(table) if len(table.rows) >= FILTER_FROM else ''}"
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table aria-label="{label}">'
-        f"<thead><tr>{heads}</tr></thead><tbody></tbody></table></div>"
-        '<button type="button" class="button more" hidden></button>'
-    )
-
-
-def _tools(table: Table) -> str:
-    flags = ", ".join(column.name for column in table.columns if column.flag)
-    check = f'<label><input type="checkbox">only rows with: {markup(flags)}</label>' if flags else ""
-    box = '<input type="search" aria-label="Filter rows" placeholder="Filter" autocomplete="off">'
-    return f'<div class="tools">{box}{check}<span class="muted" role="status"></span></div>'
-
-
-def _heading(column: Column) -> str:
-    """Return a heading: the column's name, and the sort arrow on the side where its cells have room."""
-    parts = [markup(column.name), '<span class="arrow" aria-hidden="true"></span>']
-    label = "".join(parts if column.kind == "text" else reversed(parts))
-    return f'<th scope="col" class="{column.kind}" aria-sort="none"><button type="button">{label}</button></th>'
+    return next((factor, unit) for least, factor, unit in _TIME_UNITS if abs(longest) >= least)

@@ -30,6 +30,7 @@ const TOOLTIP = {
   extraCssText: "max-width: 24rem; white-space: normal; overflow-wrap: anywhere;",
 };
 const FEW_HUES = 8;
+const MOST_SIGNED = 4000; // cells of a heat map
 const LEAST_NESTED = 4000; // square pixels from which an area shows its children
 const LEAST_NAMED = 1500; // from which it shows its name
 const LEAST_MEASURED = 4500; // from which it shows its size, too
@@ -42,7 +43,7 @@ function drawChart(figure, block) {
   for (const series of option.series) {
     series.emphasis = { disabled: true }; // else the library would compute with colours, which are variables here
     series.renderItem = (at, api) => bar(at, api, series.data[at.dataIndex].label, fontFamily); // of custom series
-    if (series.type === "heatmap") series.data = series.data.map((cell) => withSign(cell, option.visualMap.pieces));
+    if (series.type === "heatmap") addSigns(series, option);
   }
   const tooltipOption = { ...TOOLTIP, ...option.tooltip, formatter: (items) => tooltip(block, [items].flat()) };
   chart.setOption({ ...option, tooltip: tooltipOption, textStyle: { fontFamily, color: "var(--text)" } });
@@ -74,10 +75,13 @@ function cellTexts({ columns, rows }, [column, row]) {
   return [rows[row][0], `${columns[column + 1].name}: ${numberText(rows[row][column + 1])}`];
 }
 
-function withSign(cell, pieces) {
-  if (!cell.sign) return cell;
-  const label = { show: true, formatter: cell.sign, color: inkOn(pieces[cell.value[2]].color), fontSize: 11 };
-  return { value: cell.value, label };
+/** Label the cells that are off the colour scale, unless there are too many cells to read signs in. */
+function addSigns(series, { visualMap: { pieces }, xAxis, yAxis }) {
+  if (xAxis.data.length * yAxis.data.length > MOST_SIGNED) return;
+  series.data = series.data.map((value) => {
+    const { color, sign } = pieces[value[2]];
+    return sign ? { value, label: { show: true, formatter: sign, color: inkOn(color), fontSize: 11 } } : value;
+  });
 }
 
 /** A rectangle between two corners, at least two pixels wide, with a label if it has room for one. */
