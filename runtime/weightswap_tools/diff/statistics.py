@@ -1,4 +1,9 @@
-"""Statistics of blocks, summed."""
+"""Statistics of a tensor, or of the change between two, in one pass.
+
+A tensor is read in pieces, by several threads, and a piece is taken in blocks that fit a core's cache. Each block gives
+a row of sums; the rows of all pieces, in their order, give the result. It depends neither on the threads nor on where a
+piece ends. Sums are 64-bit floats: what overflows is infinite, never an error.
+"""
 
 from __future__ import annotations
 
@@ -16,348 +21,22 @@ from weightswap_runtime.tensors import TensorBytes, as_array, as_float64, has_fr
 from .documents import BINS, LOWEST_EXPONENT, Change, Histogram, Largest, Values
 
 Floats = NDArray[np.float64]
-BLOCK = 1 << 16  # elements: their 64-bit floats fit in a core's cache
-STEP = 8192  # OpenBLAS computes longer products with its own threads, which compete with ours
-CLOSE = 1e-2  # of the mean square; smaller variances are computed again from the distances to the mean
-
-
-class _Workspace(threading.local):
-    """Thread-local arrays, one for each use, that every block reuses: fresh memory would cost more than the work."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, Floats] = {}
-
-    def __call__(self, use: Literal["before", "after", "gaps", "spare"], count: int) -> Floats:
-        if use not in self._arrays or len(self._arrays[use]) < count:
-            self._arrays[use] = np.empty(count)
-        return self._arrays[use][:count]
-
-
-workspace = _Workspace()
-
-
-class Moments(NamedTuple):
-    """Sums over the finite elements of one side of a block, infinite on overflow. `spread` is about the mean."""
-
-    finite: int
-    nan: int
-    inf: int
-    sum: float
-    squares: float
-    spread: float
-
-
-class Numbers(NamedTuple):
-    """The elements of a block as 64-bit floats, and the mask of finite ones; None if all are finite."""
-
-    values: Floats
-    finite: NDArray[np.bool_] | None
-
-    def masked(self, mask: NDArray[np.bool_] | None) -> Floats:
-        return self.values if mask is None else self.values[mask]
-
-
-def cut(content: TensorBytes, start: int, stop: int) -> TensorBytes:
-    """Return a view of the elements from `start` to `stop`."""
-    size = len(content.data) // max(1, math.prod(content.shape))
-    return TensorBytes(content.dtype, (stop - start,), content.data[start * size : stop * size])
-
-
-def numbers(content: TensorBytes, side: Literal["before", "after"], *, parts: bool) -> Numbers:
-    """Return the elements, or with `parts` their real and imaginary parts. Valid until the next block of this side."""
-    (count,) = content.shape
-    values = workspace(side, 2 * count if parts else count)
-    if parts:
-        values.view(np.complex128)[:] = as_float64(content)
-    else:
-        as_float64(content, values)
-    finite = np.isfinite(values)
-    return Numbers(values, None if finite.all() else finite)
-
-
-def moments_of(side: Numbers) -> Moments:
-    """Return the moments of one side."""
-    values = side.masked(side.finite)
-    count, nan = len(values), int(np.isnan(side.values).sum()) if side.finite is not None else 0
-    sum_, squares = float(values.sum()), dot(values, values)
-    spread = squares - sum_ * sum_ / count if count else 0.0
-    if not spread >= CLOSE * squares:  # also for NaN, when sums overflow
-        distances = np.subtract(values, sum_ / count, out=workspace("spare", count))
-        spread = dot(distances, distances)
-    return Moments(count, nan, len(side.values) - count - nan, sum_, squares, spread)
-
-
-def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product."""
-    steps = range(0, len(one), STEP)
-    return sum(float(np.dot(one[start : start + STEP], other[start : start + STEP])) for start in steps)
-
-
 Flags = NDArray[np.bool_]
-
-
-class RowTally(NamedTuple):
-    """The dead rows of a piece: how many of its inner rows are dead on each side, and how many are newly dead.
-
-    `parts` are its first and last row, which other pieces may share: the index, and for each side whether it is zero
-    here.
-    """
-
-    dead: tuple[int, ...]
-    new: int
-    parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-
-
-def added_up(tallies: Iterable[RowTally]) -> RowTally:
-    """Merge the tallies of all pieces of a tensor, including rows that span several pieces."""
-    counts, split_rows = [], defaultdict(list)
-    for tally in tallies:
-        counts.append([*tally.dead, tally.new])
-        for row, flags in tally.parts:
-            split_rows[row].append(flags)
-    for parts in split_rows.values():
-        flags = tuple(all(side) for side in zip(*parts, strict=True))
-        counts.append([*flags, _is_new(flags)])
-    *dead, new = np.sum(counts, axis=0).tolist()
-    return RowTally(tuple(dead), new)
-
-
-def _is_new(flags: tuple[bool, ...]) -> bool:
-    return len(flags) > 1 and flags[1] and not flags[0]
-
-
-def dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int) -> RowTally:
-    """Count the dead rows in pieces of one tensor, or of two, that start at element `begin`.
-
-    Tensors of fewer than two dimensions have no rows.
-    """
-    length = math.prod(shape[1:])
-    count = math.prod(pieces[0].shape)
-    if len(shape) < 2 or not length or not count:
-        return RowTally((0,) * len(pieces), 0)
-    first, last = begin // length, (begin + count - 1) // length
-    after_first = min(count, (first + 1) * length - begin)
-    before_last = max(after_first, last * length - begin)
-    parts = [(first, _zeros(pieces, 0, after_first))]
-    parts += [(last, _zeros(pieces, before_last, count))] if last > first else []
-    flags = [_dead(cut(piece, after_first, before_last), length) for piece in pieces]
-    new = int((flags[1] & ~flags[0]).sum()) if len(flags) > 1 else 0
-    return RowTally(tuple(int(side.sum()) for side in flags), new, tuple(parts))
-
-
-def _zeros(pieces: Sequence[TensorBytes], start: int, stop: int) -> tuple[bool, ...]:
-    return tuple(_is_zero(cut(piece, start, stop)) for piece in pieces)
-
-
-def _is_zero(piece: TensorBytes) -> bool:
-    count = math.prod(piece.shape)
-    return not any(as_float64(cut(piece, start, min(start + BLOCK, count))).any() for start in range(0, count, BLOCK))
-
-
-def _dead(rows: TensorBytes, length: int) -> Flags:
-    """Return flags of whole rows that are zero. The first element alone rules out most rows."""
-    count = rows.shape[0] // length
-    if not count:
-        return np.zeros(0, np.bool_)
-    table = np.frombuffer(rows.data, np.uint8).reshape(count, -1)
-    size = table.shape[1] // length
-    dead: Flags = _values(rows.dtype, table[:, :size], size) == 0
-    candidates = np.flatnonzero(dead)
-    step = max(1, BLOCK // length)
-    for start in range(0, len(candidates), step):
-        group = candidates[start : start + step]
-        dead[group] = ~_values(rows.dtype, table[group], size).reshape(len(group), -1).any(axis=1)
-    return dead
-
-
-def _values(dtype: str, table: NDArray[np.uint8], size: int) -> NDArray[Any]:
-    """Return the elements of `size` bytes in a table of bytes, as 64-bit floats."""
-    return as_float64(TensorBytes(dtype, (table.size // size,), np.ascontiguousarray(table).reshape(-1).data))
-
-
 EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats cannot represent all of them
+BLOCK = 1 << 16  # elements: their 64-bit floats fit in a core's cache
+_STEP = 8192  # OpenBLAS computes longer products with its own threads, which compete with ours
+_CLOSE = 1e-2  # of the mean square; smaller variances are computed again from the distances to the mean
+_GLANCE = 256  # bytes: most blocks that differ at all differ in the first ones
 _MANTISSA_BITS = 52
 
 
-class Differences(NamedTuple):
-    """Differences of a block, over elements that are finite on both sides. Sums that overflow are infinite.
-
-    `squares` sums the squared differences, `before_squares` and `after_squares` the squares of either side; `product`
-    is the inner product of the sides. `largest` is at the index `largest_at`.
-    """
-
-    changed: int
-    squares: float
-    before_squares: float
-    after_squares: float
-    product: float
-    largest: float
-    largest_at: int
-    before: float
-    after: float
-    largest_ratio: float
-    sign_flips: int
-    new_nan: int
-    new_inf: int
-
-
-class _ValuePair(NamedTuple):
-    """Elements that are finite on both sides, and the sizes of their changes. `mask` selects them; None for all."""
-
-    before: Floats
-    after: Floats
-    sizes: Floats
-    mask: NDArray[np.bool_] | None
-
-
-def unchanged(side: Moments) -> Differences:
-    """Return the differences of a block with the same bytes on both sides."""
-    return Differences(0, 0.0, side.squares, side.squares, side.squares, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
-
-
-def differences(
-    contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]
-) -> tuple[Differences, NDArray[Any]]:
-    """Return the differences, and a histogram of their sizes with a count per exponent of a 64-bit float."""
-    differ = _differ(contents, sides)
-    pair = _pair(contents, sides)
-    changed = int(np.count_nonzero(differ))
-    changes = Differences(
-        changed,
-        dot(pair.sizes, pair.sizes),
-        dot(pair.before, pair.before),
-        dot(pair.after, pair.after),
-        dot(pair.before, pair.after),
-        *_largest(pair),
-        _largest_ratio(pair),
-        _sign_flips(pair),
-        *_new(*sides),
-    )
-    return changes, _histogram(pair, changed if pair.mask is None else int(np.count_nonzero(differ[pair.mask])))
-
-
-def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
-    before, after = sides
-    if contents[0].dtype == contents[1].dtype and not has_fractions(contents[0].dtype):
-        exact: NDArray[np.bool_] = as_array(contents[0]) != as_array(contents[1])
-        return exact
-    differ: NDArray[np.bool_] = before.values != after.values
-    if before.finite is not None and after.finite is not None:
-        differ &= ~(np.isnan(before.values) & np.isnan(after.values))
-    return differ
-
-
-def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> _ValuePair:
-    before, after = sides
-    masks = [side.finite for side in sides if side.finite is not None]
-    mask = np.logical_and.reduce(masks) if masks else None
-    old, new = before.masked(mask), after.masked(mask)
-    if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
-        sizes = _distances(as_array(contents[0]), as_array(contents[1]))
-    else:
-        sizes = np.subtract(new, old, out=workspace("gaps", len(old)))
-        np.abs(sizes, out=sizes)
-    return _ValuePair(old, new, sizes, mask)
-
-
-def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
-    """Return |B - A| of integers, rounded once."""
-    distances = after.view(np.uint64) - before.view(np.uint64)  # modulo 2**64
-    return np.where(after >= before, distances, -distances).astype(np.float64)
-
-
-def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
-    """Return the largest change, its index in the block, and the values before and after."""
-    if not len(pair.sizes):
-        return 0.0, 0, 0.0, 0.0
-    index = int(pair.sizes.argmax())
-    in_block = index if pair.mask is None else int(np.flatnonzero(pair.mask)[index])
-    return float(pair.sizes[index]), in_block, float(pair.before[index]), float(pair.after[index])
-
-
-def _largest_ratio(pair: _ValuePair) -> float:
-    spare = workspace("spare", len(pair.sizes))
-    ratios = np.divide(pair.sizes, np.abs(pair.before, out=spare), out=spare)
-    largest = float(ratios.max(initial=0.0))
-    return largest if np.isfinite(largest) else float(ratios[pair.before != 0].max(initial=0.0))
-
-
-def _sign_flips(pair: _ValuePair) -> int:
-    flipped = np.flatnonzero(np.signbit(pair.before) != np.signbit(pair.after))
-    return int(np.count_nonzero((pair.before[flipped] != 0) & (pair.after[flipped] != 0)))
-
-
-def _new(before: Numbers, after: Numbers) -> tuple[int, int]:
-    """Count the elements that became NaN, and those that became an Inf."""
-    if after.finite is None:
-        return 0, 0
-    old, new = before.values[~after.finite], after.values[~after.finite]
-    nan = np.isnan(new)
-    return int((nan & ~np.isnan(old)).sum()), int((~nan & (new != old)).sum())
-
-
-def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
-    spare = workspace("spare", len(pair.sizes)).view(np.int64)
-    exponents = np.right_shift(pair.sizes.view(np.int64), _MANTISSA_BITS, out=spare)
-    counts = np.bincount(exponents, minlength=BINS + 1)
-    counts[0] += changed - len(pair.sizes)  # elements that did not change were counted here
-    counts[BINS - 1] += counts[BINS]  # infinite changes
-    return counts[:BINS]
-
-
-GLANCE = 256  # bytes: most blocks that differ at all differ in the first ones
-
-
 class Tally(NamedTuple):
-    """The statistics of a piece of a tensor: a row for each block, the histogram, and the tally of its rows.
+    """The statistics of a piece of a tensor, or of two."""
 
-    `sides` has an array of `Moments` for each side; `differences` is None with one side.
-    """
-
-    sides: tuple[Floats, ...]
-    differences: Floats | None
-    histogram: NDArray[Any]
-    rows: RowTally
-
-
-@np.errstate(all="ignore")
-def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin: int, *, parts: bool) -> Tally:
-    """Return the statistics of a piece of one tensor, or of two, that starts at element `begin`."""
-    count = math.prod(contents[0].shape)
-    moments: list[list[Moments]] = [[] for _ in contents]
-    rows: list[Differences] = []
-    histogram = np.zeros(BINS, np.int64)
-    for start in range(0, count, BLOCK):
-        block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
-        row = _block(block, parts, moments, histogram)
-        rows += [row] if row else []
-    sides = tuple(np.array(side, np.float64).reshape(-1, len(Moments._fields)) for side in moments)
-    table = np.array(rows, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
-    return Tally(sides, table, histogram, dead_rows(contents, tensor_shape, begin))
-
-
-def _block(
-    contents: Sequence[TensorBytes], parts: bool, moments: list[list[Moments]], histogram: NDArray[Any]
-) -> Differences | None:
-    before = numbers(contents[0], "before", parts=parts)
-    moments[0].append(moments_of(before))
-    if len(contents) == 1:
-        return None
-    if same_bytes(*contents):
-        moments[1].append(moments[0][-1])
-        return unchanged(moments[0][-1])
-    after = numbers(contents[1], "after", parts=parts)
-    moments[1].append(moments_of(after))
-    row, counts = differences((contents[0], contents[1]), (before, after))
-    histogram += counts
-    return row
-
-
-def same_bytes(before: TensorBytes, after: TensorBytes) -> bool:
-    """Return whether two contents have the same dtype and the same bytes."""
-    if before.dtype != after.dtype or before.data[:GLANCE] != after.data[:GLANCE]:
-        return False
-    return np.array_equal(np.frombuffer(before.data, np.uint8), np.frombuffer(after.data, np.uint8))
+    sides: tuple[Floats, ...]  # for each side, a table of _Moments with a row for each block
+    differences: Floats | None  # the same of _Differences; None with one side
+    histogram: NDArray[Any]  # counts of changes by exponent
+    rows: _RowTally
 
 
 class Summary(NamedTuple):
@@ -368,9 +47,45 @@ class Summary(NamedTuple):
 
 
 @np.errstate(all="ignore")
+def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin: int, *, parts: bool) -> Tally:
+    """Return the statistics of a piece of one tensor, or of two, that starts at element `begin`.
+
+    parts: whether to take a number as two, its real and its imaginary part.
+    """
+    count = math.prod(contents[0].shape)
+    moments: list[list[_Moments]] = [[] for _ in contents]
+    rows: list[_Differences] = []
+    histogram = np.zeros(BINS, np.int64)
+    for start in range(0, count, BLOCK):
+        block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
+        row = _block(block, parts, moments, histogram)
+        rows += [row] if row else []
+    sides = tuple(np.array(side, np.float64).reshape(-1, len(_Moments._fields)) for side in moments)
+    table = np.array(rows, np.float64).reshape(-1, len(_Differences._fields)) if len(contents) > 1 else None
+    return Tally(sides, table, histogram, _dead_rows(contents, tensor_shape, begin))
+
+
+def _block(
+    contents: Sequence[TensorBytes], parts: bool, moments: list[list[_Moments]], histogram: NDArray[Any]
+) -> _Differences | None:
+    before = _numbers(contents[0], "before", parts=parts)
+    moments[0].append(_moments(before))
+    if len(contents) == 1:
+        return None
+    if same_bytes(*contents):
+        moments[1].append(moments[0][-1])
+        return _unchanged(moments[0][-1])
+    after = _numbers(contents[1], "after", parts=parts)
+    moments[1].append(_moments(after))
+    row, counts = _differences((contents[0], contents[1]), (before, after))
+    histogram += counts
+    return row
+
+
+@np.errstate(all="ignore")
 def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) -> Summary:
     """Merge the tallies of all pieces of a tensor, in order."""
-    rows = added_up(tally.rows for tally in tallies)
+    rows = _merged_rows(tally.rows for tally in tallies)
     moments = [np.concatenate([tally.sides[side] for tally in tallies]) for side in range(len(tallies[0].sides))]
     sides = tuple(_values_of(table, rows.dead[side]) for side, table in enumerate(moments))
     tables = [tally.differences for tally in tallies if tally.differences is not None]
@@ -378,11 +93,11 @@ def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) ->
         return Summary(sides, None)
     table = np.concatenate(tables)
     counts = np.sum([tally.histogram for tally in tallies], axis=0)
-    return Summary(sides, _change(table, histogram_of(counts), rows.new, (*shape, 2) if parts else shape, parts))
+    return Summary(sides, _change(table, _trimmed(counts), rows.new, (*shape, 2) if parts else shape, parts))
 
 
 def _values_of(table: Floats, dead: int) -> Values:
-    columns: Any = Moments(*table.T)  # each field is an array over all blocks
+    columns: Any = _Moments(*table.T)  # each field is an array over all blocks
     finite, nan, inf = (int(counts.sum()) for counts in (columns.finite, columns.nan, columns.inf))
     mean, variance = _mean_and_variance(columns, max(1, finite))
     return Values(
@@ -404,7 +119,7 @@ def _mean_and_variance(columns: Any, count: int) -> tuple[float, float]:
 
 
 def _change(table: Floats, histogram: Histogram, new_dead: int, shape: tuple[int, ...], parts: bool) -> Change:
-    columns: Any = Differences(*table.T)
+    columns: Any = _Differences(*table.T)
     elements, changed = math.prod(shape), int(columns.changed.sum())
     norm, before, after = (
         math.sqrt(squares.sum()) for squares in (columns.squares, columns.before_squares, columns.after_squares)
@@ -452,7 +167,16 @@ def _cosine(product: float, before: float, after: float) -> float | None:
     return max(-1.0, min(1.0, product / before / after))
 
 
-def histogram_of(counts: NDArray[Any]) -> Histogram:
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    """Return the sum of histograms."""
+    counts = np.zeros(BINS, np.int64)
+    for histogram in histograms:
+        start = histogram.exponent - LOWEST_EXPONENT
+        counts[start : start + len(histogram.counts)] += np.array(histogram.counts, np.int64)
+    return _trimmed(counts)
+
+
+def _trimmed(counts: NDArray[Any]) -> Histogram:
     """Return a histogram without the empty bins at either end."""
     used = np.flatnonzero(counts)
     if not used.size:
@@ -461,10 +185,280 @@ def histogram_of(counts: NDArray[Any]) -> Histogram:
     return Histogram(exponent=first + LOWEST_EXPONENT, counts=tuple(counts[first : last + 1].tolist()))
 
 
-def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """Return the sum of histograms."""
-    counts = np.zeros(BINS, np.int64)
-    for histogram in histograms:
-        start = histogram.exponent - LOWEST_EXPONENT
-        counts[start : start + len(histogram.counts)] += np.array(histogram.counts, np.int64)
-    return histogram_of(counts)
+def same_bytes(before: TensorBytes, after: TensorBytes) -> bool:
+    """Return whether two contents have the same dtype and the same bytes."""
+    if before.dtype != after.dtype or before.data[:_GLANCE] != after.data[:_GLANCE]:
+        return False
+    return np.array_equal(np.frombuffer(before.data, np.uint8), np.frombuffer(after.data, np.uint8))
+
+
+# Moments of one side of a block.
+
+
+class _Moments(NamedTuple):
+    """Counts of elements, and sums over the finite ones."""
+
+    finite: int
+    nan: int
+    inf: int
+    sum: float
+    squares: float
+    spread: float  # squared distances from the mean
+
+
+class _Numbers(NamedTuple):
+    """The elements of a block as 64-bit floats, and the mask of finite ones; None if all are finite."""
+
+    values: Floats
+    finite: Flags | None
+
+    def masked(self, mask: Flags | None) -> Floats:
+        return self.values if mask is None else self.values[mask]
+
+
+class _Workspace(threading.local):
+    """Thread-local arrays, one for each use, that every block reuses: fresh memory would cost more than the work."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Floats] = {}
+
+    def __call__(self, use: Literal["before", "after", "gaps", "spare"], count: int) -> Floats:
+        if use not in self._arrays or len(self._arrays[use]) < count:
+            self._arrays[use] = np.empty(count)
+        return self._arrays[use][:count]
+
+
+_workspace = _Workspace()
+
+
+def _numbers(content: TensorBytes, side: Literal["before", "after"], *, parts: bool) -> _Numbers:
+    """Return the elements, or with `parts` their real and imaginary parts. Valid until the next block of this side."""
+    (count,) = content.shape
+    values = _workspace(side, 2 * count if parts else count)
+    if parts:
+        values.view(np.complex128)[:] = as_float64(content)
+    else:
+        as_float64(content, values)
+    finite = np.isfinite(values)
+    return _Numbers(values, None if finite.all() else finite)
+
+
+def _moments(side: _Numbers) -> _Moments:
+    """Return the moments of one side."""
+    values = side.masked(side.finite)
+    count, nan = len(values), int(np.isnan(side.values).sum()) if side.finite is not None else 0
+    sum_, squares = float(values.sum()), _dot(values, values)
+    spread = squares - sum_ * sum_ / count if count else 0.0
+    if not spread >= _CLOSE * squares:  # too few digits are left of the subtraction; also for NaN, when sums overflow
+        distances = np.subtract(values, sum_ / count, out=_workspace("spare", count))
+        spread = _dot(distances, distances)
+    return _Moments(count, nan, len(side.values) - count - nan, sum_, squares, spread)
+
+
+def _dot(one: Floats, other: Floats) -> float:
+    """Return the inner product."""
+    steps = range(0, len(one), _STEP)
+    return sum(float(np.dot(one[start : start + _STEP], other[start : start + _STEP])) for start in steps)
+
+
+def cut(content: TensorBytes, start: int, stop: int) -> TensorBytes:
+    """Return a view of the elements from `start` to `stop`."""
+    size = len(content.data) // max(1, math.prod(content.shape))
+    return TensorBytes(content.dtype, (stop - start,), content.data[start * size : stop * size])
+
+
+# Differences between the sides of a block.
+
+
+class _Differences(NamedTuple):
+    """Counts of elements, and figures of those that are finite on both sides."""
+
+    changed: int
+    squares: float  # of the differences
+    before_squares: float
+    after_squares: float
+    product: float  # the inner product of the sides
+    largest: float  # difference
+    largest_at: int  # its index in the block
+    before: float  # the values there
+    after: float
+    largest_ratio: float  # of a difference to the value before
+    sign_flips: int
+    new_nan: int
+    new_inf: int
+
+
+class _ValuePair(NamedTuple):
+    """The elements that are finite on both sides."""
+
+    before: Floats
+    after: Floats
+    sizes: Floats  # of their changes
+    mask: Flags | None  # selects them in the block; None for all
+
+
+def _unchanged(side: _Moments) -> _Differences:
+    """Return the differences of a block with the same bytes on both sides."""
+    return _Differences(0, 0.0, side.squares, side.squares, side.squares, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
+
+
+def _differences(
+    contents: tuple[TensorBytes, TensorBytes], sides: tuple[_Numbers, _Numbers]
+) -> tuple[_Differences, NDArray[Any]]:
+    """Return the differences, and a histogram of their sizes with a count per exponent of a 64-bit float."""
+    differ = _differ(contents, sides)
+    pair = _pair(contents, sides)
+    changed = int(np.count_nonzero(differ))
+    changes = _Differences(
+        changed,
+        _dot(pair.sizes, pair.sizes),
+        _dot(pair.before, pair.before),
+        _dot(pair.after, pair.after),
+        _dot(pair.before, pair.after),
+        *_largest(pair),
+        _largest_ratio(pair),
+        _sign_flips(pair),
+        *_new(*sides),
+    )
+    return changes, _histogram(pair, changed if pair.mask is None else int(np.count_nonzero(differ[pair.mask])))
+
+
+def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[_Numbers, _Numbers]) -> Flags:
+    before, after = sides
+    if contents[0].dtype == contents[1].dtype and not has_fractions(contents[0].dtype):
+        exact: Flags = as_array(contents[0]) != as_array(contents[1])
+        return exact
+    differ: Flags = before.values != after.values
+    if before.finite is not None and after.finite is not None:
+        differ &= ~(np.isnan(before.values) & np.isnan(after.values))
+    return differ
+
+
+def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[_Numbers, _Numbers]) -> _ValuePair:
+    before, after = sides
+    masks = [side.finite for side in sides if side.finite is not None]
+    mask = np.logical_and.reduce(masks) if masks else None
+    old, new = before.masked(mask), after.masked(mask)
+    if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
+        sizes = _distances(as_array(contents[0]), as_array(contents[1]))
+    else:
+        sizes = np.subtract(new, old, out=_workspace("gaps", len(old)))
+        np.abs(sizes, out=sizes)
+    return _ValuePair(old, new, sizes, mask)
+
+
+def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
+    """Return |B - A| of integers, rounded once."""
+    distances = after.view(np.uint64) - before.view(np.uint64)  # modulo 2**64
+    return np.where(after >= before, distances, -distances).astype(np.float64)
+
+
+def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
+    """Return the largest change, its index in the block, and the values before and after."""
+    if not len(pair.sizes):
+        return 0.0, 0, 0.0, 0.0
+    index = int(pair.sizes.argmax())
+    in_block = index if pair.mask is None else int(np.flatnonzero(pair.mask)[index])
+    return float(pair.sizes[index]), in_block, float(pair.before[index]), float(pair.after[index])
+
+
+def _largest_ratio(pair: _ValuePair) -> float:
+    spare = _workspace("spare", len(pair.sizes))
+    ratios = np.divide(pair.sizes, np.abs(pair.before, out=spare), out=spare)
+    largest = float(ratios.max(initial=0.0))
+    return largest if np.isfinite(largest) else float(ratios[pair.before != 0].max(initial=0.0))
+
+
+def _sign_flips(pair: _ValuePair) -> int:
+    flipped = np.flatnonzero(np.signbit(pair.before) != np.signbit(pair.after))
+    return int(np.count_nonzero((pair.before[flipped] != 0) & (pair.after[flipped] != 0)))
+
+
+def _new(before: _Numbers, after: _Numbers) -> tuple[int, int]:
+    """Count the elements that became NaN, and those that became an Inf."""
+    if after.finite is None:
+        return 0, 0
+    old, new = before.values[~after.finite], after.values[~after.finite]
+    nan = np.isnan(new)
+    return int((nan & ~np.isnan(old)).sum()), int((~nan & (new != old)).sum())
+
+
+def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
+    """Count the changes by exponent, which is read from their bits."""
+    spare = _workspace("spare", len(pair.sizes)).view(np.int64)
+    exponents = np.right_shift(pair.sizes.view(np.int64), _MANTISSA_BITS, out=spare)
+    counts = np.bincount(exponents, minlength=BINS + 1)
+    counts[0] += changed - len(pair.sizes)  # elements that did not change were counted here
+    counts[BINS - 1] += counts[BINS]  # infinite changes
+    return counts[:BINS]
+
+
+# Dead rows: rows of zeros along the first dimension. A row may span several pieces.
+
+
+class _RowTally(NamedTuple):
+    """The dead rows of a piece, apart from its first and its last row, which other pieces may share."""
+
+    dead: tuple[int, ...]  # for each side
+    new: int  # dead after, and not before
+    parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # those two: index, and for each side whether it is zero here
+
+
+def _merged_rows(tallies: Iterable[_RowTally]) -> _RowTally:
+    """Merge the tallies of all pieces of a tensor, including rows that span several pieces."""
+    counts, split_rows = [], defaultdict(list)
+    for tally in tallies:
+        counts.append([*tally.dead, tally.new])
+        for row, flags in tally.parts:
+            split_rows[row].append(flags)
+    for parts in split_rows.values():
+        flags = tuple(all(side) for side in zip(*parts, strict=True))
+        counts.append([*flags, len(flags) > 1 and flags[1] and not flags[0]])
+    *dead, new = np.sum(counts, axis=0).tolist()
+    return _RowTally(tuple(dead), new)
+
+
+def _dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int) -> _RowTally:
+    """Count the dead rows in pieces of one tensor, or of two, that start at element `begin`.
+
+    Tensors of fewer than two dimensions have no rows.
+    """
+    length = math.prod(shape[1:])
+    count = math.prod(pieces[0].shape)
+    if len(shape) < 2 or not length or not count:
+        return _RowTally((0,) * len(pieces), 0)
+    first, last = begin // length, (begin + count - 1) // length
+    after_first = min(count, (first + 1) * length - begin)
+    before_last = max(after_first, last * length - begin)
+    parts = [(first, _are_zero(pieces, 0, after_first))]
+    parts += [(last, _are_zero(pieces, before_last, count))] if last > first else []
+    flags = [_whole_dead_rows(cut(piece, after_first, before_last), length) for piece in pieces]
+    new = int((flags[1] & ~flags[0]).sum()) if len(flags) > 1 else 0
+    return _RowTally(tuple(int(side.sum()) for side in flags), new, tuple(parts))
+
+
+def _are_zero(pieces: Sequence[TensorBytes], start: int, stop: int) -> tuple[bool, ...]:
+    """Return for each side whether the elements from `start` to `stop` are zero."""
+    blocks = [(begin, min(begin + BLOCK, stop)) for begin in range(start, stop, BLOCK)]
+    return tuple(not any(as_float64(cut(piece, *block)).any() for block in blocks) for piece in pieces)
+
+
+def _whole_dead_rows(rows: TensorBytes, length: int) -> Flags:
+    """Return flags of whole rows that are zero. The first element alone rules out most rows."""
+    count = rows.shape[0] // length
+    if not count:
+        return np.zeros(0, np.bool_)
+    table = np.frombuffer(rows.data, np.uint8).reshape(count, -1)
+    size = table.shape[1] // length
+    dead: Flags = _values(rows.dtype, table[:, :size], size) == 0
+    candidates = np.flatnonzero(dead)
+    step = max(1, BLOCK // length)
+    for start in range(0, len(candidates), step):
+        group = candidates[start : start + step]
+        dead[group] = ~_values(rows.dtype, table[group], size).reshape(len(group), -1).any(axis=1)
+    return dead
+
+
+def _values(dtype: str, table: NDArray[np.uint8], size: int) -> NDArray[Any]:
+    """Return the elements of `size` bytes in a table of bytes, as 64-bit floats."""
+    return as_float64(TensorBytes(dtype, (table.size // size,), np.ascontiguousarray(table).reshape(-1).data))

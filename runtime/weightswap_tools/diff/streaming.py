@@ -1,4 +1,8 @@
-"""Reading two sets side by side, and pairing their tensors."""
+"""Two sets of tensors side by side: under which names, which tensors are a pair, and what both hold.
+
+Tensors are read in pieces, so that memory does not grow with them. Only what an adapter computes, or a file cannot give
+in pieces, is in memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -38,6 +43,12 @@ if TYPE_CHECKING:
     from weightswap_runtime.staging.transforms import Transforms
 
 
+PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
+_FEWEST_COMMON = 0.1  # of the smaller set's names; with fewer, a notice advises --artifact
+READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+Progress = Callable[[int, int], None]
+
+
 class Readable(Typed, Protocol):
     """A tensor whose bytes several threads may read concurrently."""
 
@@ -59,165 +70,19 @@ class Computed(NamedTuple):
 
 
 Tensor = SetTensor | TensorBytes | Computed
-PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
-Progress = Callable[[int, int], None]
 
 
-class Scanned(NamedTuple):
-    """The result of a scan: whether the bytes of both sides are equal, and each side's digest if requested.
-
-    `summary` is None for dtypes whose elements do not fill whole bytes.
-    """
-
-    equal: bool
-    digests: tuple[str, ...]
-    summary: Summary | None
-
-
-class _ScannedPiece(NamedTuple):
-    equal: bool
-    digests: tuple[Blocks, ...]
-    tally: Tally | None
-
-
-class Scan:
-    """A scan of one tensor, or of two of the same shape, piece by piece. Several threads may work on it."""
-
-    def __init__(self, sides: Sequence[Readable], *, hashed: bool) -> None:
-        """hashed: whether to compute digests."""
-        self._sides: tuple[Readable, ...] = tuple(sides)
-        self._hashed = hashed
-        self.result: Scanned  # set when all pieces are done
-        self._shape = sides[0].shape
-        self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
-        self._parts = any(side.dtype.startswith("C") for side in sides)
-        self._elements = math.prod(self._shape) if self._whole else sides[0].nbytes
-        self._remaining = max(1, -(-self._elements // PIECE))
-        self._pieces: list[_ScannedPiece | None] = [None] * self._remaining
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def work(self, index: int, buffers: ReadBuffers) -> int:
-        """Read one piece and tally it; the last piece completes the result. Returns the number of bytes read."""
-        begin = index * PIECE
-        count = min(PIECE, self._elements - begin)
-        contents = [self._read(number, begin, count, buffers) for number in range(len(self._sides))]
-        self._pieces[index] = self._piece(contents, begin)
-        with self._lock:
-            self._remaining -= 1
-            last = not self._remaining
-        if last:
-            self._finish()
-        return sum(len(content.data) for content in contents)
-
-    def _read(self, number: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
-        side = self._sides[number]
-        size = side.nbytes // max(1, self._elements)
-        memory = buffers.take(number, count * size)
-        side.read_into(memory, begin * size)
-        return TensorBytes(side.dtype, (count,), memory)
-
-    def _piece(self, contents: Sequence[TensorBytes], begin: int) -> _ScannedPiece:
-        return _ScannedPiece(
-            equal=same_bytes(contents[0], contents[-1]),
-            digests=tuple(block_digests(content.data) for content in contents) if self._hashed else (),
-            tally=tally(contents, self._shape, begin, parts=self._parts) if self._whole else None,
-        )
-
-    def _finish(self) -> None:
-        pieces = [piece for piece in self._pieces if piece is not None]
-        tallies = [piece.tally for piece in pieces if piece.tally is not None]
-        sides = range(len(self._sides))
-        self.result = Scanned(
-            equal=all(piece.equal for piece in pieces),
-            digests=tuple(tensor_digest(_blocks_of(pieces, side)) for side in sides) if self._hashed else (),
-            summary=summary(tallies, self._shape, parts=self._parts) if tallies else None,
-        )
-        self._pieces = [None] * len(self._pieces)
-        self._sides = ()  # free computed tensors
-
-
-def _blocks_of(pieces: Sequence[_ScannedPiece], side: int) -> Blocks:
-    return tuple(block for piece in pieces for block in piece.digests[side])
-
-
-class ReadBuffers(threading.local):
-    """Thread-local buffers that each piece reuses."""
-
-    def __init__(self) -> None:
-        self._memory = [memoryview(bytearray()), memoryview(bytearray())]
-
-    def take(self, number: int, nbytes: int) -> memoryview:
-        """Return the buffer of a number, 0 or 1. The next call with this number overwrites it."""
-        if len(self._memory[number]) < nbytes:
-            self._memory[number] = memoryview(bytearray(nbytes))
-        return self._memory[number][:nbytes]
-
-
-class Reader:
-    """A thread pool that runs scans, and reports progress as bytes read and bytes in all."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-        self._workers = WorkerThreads()
-        self._buffers = ReadBuffers()
-
-    def run(self, scans: Iterable[Scan]) -> None:
-        """Run the scans and set their results. Raises WeightFileError."""
-        self._workers.run_all(self._work, [(scan, index) for scan in scans for index in range(len(scan))])
-
-    def _work(self, item: tuple[Scan, int]) -> None:
-        scan, index = item
-        read = scan.work(index, self._buffers)
-        with self._lock:
-            self._done += read
-            if self._progress:
-                self._progress(self._done, self._total)
-
-
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each tensor, by name. Raises WeightswapError."""
-    digests: dict[str, str] = {}
-    readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
-    buffers = ReadBuffers()
-
-    def work(name: str) -> None:
-        digests[name] = digest_of(_pieces(readable[name], buffers))
-
-    WorkerThreads().run_all(work, readable)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Computed):  # one at a time, as each is in memory
-            digests[name] = digest_of([tensor.compute().data])
-    return digests
-
-
-def _pieces(tensor: Readable, buffers: ReadBuffers) -> Iterator[memoryview]:
-    for begin in range(0, tensor.nbytes, PIECE):
-        memory = buffers.take(0, min(PIECE, tensor.nbytes - begin))
-        tensor.read_into(memory, begin)
-        yield memory
-
-
-READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+# The sides of a comparison.
 
 
 class Side(NamedTuple):
-    """One set of tensors under the names to compare.
-
-    digests: the recorded ones, by name. sources: the names in the file that the tensors are made of. ties: the other
-    names of each tensor, by name.
-    """
+    """One set of tensors under the names to compare."""
 
     info: SetInfo
     tensors: Mapping[str, Tensor]
-    digests: Mapping[str, str]
-    sources: tuple[str, ...] = ()
-    ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    digests: Mapping[str, str]  # the recorded ones, by name
+    sources: tuple[str, ...] = ()  # the names in the file that the tensors are made of
+    ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # the other names of each tensor
 
 
 def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
@@ -241,20 +106,14 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
     tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
     tensors |= _computed(weights, match, artifact)
     own = {name: digests[names[0]] for name, names in match.found.items() if names[0] in digests}
-    return Side(_info(weights, tensors, match.ignored), tensors, own, tuple(_sources(match)))
-
-
-def _sources(match: Match) -> Iterator[str]:
-    for names in match.found.values():
-        yield from names
-    for keys in match.computed.values():
-        yield from keys.values()
+    sources = chain(*match.found.values(), *(keys.values() for keys in match.computed.values()))
+    return Side(_info(weights, tensors, match.ignored), tensors, own, tuple(sources))
 
 
 def _check_ties(weights: TensorSet, match: Match) -> None:
     """Raise WeightsMismatch if tied names have different values."""
     several = [names for names in match.found.values() if len({weights.tensors[name].tie_key for name in names}) > 1]
-    digests = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
+    digests = _digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
     problems = [
         f"{' and '.join(names)} are one tensor in the graph, but the checkpoint has different values for them"
         for names in several
@@ -263,6 +122,20 @@ def _check_ties(weights: TensorSet, match: Match) -> None:
     if problems:
         advice = "Save the checkpoint from a model whose tied tensors are tied."
         raise WeightsMismatch(weights.full_where, problems, advice)
+
+
+def _info(weights: TensorSet, tensors: Mapping[str, Tensor], ignored: tuple[str, ...] = ()) -> SetInfo:
+    stamp = weights.weights.stamp if weights.weights else None
+    return SetInfo(
+        where=weights.where,
+        level=weights.level,
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        weights_id=stamp.weights_id if stamp else None,
+        graph_id=stamp.graph_id if stamp else None,
+        labels=stamp.labels if stamp else {},
+        ignored=ignored,
+    )
 
 
 def _stored(tensor: SetTensor) -> Tensor:
@@ -278,20 +151,6 @@ def _read_whole(tensor: SetTensor) -> TensorBytes:
     except MemoryError as error:
         raise OutOfMemory(f"{tensor.file}: a tensor that can only be read whole takes {tensor.nbytes} bytes") from error
     return TensorBytes(tensor.dtype, tensor.shape, memory)
-
-
-def _info(weights: TensorSet, tensors: Mapping[str, Tensor], ignored: tuple[str, ...] = ()) -> SetInfo:
-    stamp = weights.weights.stamp if weights.weights else None
-    return SetInfo(
-        where=weights.where,
-        level=weights.level,
-        tensors=len(tensors),
-        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
-        weights_id=stamp.weights_id if stamp else None,
-        graph_id=stamp.graph_id if stamp else None,
-        labels=stamp.labels if stamp else {},
-        ignored=ignored,
-    )
 
 
 def _computed(weights: TensorSet, match: Match, artifact: Artifact) -> dict[str, Tensor]:
@@ -321,16 +180,16 @@ def _compute(weights: TensorSet, transforms: Transforms, name: str, keys: Mappin
     return tensor_content(value)
 
 
-FEWEST_COMMON = 0.1  # of the smaller set's names; with fewer, a notice says so and advises --artifact
+# Pairs of tensors.
 
 
 class TensorPair(NamedTuple):
-    """A tensor of one or both sets, with its earlier name if it was renamed."""
+    """A tensor of one or both sets."""
 
     name: str
     before: Tensor | None
     after: Tensor | None
-    renamed_from: str | None = None
+    renamed_from: str | None = None  # its earlier name
 
     @property
     def present(self) -> tuple[Tensor, ...]:
@@ -345,44 +204,32 @@ class TensorPair(NamedTuple):
         return whole or self.before.dtype == self.after.dtype
 
 
-class Pairs(NamedTuple):
-    """Every tensor of either set, once: the common ones, the removed and the added, each ordered by name.
-
-    aliases: for each set, the additional names of its tied tensors that the other set lacks, mapped to a common name.
-    """
-
-    pairs: tuple[TensorPair, ...]
-    aliases: tuple[Mapping[str, str], Mapping[str, str]]
-
-
-def pair(before: Side, after: Side) -> Pairs:
+def pair(before: Side, after: Side) -> tuple[list[TensorPair], list[dict[str, str]]]:
     """Match tensors by name, then by content: a removed and an added tensor with equal bytes are a renamed one.
 
     A tied tensor is compared under the names that both sets have. Several tensors with the same bytes, such as zero
     biases, are matched in the natural order of their names. Raises WeightFileError.
+
+    Returns every tensor of either set once: the common ones, the renamed, the removed and the added, each ordered by
+    name. Returns also, for each set, the additional names of its tied tensors that the other set lacks, mapped to a
+    common name.
     """
     common = sorted(before.tensors.keys() & after.tensors.keys(), key=natural)
     pairs = [TensorPair(name, before.tensors[name], after.tensors[name]) for name in common]
-    aliases = tuple(_aliases(side, set(common)) for side in (before, after))
+    aliases = [_aliases(side, set(common)) for side in (before, after)]
     old, new = (side.tensors.keys() - {*common, *names} for side, names in zip((before, after), aliases, strict=True))
     renames = dict(_renames(before, after, old, new))
     pairs += [TensorPair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
     removed, added = (sorted(names, key=natural) for names in (old - renames.keys(), new - set(renames.values())))
     pairs += [TensorPair(name, before.tensors[name], None) for name in removed]
     pairs += [TensorPair(name, None, after.tensors[name]) for name in added]
-    return Pairs(tuple(pairs), (aliases[0], aliases[1]))
+    return pairs, aliases
 
 
 def _aliases(side: Side, common: Set[str]) -> dict[str, str]:
     names = sorted(side.ties.keys() - common, key=natural)
     known = ((name, next((other for other in side.ties[name] if other in common), None)) for name in names)
     return {name: other for name, other in known if other is not None}
-
-
-def strangers(before: Side, after: Side) -> bool:
-    """Return whether two sets have almost no names in common."""
-    fewest = min(len(before.tensors), len(after.tensors))
-    return len(before.tensors.keys() & after.tensors.keys()) < FEWEST_COMMON * fewest
 
 
 def _renames(before: Side, after: Side, old: Collection[str], new: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -399,8 +246,135 @@ def _renames(before: Side, after: Side, old: Collection[str], new: Collection[st
 def _by_content(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> dict[object, list[str]]:
     """Return names, in natural order, by type and digest. Digests that the file does not record are computed."""
     unknown = {name: tensor for name, tensor in tensors.items() if name not in digests}
-    known = {name: digests[name] for name in tensors if name in digests} | digests_of(unknown)
+    known = {name: digests[name] for name in tensors if name in digests} | _digests_of(unknown)
     groups: dict[object, list[str]] = defaultdict(list)
     for name in sorted(known, key=natural):
         groups[(TensorType.of(tensors[name]), known[name])].append(name)
     return groups
+
+
+def strangers(before: Side, after: Side) -> bool:
+    """Return whether two sets have almost no names in common."""
+    fewest = min(len(before.tensors), len(after.tensors))
+    return len(before.tensors.keys() & after.tensors.keys()) < _FEWEST_COMMON * fewest
+
+
+# Reading tensors piece by piece.
+
+
+class Scan:
+    """A scan of one tensor, or of two of the same shape, piece by piece. Several threads may work on it.
+
+    The results are set when all pieces are done.
+    """
+
+    equal: bool  # whether the bytes of both sides are
+    digests: tuple[str, ...]  # of each side; empty unless they were requested
+    summary: Summary | None  # None for dtypes whose elements do not fill whole bytes
+
+    def __init__(self, sides: Sequence[Readable], *, hashed: bool) -> None:
+        """hashed: whether to compute digests."""
+        self._sides: tuple[Readable, ...] = tuple(sides)
+        self._hashed = hashed
+        self._shape = sides[0].shape
+        self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
+        self._parts = any(side.dtype.startswith("C") for side in sides)
+        self._elements = math.prod(self._shape) if self._whole else sides[0].nbytes
+        self._remaining = max(1, -(-self._elements // PIECE))
+        self._pieces: list[tuple[bool, list[Blocks], Tally | None] | None] = [None] * self._remaining
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def work(self, index: int, buffers: _ReadBuffers) -> int:
+        """Read one piece and tally it; the last piece completes the results. Returns the number of bytes read."""
+        begin = index * PIECE
+        count = min(PIECE, self._elements - begin)
+        contents = [self._read(number, begin, count, buffers) for number in range(len(self._sides))]
+        self._pieces[index] = (
+            same_bytes(contents[0], contents[-1]),
+            [block_digests(content.data) for content in contents] if self._hashed else [],
+            tally(contents, self._shape, begin, parts=self._parts) if self._whole else None,
+        )
+        with self._lock:
+            self._remaining -= 1
+            last = not self._remaining
+        if last:
+            self._finish()
+        return sum(len(content.data) for content in contents)
+
+    def _read(self, number: int, begin: int, count: int, buffers: _ReadBuffers) -> TensorBytes:
+        side = self._sides[number]
+        size = side.nbytes // max(1, self._elements)
+        memory = buffers.take(number, count * size)
+        side.read_into(memory, begin * size)
+        return TensorBytes(side.dtype, (count,), memory)
+
+    def _finish(self) -> None:
+        equal, blocks, tallies = zip(*(piece for piece in self._pieces if piece is not None), strict=True)
+        self.equal = all(equal)
+        self.digests = tuple(tensor_digest(tuple(chain(*side))) for side in zip(*blocks, strict=True))
+        self.summary = summary(tallies, self._shape, parts=self._parts) if self._whole else None
+        self._pieces = [None] * len(self._pieces)
+        self._sides = ()  # free computed tensors
+
+
+class _ReadBuffers(threading.local):
+    """Thread-local buffers that each piece reuses."""
+
+    def __init__(self) -> None:
+        self._memory = [memoryview(bytearray()), memoryview(bytearray())]
+
+    def take(self, number: int, nbytes: int) -> memoryview:
+        """Return the buffer of a number, 0 or 1. The next call with this number overwrites it."""
+        if len(self._memory[number]) < nbytes:
+            self._memory[number] = memoryview(bytearray(nbytes))
+        return self._memory[number][:nbytes]
+
+
+class Reader:
+    """A thread pool that runs scans, and reports progress as bytes read and bytes in all."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self._workers = WorkerThreads()
+        self._buffers = _ReadBuffers()
+
+    def run(self, scans: Iterable[Scan]) -> None:
+        """Run the scans and set their results. Raises WeightFileError."""
+        self._workers.run_all(self._work, [(scan, index) for scan in scans for index in range(len(scan))])
+
+    def _work(self, item: tuple[Scan, int]) -> None:
+        scan, index = item
+        read = scan.work(index, self._buffers)
+        with self._lock:
+            self._done += read
+            if self._progress:
+                self._progress(self._done, self._total)
+
+
+def _digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each tensor, by name. Raises WeightswapError."""
+    digests: dict[str, str] = {}
+    readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
+    buffers = _ReadBuffers()
+
+    def work(name: str) -> None:
+        digests[name] = digest_of(_pieces(readable[name], buffers))
+
+    WorkerThreads().run_all(work, readable)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Computed):  # one at a time, as each is in memory
+            digests[name] = digest_of([tensor.compute().data])
+    return digests
+
+
+def _pieces(tensor: Readable, buffers: _ReadBuffers) -> Iterator[memoryview]:
+    for begin in range(0, tensor.nbytes, PIECE):
+        memory = buffers.take(0, min(PIECE, tensor.nbytes - begin))
+        tensor.read_into(memory, begin)
+        yield memory

@@ -21,7 +21,6 @@ from .statistics import merged, ratio
 from .streaming import (
     READINGS,
     Computed,
-    Pairs,
     Progress,
     Readable,
     Reader,
@@ -152,8 +151,7 @@ def compare_sides(
     before: Side, after: Side, *, values: bool, by_artifact: bool = False, progress: Progress | None = None
 ) -> WeightsDiff:
     """Compare two sides whose files are open. Raises WeightFileError and DigestMismatch."""
-    pairs = pair(before, after)
-    rows = pairs.pairs
+    rows, aliases = pair(before, after)
     unknown = [row for row in rows if values or not _known_to_be_same(row, before, after)]
     scans = _run_scans(unknown, progress, hashed=bool(before.digests or after.digests))
     _check_digests(rows, scans, before, after)
@@ -163,7 +161,7 @@ def compare_sides(
         after=after.info,
         tensors=tuple(diffs),
         overall=_overall(diffs),
-        notices=tuple(_notices(before, after, pairs, by_artifact=by_artifact)),
+        notices=tuple(_notices((before, after), aliases, by_artifact=by_artifact)),
     )
 
 
@@ -202,7 +200,7 @@ def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], befor
     for index, compared in enumerate((before, after)):
         problems = []
         for row in rows:
-            digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.result.digests])
+            digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.digests])
             name = row.renamed_from if row.renamed_from and compared is before else row.name
             expected = compared.digests.get(name)
             if expected and digests[index] not in (None, expected):
@@ -218,12 +216,12 @@ def _by_side(row: TensorPair, results: Iterable[T]) -> tuple[T | None, T | None]
 
 
 def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
-    summaries = [scan.result.summary for scan in scans]
+    summaries = [scan.summary for scan in scans]
     old, new = _by_side(row, [values for summary in summaries for values in (summary.sides if summary else (None,))])
     comparable = row.comparable and bool(scans)
     return TensorDiff(
         name=row.name,
-        status="changed" if comparable and _status(row) == "same" and not scans[0].result.equal else _status(row),
+        status="changed" if comparable and _status(row) == "same" and not scans[0].equal else _status(row),
         before=row.before and TensorType.of(row.before),
         after=row.after and TensorType.of(row.after),
         renamed_from=row.renamed_from,
@@ -260,10 +258,11 @@ def _overall(diffs: Sequence[TensorDiff]) -> Overall:
     )
 
 
-def _notices(before: Side, after: Side, pairs: Pairs, *, by_artifact: bool) -> Iterator[str]:
-    for info, aliases in zip((before.info, after.info), pairs.aliases, strict=True):
-        if names := [f"{name} is {other}" for name, other in aliases.items()]:
-            yield f"In {info.where} {listed(names)}; the other set has only one of the names."
+def _notices(sides: tuple[Side, Side], aliases: Sequence[Mapping[str, str]], *, by_artifact: bool) -> Iterator[str]:
+    for side_, others in zip(sides, aliases, strict=True):
+        if names := [f"{name} is {other}" for name, other in others.items()]:
+            yield f"In {side_.info.where} {listed(names)}; the other set has only one of the names."
+    before, after = sides
     if not by_artifact and before.tensors and after.tensors and strangers(before, after):
         yield (
             "The two sets have almost no names in common. If one has a checkpoint's names and the other is packed, "

@@ -33,8 +33,8 @@ def scan(*tensors: torch.Tensor) -> Summary:
     """The summary of one tensor, or of a pair."""
     scan = Scan([TensorBytes(*tensor_content(tensor)) for tensor in tensors], hashed=False)
     Reader(0, None).run([scan])
-    assert scan.result.summary is not None
-    return scan.result.summary
+    assert scan.summary is not None
+    return scan.summary
 
 
 def compare(before: torch.Tensor, after: torch.Tensor) -> tuple[Values, Values, Change]:
@@ -152,14 +152,14 @@ def test_any_bits_of_any_dtype(dtype: str, one: bytes, other: bytes) -> None:
         contents = [content._replace(data=memoryview(bytes(code & 1 for code in content.data))) for content in contents]
     scan = Scan([TensorBytes(*content) for content in contents], hashed=True)
     Reader(0, None).run([scan])
-    assert scan.result.summary is not None
-    (old, new), change = scan.result.summary
+    assert scan.summary is not None
+    (old, new), change = scan.summary
     assert change is not None
     before, after = (np.ascontiguousarray(as_float64(content)).view(np.float64) for content in contents)
     both = np.isfinite(before) & np.isfinite(after)
     same = (before == after) | (np.isnan(before) & np.isnan(after))
-    assert scan.result.equal == (contents[0].data == contents[1].data)
-    assert scan.result.digests == tuple(tensor_digest(block_digests(content.data)) for content in contents)
+    assert scan.equal == (contents[0].data == contents[1].data)
+    assert scan.digests == tuple(tensor_digest(block_digests(content.data)) for content in contents)
     assert (old.nan, new.nan) == (np.isnan(before).sum(), np.isnan(after).sum())
     assert (old.inf, new.inf) == (np.isinf(before).sum(), np.isinf(after).sum())
     assert change.new_nan == (~np.isnan(before) & np.isnan(after)).sum()
@@ -365,8 +365,8 @@ def test_elements_that_do_not_fill_bytes_are_compared_by_their_bytes() -> None:
         sides = [TensorBytes("F4", (4,), memoryview(data)) for data in (b"\x12\x34", codes)]
         pair = Scan(sides, hashed=True)
         Reader(0, None).run([pair])
-        assert pair.result.summary is None
-        found.append(pair.result.equal)
+        assert pair.summary is None
+        found.append(pair.equal)
     assert found == [True, False]
 
 
