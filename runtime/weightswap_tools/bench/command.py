@@ -30,230 +30,32 @@ from weightswap_tools.reports.blocks import (
 )
 from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
+    ArtifactArgument,
     HtmlOption,
     JsonOption,
     OpLibraryOption,
     errors_as_exit,
     human_bytes,
+    print_facts,
     print_json,
     print_table,
     progress_bar,
-    say,
 )
 
 from .running import sizes_text
 
-CALLS = (
-    *columns("engine", "residency", "sizes"),
-    *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
-)
-SWAPS = (
-    *columns("engine", "residency"),
-    *columns("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)", kind="number"),
-    Column("read", "bytes"),
-)
-MEMORY = (
-    *columns("engine", "residency"),
-    Column("load (s)", "number"),
-    *columns("before the load", "after it", "at most while swapping", kind="bytes"),
-)
-Row = tuple[Cell, ...]
-
-
-def call_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """Return the rows of the table CALLS."""
-    return [
-        (
-            result.engine,
-            result.residency,
-            sizes_text(calls.sizes) or "as exported",
-            calls.threads,
-            calls.calls,
-            *(milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),
-            round(calls.calls_per_second, 1),
-            None if calls.samples_per_second is None else round(calls.samples_per_second, 1),
-        )
-        for result in results
-        for calls in result.calls
-    ]
-
-
-def swap_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """Return the rows of the table SWAPS: medians, and the longest pause."""
-    return [
-        (
-            result.engine,
-            result.residency,
-            len(result.swaps),
-            milli(median(swap.staged for swap in result.swaps)),
-            milli(median(swap.verified for swap in result.swaps)),
-            micro(median(swap.paused for swap in result.swaps)),
-            micro(max(swap.paused for swap in result.swaps)),
-            result.swaps[0].bytes_read,
-        )
-        for result in results
-        if result.swaps
-    ]
-
-
-def memory_rows(results: Sequence[EngineBench]) -> list[Row]:
-    """Return the rows of the table MEMORY."""
-    return [
-        (
-            result.engine,
-            result.residency,
-            round(result.load_seconds, 3),
-            result.memory.before_load,
-            result.memory.after_load,
-            result.memory.peak_swapping,
-        )
-        for result in results
-        if result.memory
-    ]
-
-
-def milli(seconds: float) -> float:
-    """Return seconds as milliseconds, rounded to a microsecond."""
-    return round(seconds * 1e3, 3)
-
-
-def micro(seconds: float) -> float:
-    """Return seconds as microseconds, rounded to a tenth."""
-    return round(seconds * 1e6, 1)
-
-
-def print_bench(report: BenchReport) -> None:
-    """Print tables of calls, swaps and memory, and what was not measured."""
-    say(f"artifact    {report.artifact}, graph id {report.graph_id[:12]}")
-    say(f"weights     {report.weights}, weights id {report.weights_id[:12] or 'unknown'}")
-    say(f"machine     {report.machine}")
-    _table(f"calls of {report.method}", CALLS, call_rows(report.engines))
-    _table("swaps of the same file (medians)", SWAPS, swap_rows(report.engines))
-    _table("resident memory", MEMORY, memory_rows(report.engines))
-    for engine, reason in report.left_out.items():
-        say(f"left out    {engine}: {reason}")
-    for result in report.engines:
-        if result.failed:
-            say(f"failed      {result.engine}, {result.residency}: {result.failed}")
-
-
-def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-    if rows:
-        cells = [[_text(cell, column) for cell, column in zip(row, columns, strict=True)] for row in rows]
-        print_table(title, [column.name for column in columns], cells)
-
-
-def _text(cell: Cell, column: Column) -> str:
-    if cell is None:
-        return ""
-    return human_bytes(int(cell)) if column.kind == "bytes" else str(cell)
-
-
-def bench_report(report: BenchReport) -> Report:
-    """Return a report: calls as plots over the batch size and as a table, swaps on a timeline, and memory."""
-    failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in report.engines if result.failed]
-    facts = [("artifact", report.artifact), ("graph id", report.graph_id), ("weights", report.weights)]
-    facts.append(("weights id", report.weights_id or "unknown"))
-    facts += [("machine", report.machine), *((f"left out: {engine}", why) for engine, why in report.left_out.items())]
-    calls: tuple[Block, ...] = (*call_plots(report), Table(CALLS, tuple(call_rows(report.engines)), "Calls"))
-    memory = Table(MEMORY, tuple(memory_rows(report.engines)))
-    sections = (
-        Section("Overview", (Facts(tuple(facts)), *(Note(text, "bad") for text in failures))),
-        Section(f"Calls of {report.method}", calls, _CALLS_NOTE),
-        Section("Swaps", tuple(_swaps(report.engines)), _SWAPS_NOTE),
-        Section("Memory", (memory,), _MEMORY_NOTE),
-    )
-    verdict = f"{len(failures)} failed" if failures else ""
-    return Report("How fast it serves and swaps", report.artifact, sections, verdict, not failures and None)
-
-
+_MOST_SECONDS = 86400.0
+_WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together
 _CALLS_NOTE = """The latency of one call with prepared inputs; percentiles over all calls of all threads.
 Calls and samples per second are of all threads together."""
 _SWAPS_NOTE = "The same file, swapped in again and again. Calls wait for the pause alone."
 _MEMORY_NOTE = "Resident memory of a process with one engine and one model. The load includes the engine's library."
-
-
-def _swaps(results: Sequence[EngineBench]) -> Iterator[Block]:
-    lanes = tuple(
-        Lane(f"{result.engine}, {result.residency}", tuple(_spans(result.swaps))) for result in results if result.swaps
-    )
-    if lanes:
-        yield Timeline(lanes, "Swaps, one after another")
-    yield Table(SWAPS, tuple(swap_rows(results)))
-
-
-def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
-    now = 0.0
-    for number, swap in enumerate(swaps, start=1):
-        for kind, seconds in (("staged", swap.staged), ("verified", swap.verified), ("paused", swap.paused)):
-            yield Span(now, now + seconds, f"swap {number}: {kind}, {milli(seconds)} ms", kind)
-            now += seconds
-
-
-WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together
-
-
-class _Quantity(NamedTuple):
-    """A quantity to plot: its axis, and for each line style the function that gives its value."""
-
-    caption: str
-    label: str
-    unit: str
-    figures: dict[str, Callable[[CallTimes], float | None]]
-
-
-_QUANTITIES = (
-    _Quantity(
-        "Latency: median and 99th percentile",
-        "time of a call",
-        "ms",
-        {"p50": lambda calls: calls.p50 * 1e3, "p99": lambda calls: calls.p99 * 1e3},
-    ),
-    _Quantity("Throughput in calls", "calls per second", "", {"": lambda calls: calls.calls_per_second}),
-    _Quantity("Throughput in samples", "samples per second", "", {"": lambda calls: calls.samples_per_second}),
-)
-
-
-def call_plots(report: BenchReport) -> Iterator[LinePlot]:
-    """Yield plots over the batch size of latency, and of calls and samples per second, if there are several sizes."""
-    name = report.batch_dimension
-    batches = {calls.sizes[name] for result in report.engines for calls in result.calls} if name else set()
-    if name and len(batches) > 1:
-        across = Axis(f"size of {name}", "", fitting_scale([*batches]))
-        yield from (_plot(quantity, report.engines, name, across) for quantity in _QUANTITIES)
-
-
-def fitting_scale(values: Sequence[float]) -> Scale:
-    """Return "log" for positive values that span more than a factor of WIDE, else "linear"."""
-    return "log" if values and min(values) > 0 and max(values) >= WIDE * min(values) else "linear"
-
-
-def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, across: Axis) -> LinePlot:
-    """Return a plot with a line for each engine, residency and figure of the quantity."""
-    lines = tuple(
-        Line(f"{result.engine}, {result.residency}", _points(result.calls, dimension, figure), style)
-        for result in results
-        if result.calls
-        for style, figure in quantity.figures.items()
-    )
-    heights = [height for line in lines for _, height in line.points]
-    return LinePlot(lines, across, Axis(quantity.label, quantity.unit, fitting_scale(heights)), quantity.caption)
-
-
-def _points(
-    calls: Sequence[CallTimes], dimension: str, figure: Callable[[CallTimes], float | None]
-) -> tuple[tuple[float, float], ...]:
-    points = ((one.sizes[dimension], figure(one)) for one in calls)
-    return tuple(sorted((size, value) for size, value in points if value is not None))
-
-
-MOST_SECONDS = 86400.0
 bench_command = typer.Typer(add_completion=False)
 
 
 @bench_command.command(name="bench")
 def bench_(
-    artifact: Annotated[str, typer.Argument(help="The artifact's folder or URL.")],
+    artifact: ArtifactArgument,
     weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to serve and to swap in.")],
     engine: Annotated[
         list[str] | None, typer.Option(help="An engine to measure; may be repeated; by default all.")
@@ -266,7 +68,7 @@ def bench_(
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="The number of threads that call concurrently.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0, max=MOST_SECONDS, help="How long to call with each size, in each residency.")
+        float, typer.Option(min=0, max=_MOST_SECONDS, help="How long to call with each size, in each residency.")
     ] = 1.0,
     swaps: Annotated[int, typer.Option(min=0, help="The number of swaps of the file, in each residency.")] = 5,
     html: HtmlOption = None,
@@ -294,7 +96,13 @@ def bench_(
                 op_libraries=op_library or (),
                 progress=progress,
             )
-        _show(report, html, as_json)
+        if html:
+            write_report(html, bench_report(report))
+        if as_json:
+            print_json(report)
+        else:
+            _print_bench(report)
+            print_facts([("report", str(html))] if html else [])
     if any(result.failed for result in report.engines):
         raise typer.Exit(1)
 
@@ -322,12 +130,205 @@ def _parse_size(text: str) -> int:
     return number
 
 
-def _show(report: BenchReport, html: Path | None, as_json: bool) -> None:
-    if html:
-        write_report(html, bench_report(report))
-    if as_json:
-        print_json(report)
-        return
-    print_bench(report)
-    if html:
-        say(f"report      {html}")
+def _print_bench(report: BenchReport) -> None:
+    """Print tables of calls, swaps and memory, and what was not measured."""
+    print_facts(
+        (
+            ("artifact", f"{report.artifact}, graph id {report.graph_id[:12]}"),
+            ("weights", f"{report.weights}, weights id {report.weights_id[:12] or 'unknown'}"),
+            ("machine", report.machine),
+        )
+    )
+    _print_table(f"calls of {report.method}", call_table(report.engines))
+    _print_table("swaps of the same file (medians)", _swap_table(report.engines))
+    _print_table("resident memory", _memory_table(report.engines))
+    print_facts(("left out", f"{engine}: {reason}") for engine, reason in report.left_out.items())
+    print_facts(("failed", text) for text in _failures(report))
+
+
+def _print_table(title: str, table: Table) -> None:
+    def text(cell: Cell, column: Column) -> str:
+        if cell is None:
+            return ""
+        return human_bytes(int(cell)) if column.kind == "bytes" else str(cell)
+
+    if table.rows:
+        rows = [[text(*item) for item in zip(row, table.columns, strict=True)] for row in table.rows]
+        print_table(title, [column.name for column in table.columns], rows)
+
+
+def bench_report(report: BenchReport) -> Report:
+    """Return a report: calls as plots over the batch size and as a table, swaps on a timeline, and memory."""
+    failures = _failures(report)
+    facts = (
+        ("artifact", report.artifact),
+        ("graph id", report.graph_id),
+        ("weights", report.weights),
+        ("weights id", report.weights_id or "unknown"),
+        ("machine", report.machine),
+        *((f"left out: {engine}", reason) for engine, reason in report.left_out.items()),
+    )
+    lanes = tuple(Lane(_name(result), tuple(_spans(result.swaps))) for result in report.engines if result.swaps)
+    timeline: tuple[Block, ...] = (Timeline(lanes, "Swaps, one after another"),) if lanes else ()
+    sections = (
+        Section("Overview", (Facts(facts), *(Note(text, "bad") for text in failures))),
+        Section(f"Calls of {report.method}", (*call_plots(report), call_table(report.engines)), _CALLS_NOTE),
+        Section("Swaps", (*timeline, _swap_table(report.engines)), _SWAPS_NOTE),
+        Section("Memory", (_memory_table(report.engines),), _MEMORY_NOTE),
+    )
+    verdict = f"{len(failures)} failed" if failures else ""
+    return Report("How fast it serves and swaps", report.artifact, sections, verdict, not failures and None)
+
+
+def _failures(report: BenchReport) -> list[str]:
+    return [f"{_name(result)}: {result.failed}" for result in report.engines if result.failed]
+
+
+def _name(result: EngineBench) -> str:
+    return f"{result.engine}, {result.residency}"
+
+
+# The tables, which the terminal and the page show.
+
+
+def call_table(results: Sequence[EngineBench]) -> Table:
+    """Return a table with a row for each engine, residency and set of sizes."""
+    heads = (
+        *columns("engine", "residency", "sizes"),
+        *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
+    )
+    rows = (
+        (
+            result.engine,
+            result.residency,
+            sizes_text(calls.sizes) or "as exported",
+            calls.threads,
+            calls.calls,
+            *(_milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),
+            round(calls.calls_per_second, 1),
+            None if calls.samples_per_second is None else round(calls.samples_per_second, 1),
+        )
+        for result in results
+        for calls in result.calls
+    )
+    return Table(heads, tuple(rows), "Calls")
+
+
+def _swap_table(results: Sequence[EngineBench]) -> Table:
+    """Return a table of medians, and of the longest pause."""
+    heads = (
+        *columns("engine", "residency"),
+        *columns("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)", kind="number"),
+        Column("read", "bytes"),
+    )
+    rows = (
+        (
+            result.engine,
+            result.residency,
+            len(result.swaps),
+            _milli(median(swap.staged for swap in result.swaps)),
+            _milli(median(swap.verified for swap in result.swaps)),
+            _micro(median(swap.paused for swap in result.swaps)),
+            _micro(max(swap.paused for swap in result.swaps)),
+            result.swaps[0].bytes_read,
+        )
+        for result in results
+        if result.swaps
+    )
+    return Table(heads, tuple(rows))
+
+
+def _memory_table(results: Sequence[EngineBench]) -> Table:
+    heads = (
+        *columns("engine", "residency"),
+        Column("load (s)", "number"),
+        *columns("before the load", "after it", "at most while swapping", kind="bytes"),
+    )
+    rows = (
+        (
+            result.engine,
+            result.residency,
+            round(result.load_seconds, 3),
+            result.memory.before_load,
+            result.memory.after_load,
+            result.memory.peak_swapping,
+        )
+        for result in results
+        if result.memory
+    )
+    return Table(heads, tuple(rows))
+
+
+def _milli(seconds: float) -> float:
+    """Return seconds as milliseconds, rounded to a microsecond."""
+    return round(seconds * 1e3, 3)
+
+
+def _micro(seconds: float) -> float:
+    """Return seconds as microseconds, rounded to a tenth."""
+    return round(seconds * 1e6, 1)
+
+
+# The charts of the page.
+
+
+def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
+    now = 0.0
+    for number, swap in enumerate(swaps, start=1):
+        for kind, seconds in (("staged", swap.staged), ("verified", swap.verified), ("paused", swap.paused)):
+            yield Span(now, now + seconds, f"swap {number}: {kind}, {_milli(seconds)} ms", kind)
+            now += seconds
+
+
+class _Quantity(NamedTuple):
+    """A quantity to plot."""
+
+    caption: str
+    label: str  # of its axis
+    unit: str
+    figures: dict[str, Callable[[CallTimes], float | None]]  # for each line style, what gives the value
+
+
+_QUANTITIES = (
+    _Quantity(
+        "Latency: median and 99th percentile",
+        "time of a call",
+        "ms",
+        {"p50": lambda calls: calls.p50 * 1e3, "p99": lambda calls: calls.p99 * 1e3},
+    ),
+    _Quantity("Throughput in calls", "calls per second", "", {"": lambda calls: calls.calls_per_second}),
+    _Quantity("Throughput in samples", "samples per second", "", {"": lambda calls: calls.samples_per_second}),
+)
+
+
+def call_plots(report: BenchReport) -> Iterator[LinePlot]:
+    """Yield plots over the batch size of latency, and of calls and samples per second, if there are several sizes."""
+    name = report.batch_dimension
+    batches = {calls.sizes[name] for result in report.engines for calls in result.calls} if name else set()
+    if name and len(batches) > 1:
+        across = Axis(f"size of {name}", "", fitting_scale([*batches]))
+        yield from (_plot(quantity, report.engines, name, across) for quantity in _QUANTITIES)
+
+
+def fitting_scale(values: Sequence[float]) -> Scale:
+    """Return "log" for positive values that span more than a factor of _WIDE, else "linear"."""
+    return "log" if values and min(values) > 0 and max(values) >= _WIDE * min(values) else "linear"
+
+
+def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, across: Axis) -> LinePlot:
+    """Return a plot with a line for each engine, residency and figure of the quantity."""
+    lines = tuple(
+        Line(_name(result), _points(result.calls, dimension, figure), style)
+        for result in results
+        if result.calls
+        for style, figure in quantity.figures.items()
+    )
+    heights = [height for line in lines for _, height in line.points]
+    return LinePlot(lines, across, Axis(quantity.label, quantity.unit, fitting_scale(heights)), quantity.caption)
+
+
+def _points(
+    calls: Sequence[CallTimes], dimension: str, figure: Callable[[CallTimes], float | None]
+) -> tuple[tuple[float, float], ...]:
+    points = ((one.sizes[dimension], figure(one)) for one in calls)
+    return tuple(sorted((size, value) for size, value in points if value is not None))

@@ -22,13 +22,13 @@ from weightswap_tools.inputs import engine_inputs, named_inputs, random_values, 
 
 from .running import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes
 
-WARM_UP = 5  # calls that are not counted
-Call = Callable[[], object]
+_WARM_UP = 5  # calls that are not counted
+_Call = Callable[[], object]
 
 
 def measure(request: BenchRequest) -> EngineBench:
     """Load the model, then measure calls and swaps. Raises as these do."""
-    before = resident("VmRSS")
+    before = _resident("VmRSS")
     start = time.perf_counter()
     model = load(
         request.artifact,
@@ -38,12 +38,12 @@ def measure(request: BenchRequest) -> EngineBench:
         op_libraries=request.op_libraries,
     )
     loaded = time.perf_counter() - start
-    after = resident("VmRSS")
+    after = _resident("VmRSS")
     calls = tuple(_measure_calls(_call(model, request, sizes), sizes, request) for sizes in request.sizes)
-    reset_peak()
+    _reset_peak()
     _swap(model, request.weights)  # not counted: it allocates the second arena and first calls its session
     swaps = tuple(_swap(model, request.weights) for _ in range(request.swaps))
-    memory = Memory(before_load=before, after_load=after, peak_swapping=resident("VmHWM"))
+    memory = Memory(before_load=before, after_load=after, peak_swapping=_resident("VmHWM"))
     return EngineBench(
         engine=model.engine,
         residency=request.residency,
@@ -55,8 +55,8 @@ def measure(request: BenchRequest) -> EngineBench:
     )
 
 
-def resident(field: str) -> int:
-    """Return this process's memory in bytes: VmRSS now, VmHWM the peak since `reset_peak`; 0 if unknown."""
+def _resident(field: str) -> int:
+    """Return this process's memory in bytes: VmRSS now, VmHWM the peak since `_reset_peak`; 0 if unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def resident(field: str) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def reset_peak() -> None:
+def _reset_peak() -> None:
     """Reset VmHWM to the current memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -72,7 +72,7 @@ def reset_peak() -> None:
         return
 
 
-def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Call:
+def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> _Call:
     """Return a function that calls the method with prepared inputs."""
     signature, engine = model.signatures[request.method], engine_of(model)
     if request.inputs is None:
@@ -84,8 +84,8 @@ def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Call
     return lambda: method(*args, **kwargs)
 
 
-def _measure_calls(call: Call, sizes: dict[str, int], request: BenchRequest) -> CallTimes:
-    for _ in range(WARM_UP):
+def _measure_calls(call: _Call, sizes: dict[str, int], request: BenchRequest) -> CallTimes:
+    for _ in range(_WARM_UP):
         call()
     times: list[list[float]] = [[] for _ in range(request.threads)]
     start = time.perf_counter()
@@ -110,7 +110,7 @@ def _measure_calls(call: Call, sizes: dict[str, int], request: BenchRequest) -> 
     )
 
 
-def _call_until(call: Call, end: float, times: list[float]) -> None:
+def _call_until(call: _Call, end: float, times: list[float]) -> None:
     """Call until the time `end`, at least once, and record the seconds of each call."""
     begin = time.perf_counter()
     while not times or begin < end:

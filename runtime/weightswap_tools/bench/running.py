@@ -1,4 +1,4 @@
-"""What to measure, the processes that do, the report."""
+"""What to measure, the processes that measure it, and what they found."""
 
 from __future__ import annotations
 
@@ -21,81 +21,33 @@ from weightswap_runtime.live.residency import RESIDENCIES, ResidencyName
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.inputs import common_sizes
 
+_BATCH = "batch"
+
 
 class _BenchPart(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Return sizes as `batch=8, length=3`."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-class BenchRequest(_BenchPart, frozen=True):
-    """A request to one process. `sizes` has a set of sizes of the dynamic dimensions for each measurement.
-
-    `batch_dimension` is the dimension whose size is the number of samples in a call; None if there is none. `inputs` is
-    a file of inputs to use instead of random ones; `sizes` then has one empty set.
-    """
+class BenchReport(_BenchPart, frozen=True):
+    """The measurements of all engines."""
 
     artifact: str
+    graph_id: str
     weights: str
-    engine: str
     method: str
-    sizes: tuple[dict[str, int], ...]
-    residency: ResidencyName
-    threads: int = 1
-    seconds: float = 1.0
-    swaps: int = 5
-    inputs: str | None = None
-    op_libraries: tuple[str, ...] = ()
-    batch_dimension: str | None = None
-
-
-class CallTimes(_BenchPart, frozen=True):
-    """Calls with inputs of one set of sizes, made by `threads` concurrent threads for `seconds`, without warm-up calls.
-
-    The percentiles are of the latency of one call. `samples_per_second` is the number of calls per second of all
-    threads together times the batch size. It is None if the batch size is unknown: the method has no dynamic dimension,
-    or the inputs come from a file.
-    """
-
-    sizes: dict[str, int]
-    threads: int
-    calls: int
-    seconds: float
-    p50: float
-    p90: float
-    p99: float
-    samples_per_second: float | None = None
+    machine: str  # processors and system
+    engines: tuple[EngineBench, ...]
+    left_out: dict[str, str]  # an engine or sizes -> why they were not measured
+    batch_dimension: str | None = None  # whose size is the number of samples in a call; None without, or for a file
 
     @property
-    def calls_per_second(self) -> float:
-        return self.calls / self.seconds
-
-
-class SwapTimes(_BenchPart, frozen=True):
-    """One swap of the same file, from its receipt."""
-
-    staged: float
-    verified: float
-    paused: float
-    bytes_read: int
-
-
-class Memory(_BenchPart, frozen=True):
-    """Resident memory of the measuring process: before the load, after it, and the peak while swapping.
-
-    The load includes the engine's library.
-    """
-
-    before_load: int
-    after_load: int
-    peak_swapping: int
+    def weights_id(self) -> str:
+        """The id of the served weights; empty if every engine failed."""
+        return next((result.weights_id for result in self.engines if result.weights_id), "")
 
 
 class EngineBench(_BenchPart, frozen=True):
-    """Measurements of one engine in one residency. `failed` is the reason if there are none, else empty."""
+    """Measurements of one engine in one residency."""
 
     engine: str
     residency: ResidencyName
@@ -104,32 +56,41 @@ class EngineBench(_BenchPart, frozen=True):
     calls: tuple[CallTimes, ...] = ()
     swaps: tuple[SwapTimes, ...] = ()
     memory: Memory | None = None
-    failed: str = ""
+    failed: str = ""  # the reason if there are no measurements
 
 
-class BenchReport(_BenchPart, frozen=True):
-    """The measurements of all engines.
+class CallTimes(_BenchPart, frozen=True):
+    """Calls with inputs of one set of sizes, without warm-up calls."""
 
-    `left_out`: an engine or sizes -> why they were not measured. `machine`: processors and system. `batch_dimension`:
-    the dynamic dimension whose size is the number of samples in a call; None if there is none, or for inputs of a file.
-    """
-
-    artifact: str
-    graph_id: str
-    weights: str
-    method: str
-    machine: str
-    engines: tuple[EngineBench, ...]
-    left_out: dict[str, str]
-    batch_dimension: str | None = None
+    sizes: dict[str, int]
+    threads: int  # that call concurrently
+    calls: int  # of all threads together
+    seconds: float  # that all of it took
+    p50: float  # percentiles of the latency of one call, in seconds
+    p90: float
+    p99: float
+    samples_per_second: float | None = None  # None if the batch size is unknown: none is dynamic, or inputs of a file
 
     @property
-    def weights_id(self) -> str:
-        """The id of the served weights; empty if every engine failed."""
-        return next((result.weights_id for result in self.engines if result.weights_id), "")
+    def calls_per_second(self) -> float:
+        return self.calls / self.seconds
 
 
-BATCH = "batch"
+class SwapTimes(_BenchPart, frozen=True):
+    """One swap of the same file, from its receipt. Times are in seconds."""
+
+    staged: float
+    verified: float
+    paused: float
+    bytes_read: int
+
+
+class Memory(_BenchPart, frozen=True):
+    """Resident memory of the measuring process, in bytes. The load includes the engine's library."""
+
+    before_load: int
+    after_load: int
+    peak_swapping: int
 
 
 def bench(
@@ -230,7 +191,7 @@ def _ranges(signature: Signature) -> str:
 
 def _batch_dimension(signature: Signature, sizes: Mapping[str, int]) -> str | None:
     """Return the dimension named "batch", else the first dynamic one without a given size."""
-    return BATCH if BATCH in signature.dims else next((name for name in signature.dims if name not in sizes), None)
+    return _BATCH if _BATCH in signature.dims else next((name for name in signature.dims if name not in sizes), None)
 
 
 def _size_sets(
@@ -245,6 +206,31 @@ def _size_sets(
     if batch_dimension is None or batch_dimension in sizes:
         return [{**common, **sizes}]
     return [{**common, **sizes, batch_dimension: batch} for batch in batches]
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return sizes as `batch=8, length=3`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+# The processes that measure.
+
+
+class BenchRequest(_BenchPart, frozen=True):
+    """A request to one process."""
+
+    artifact: str
+    weights: str
+    engine: str
+    method: str
+    sizes: tuple[dict[str, int], ...]  # of the dynamic dimensions, for each measurement; one empty set for a file
+    residency: ResidencyName
+    threads: int = 1
+    seconds: float = 1.0
+    swaps: int = 5
+    inputs: str | None = None  # a file of inputs to use instead of random ones
+    op_libraries: tuple[str, ...] = ()
+    batch_dimension: str | None = None  # whose size is the number of samples in a call
 
 
 def _measure(

@@ -21,80 +21,23 @@ from .streaming import Side
 from .weights import compare_sides
 
 Kind = Literal["weights", "state", "constants"]
-KINDS: tuple[Kind, ...] = ("weights", "state", "constants")
-PREFIX = "torch.ops."
-
-
-class ArtifactInfo(DiffDocument, frozen=True):
-    """One side of the comparison."""
-
-    where: str
-    graph_id: str
-    torch: str
-
-
-class OperatorCount(DiffDocument, frozen=True):
-    """The number of calls of an operator, such as `aten.linear.default`, in a method."""
-
-    name: str
-    before: int
-    after: int
-
-
-class MethodDiff(DiffDocument, frozen=True):
-    """A method that differs between the artifacts. A signature is None if the artifact does not have the method.
-
-    `operators` are those whose number of calls changed.
-    """
-
-    name: str
-    before: Signature | None
-    after: Signature | None
-    operators: tuple[OperatorCount, ...] = ()
-    same_graph: bool = False
-
-    @property
-    def same_signature(self) -> bool:
-        return self.before == self.after
-
-
-class RowDiff(DiffDocument, frozen=True):
-    """A tensor of the weights, state or constants that only one artifact has, or whose type changed."""
-
-    kind: Kind
-    name: str
-    before: TensorType | None
-    after: TensorType | None
-
-
-class SourceDiff(DiffDocument, frozen=True):
-    """A weight whose checkpoint keys changed. It is computed from the keys, or else is the tensor of one of them."""
-
-    weight: str
-    before: tuple[str, ...] | None
-    after: tuple[str, ...] | None
-    computed_before: bool
-    computed_after: bool
+_KINDS: tuple[Kind, ...] = ("weights", "state", "constants")
+_PREFIX = "torch.ops."
 
 
 class ArtifactsDiff(DiffDocument, frozen=True):
-    """The comparison of two artifacts.
-
-    `fits`: whether weight files packed for either artifact fit the graph of the other; `misfits`: why not.
-    `constants`: the constants and initial state values in both artifacts whose values changed. `transforms_changed`:
-    whether the graph that computes weights from a checkpoint changed. `engines`: name -> "added", "removed", "changed".
-    """
+    """The comparison of two artifacts."""
 
     before: ArtifactInfo
     after: ArtifactInfo
-    fits: bool
-    misfits: tuple[str, ...]
+    fits: bool  # whether weight files packed for either artifact fit the graph of the other
+    misfits: tuple[str, ...]  # why not
     methods: tuple[MethodDiff, ...]
     rows: tuple[RowDiff, ...]
-    constants: tuple[TensorDiff, ...]
+    constants: tuple[TensorDiff, ...]  # constants and initial state values in both artifacts, with other values
     sources: tuple[SourceDiff, ...]
-    transforms_changed: bool
-    engines: dict[str, str]
+    transforms_changed: bool  # whether the graph that computes weights from a checkpoint is another
+    engines: dict[str, str]  # name -> "added", "removed" or "changed"
 
     @property
     def same_graph(self) -> bool:
@@ -126,6 +69,55 @@ class ArtifactsDiff(DiffDocument, frozen=True):
         return "same" if self.same_graph and not changes else "notice"
 
 
+class ArtifactInfo(DiffDocument, frozen=True):
+    """One side of the comparison."""
+
+    where: str
+    graph_id: str
+    torch: str
+
+
+class MethodDiff(DiffDocument, frozen=True):
+    """A method that differs between the artifacts."""
+
+    name: str
+    before: Signature | None  # None if the artifact does not have the method
+    after: Signature | None
+    operators: tuple[OperatorCount, ...] = ()  # those whose number of calls changed
+    same_graph: bool = False
+
+    @property
+    def same_signature(self) -> bool:
+        return self.before == self.after
+
+
+class OperatorCount(DiffDocument, frozen=True):
+    """The number of calls of an operator, such as `aten.linear.default`, in a method."""
+
+    name: str
+    before: int
+    after: int
+
+
+class RowDiff(DiffDocument, frozen=True):
+    """A tensor of the weights, state or constants that only one artifact has, or whose type changed."""
+
+    kind: Kind
+    name: str
+    before: TensorType | None
+    after: TensorType | None
+
+
+class SourceDiff(DiffDocument, frozen=True):
+    """A weight whose checkpoint keys changed. It is computed from the keys, or else is the tensor of one of them."""
+
+    weight: str
+    before: tuple[str, ...] | None
+    after: tuple[str, ...] | None
+    computed_before: bool
+    computed_after: bool
+
+
 def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[str]) -> ArtifactsDiff:
     """Compare two artifacts. Needs no torch: graphs are read, not run.
 
@@ -135,21 +127,17 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
     old, new = one.manifest, other.manifest
     misfits = (*_misfits("old weights, new graph", old, new), *_misfits("new weights, old graph", new, old))
     return ArtifactsDiff(
-        before=_info(one),
-        after=_info(other),
+        before=ArtifactInfo(where=str(one.path), graph_id=one.graph_id, torch=old.producer.torch),
+        after=ArtifactInfo(where=str(other.path), graph_id=other.graph_id, torch=new.producer.torch),
         fits=not misfits,
         misfits=misfits,
         methods=tuple(_method_changes(one, other)),
-        rows=tuple(row for kind in KINDS for row in _row_changes(kind, getattr(old, kind), getattr(new, kind))),
+        rows=tuple(row for kind in _KINDS for row in _row_changes(kind, getattr(old, kind), getattr(new, kind))),
         constants=_constant_changes(one, other),
         sources=tuple(_source_changes(old.adapter.sources, new.adapter.sources)),
         transforms_changed=old.files.get(ADAPTER_NAME) != new.files.get(ADAPTER_NAME),
         engines=_engine_changes(old.files, new.files),
     )
-
-
-def _info(artifact: Artifact) -> ArtifactInfo:
-    return ArtifactInfo(where=str(artifact.path), graph_id=artifact.graph_id, torch=artifact.manifest.producer.torch)
 
 
 def _misfits(which: str, packed: Manifest, served: Manifest) -> Iterator[str]:
@@ -162,7 +150,8 @@ def _method_changes(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
     old, new = one.manifest.methods, other.manifest.methods
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
-        same_graph = _graph_digest(one, before) == _graph_digest(other, after)
+        digests = (before and one.manifest.files[before.graph], after and other.manifest.files[after.graph])
+        same_graph = digests[0] == digests[1]
         if before != after or not same_graph:
             yield MethodDiff(
                 name=name,
@@ -171,10 +160,6 @@ def _method_changes(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
                 operators=tuple(_operator_changes(_operators(one, before), _operators(other, after))),
                 same_graph=same_graph,
             )
-
-
-def _graph_digest(artifact: Artifact, method: Method | None) -> str | None:
-    return artifact.manifest.files[method.graph] if method else None
 
 
 def _operators(artifact: Artifact, method: Method | None) -> Counter[str]:
@@ -191,7 +176,7 @@ def _operators(artifact: Artifact, method: Method | None) -> Counter[str]:
 def _operator_changes(before: Counter[str], after: Counter[str]) -> Iterator[OperatorCount]:
     for name in sorted(before.keys() | after.keys()):
         if before[name] != after[name]:
-            yield OperatorCount(name=name.removeprefix(PREFIX), before=before[name], after=after[name])
+            yield OperatorCount(name=name.removeprefix(_PREFIX), before=before[name], after=after[name])
 
 
 def _row_changes(kind: Kind, before: Iterable[NamedTensor], after: Iterable[NamedTensor]) -> Iterator[RowDiff]:

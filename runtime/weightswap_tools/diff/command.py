@@ -10,13 +10,23 @@ from msgspec import structs
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import is_artifact
-from weightswap_tools.diff import ArtifactsDiff, Policy, WeightsDiff, compare_artifacts, compare_weights
+from weightswap_tools.diff import Policy, compare_artifacts, compare_weights
 from weightswap_tools.reports.page import write_report
-from weightswap_tools.terminal import HtmlOption, JsonOption, KeysOption, errors_as_exit, print_json, progress_bar, say
+from weightswap_tools.terminal import (
+    HtmlOption,
+    JsonOption,
+    KeysOption,
+    errors_as_exit,
+    print_facts,
+    print_json,
+    progress_bar,
+)
 
-from .show import artifacts_report, print_artifacts, print_failures, print_weights, weights_report
+from .show import artifacts_report, print_artifacts, print_weights, weights_report
 
 diff_command = typer.Typer(add_completion=False)
+_MOST_SHOWN = 30
+_FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weights, not artifacts"
 
 
 @diff_command.command()
@@ -55,22 +65,41 @@ def diff(
         if _are_artifacts(before, after):
             if artifact or policies or keys or values or level:
                 raise typer.BadParameter(_FOR_WEIGHTS)
-            _show_artifacts(compare_artifacts(before, after), html, as_json)
+            _show_artifacts(before, after, html, as_json)
             return
         with progress_bar("comparing") as progress:
-            levels = _level_pair(level or [])
-            read = values or any(policy.needs_values for policy in policies)
             result = compare_weights(
-                before, after, artifact=artifact, keys=keys, levels=levels, values=read, progress=progress
+                before,
+                after,
+                artifact=artifact,
+                keys=keys,
+                levels=_level_pair(level or []),
+                values=values or any(policy.needs_values for policy in policies),
+                progress=progress,
             )
         failures = {policy.text: policy.failures(result) for policy in policies}
-        _show_weights(result, failures, html, None if show_all else SHOWN, as_json)
+        if html:
+            write_report(html, weights_report(result, failures))
+        if as_json:
+            failed = [{"condition": text, "tensors": names} for text, names in failures.items()]
+            head = {"kind": "weights", "level": result.level, "counts": result.counts, "fail_if": failed}
+            print_json(head | structs.asdict(result))
+        else:
+            print_weights(result, failures, None if show_all else _MOST_SHOWN)
+            print_facts([("report", str(html))] if html else [])
     if any(failures.values()):
         raise typer.Exit(1)
 
 
-SHOWN = 30
-_FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weights, not artifacts"
+def _show_artifacts(before: str, after: str, html: Path | None, as_json: bool) -> None:
+    result = compare_artifacts(before, after)
+    if html:
+        write_report(html, artifacts_report(result))
+    if as_json:
+        print_json({"kind": "artifacts", "verdict": result.verdict, **structs.asdict(result)})
+        return
+    print_artifacts(result)
+    print_facts([("report", str(html))] if html else [])
 
 
 def _level_pair(levels: list[str]) -> tuple[str | None, str | None]:
@@ -86,33 +115,3 @@ def _are_artifacts(before: str, after: str) -> bool:
         artifact, other = (before, after) if kinds[0] else (after, before)
         raise Unsupported(f"{artifact} is an artifact and {other} is not; give two artifacts, or two sets of weights")
     return all(kinds)
-
-
-def _show_artifacts(result: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
-    if html:
-        write_report(html, artifacts_report(result))
-    if as_json:
-        print_json({"kind": "artifacts", "verdict": result.verdict, **structs.asdict(result)})
-        return
-    print_artifacts(result)
-    _print_report_path(html)
-
-
-def _show_weights(
-    result: WeightsDiff, failures: dict[str, tuple[str, ...]], html: Path | None, most: int | None, as_json: bool
-) -> None:
-    if html:
-        write_report(html, weights_report(result, failures))
-    if as_json:
-        failed = [{"condition": text, "tensors": names} for text, names in failures.items()]
-        head = {"kind": "weights", "level": result.level, "counts": result.counts, "fail_if": failed}
-        print_json(head | structs.asdict(result))
-        return
-    print_weights(result, most)
-    print_failures(failures)
-    _print_report_path(html)
-
-
-def _print_report_path(html: Path | None) -> None:
-    if html:
-        say(f"report      {html}")

@@ -34,7 +34,7 @@ from weightswap_runtime.tensors import (
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_tools.tensor_set import SetTensor, TensorSet, natural
 
-from .documents import SetInfo
+from .documents import SetInfo, Status
 from .statistics import Summary, Tally, same_bytes, summary, tally
 
 if TYPE_CHECKING:
@@ -202,6 +202,21 @@ class TensorPair(NamedTuple):
             return False
         whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
         return whole or self.before.dtype == self.after.dtype
+
+    @property
+    def is_computed(self) -> bool:
+        return any(isinstance(tensor, Computed) for tensor in self.present)
+
+    @property
+    def status(self) -> Status:
+        """The status that types and names alone determine."""
+        if self.before is None or self.after is None:
+            return "added" if self.before is None else "removed"
+        if self.before.shape != self.after.shape:
+            return "reshaped"
+        if self.before.dtype != self.after.dtype:
+            return "retyped"
+        return "renamed" if self.renamed_from else "same"
 
 
 def pair(before: Side, after: Side) -> tuple[list[TensorPair], list[dict[str, str]]]:

@@ -1,4 +1,4 @@
-"""Comparing two sets; `--fail-if`."""
+"""Comparing two sets of weights, and conditions on what changed (`--fail-if`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightswap_runtime.format.names import Keys
 from weightswap_runtime.tensors import TensorType
 from weightswap_tools.tensor_set import SetRequest, check_levels, open_set
 
-from .documents import Overall, Status, TensorDiff, WeightsDiff, alarm_order, graded, new_values
+from .documents import Overall, TensorDiff, WeightsDiff, alarm_order, graded, new_values
 from .statistics import merged, ratio
 from .streaming import (
     READINGS,
@@ -102,7 +102,8 @@ def _value(name: str, diff: TensorDiff) -> float | None:
 
 
 T = TypeVar("T")
-DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
+_Scans = tuple[Scan, ...]  # one of both sides, or one for each side that has the tensor
+_DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
 
 
 def compare_weights(
@@ -165,37 +166,31 @@ def compare_sides(
     )
 
 
-Scans = tuple[Scan, ...]  # one of both sides, or one for each side that has the tensor
-
-
 def _known_to_be_same(row: TensorPair, before: Side, after: Side) -> bool:
     """Return whether the recorded digests are equal, or matching found the contents equal."""
     if row.renamed_from:
         return True
     digests = before.digests.get(row.name), after.digests.get(row.name)
-    return row.comparable and _status(row) == "same" and digests[0] is not None and digests[0] == digests[1]
+    return row.comparable and row.status == "same" and digests[0] is not None and digests[0] == digests[1]
 
 
-def _run_scans(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
+def _run_scans(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: bool) -> dict[str, _Scans]:
     reader = Reader(sum(tensor.nbytes for row in rows for tensor in row.present), progress)
-    scans = {row.name: _scans(row, hashed=hashed) for row in rows if not _is_computed(row)}
+    scans = {row.name: _scans(row, hashed=hashed) for row in rows if not row.is_computed}
     reader.run(scan for of_row in scans.values() for scan in of_row)
-    for row in filter(_is_computed, rows):  # one at a time, as each is in memory
-        scans[row.name] = _scans(row, hashed=hashed)
-        reader.run(scans[row.name])
+    for row in rows:
+        if row.is_computed:  # one at a time, as each is in memory
+            scans[row.name] = _scans(row, hashed=hashed)
+            reader.run(scans[row.name])
     return scans
 
 
-def _is_computed(row: TensorPair) -> bool:
-    return any(isinstance(tensor, Computed) for tensor in row.present)
-
-
-def _scans(row: TensorPair, *, hashed: bool) -> Scans:
+def _scans(row: TensorPair, *, hashed: bool) -> _Scans:
     sides: list[Readable] = [tensor.compute() if isinstance(tensor, Computed) else tensor for tensor in row.present]
     return (Scan(sides, hashed=hashed),) if row.comparable else tuple(Scan([tensor], hashed=hashed) for tensor in sides)
 
 
-def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
+def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, _Scans], before: Side, after: Side) -> None:
     """Raise DigestMismatch if the digest of a tensor that was read is not the recorded one."""
     for index, compared in enumerate((before, after)):
         problems = []
@@ -206,7 +201,7 @@ def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], befor
             if expected and digests[index] not in (None, expected):
                 problems.append(f"{name}: its bytes do not match the digest that the file records")
         if problems:
-            raise DigestMismatch(compared.info.where, problems, DAMAGED)
+            raise DigestMismatch(compared.info.where, problems, _DAMAGED)
 
 
 def _by_side(row: TensorPair, results: Iterable[T]) -> tuple[T | None, T | None]:
@@ -215,13 +210,13 @@ def _by_side(row: TensorPair, results: Iterable[T]) -> tuple[T | None, T | None]
     return next(rest, None) if row.before is not None else None, next(rest, None) if row.after is not None else None
 
 
-def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
+def _diff(row: TensorPair, scans: _Scans) -> TensorDiff:
     summaries = [scan.summary for scan in scans]
     old, new = _by_side(row, [values for summary in summaries for values in (summary.sides if summary else (None,))])
     comparable = row.comparable and bool(scans)
     return TensorDiff(
         name=row.name,
-        status="changed" if comparable and _status(row) == "same" and not scans[0].equal else _status(row),
+        status="changed" if comparable and row.status == "same" and not scans[0].equal else row.status,
         before=row.before and TensorType.of(row.before),
         after=row.after and TensorType.of(row.after),
         renamed_from=row.renamed_from,
@@ -229,17 +224,6 @@ def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
         values_after=new,
         change=summaries[0].change if comparable and summaries[0] else None,
     )
-
-
-def _status(row: TensorPair) -> Status:
-    """Return the status that types and names alone determine."""
-    if row.before is None or row.after is None:
-        return "added" if row.before is None else "removed"
-    if row.before.shape != row.after.shape:
-        return "reshaped"
-    if row.before.dtype != row.after.dtype:
-        return "retyped"
-    return "renamed" if row.renamed_from else "same"
 
 
 def _overall(diffs: Sequence[TensorDiff]) -> Overall:

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, Unsupported, WeightFileError
 from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, measured_process, running
-from weightswap_tools.bench.command import CALLS, bench_command, bench_report, call_plots, call_rows, fitting_scale
+from weightswap_tools.bench.command import bench_command, bench_report, call_plots, call_table, fitting_scale
 from weightswap_tools.bench.running import BenchRequest
-from weightswap_tools.reports.blocks import Table
 
 Weights = Callable[[int], Path]
 
@@ -198,7 +197,7 @@ def test_calls_are_plotted_over_the_batch() -> None:
 @pytest.mark.parametrize("found", [measured(timed(8, 1.0)), measured(), measured(timed(1, 1.0), dimension=None)])
 def test_one_batch_is_no_plot(found: BenchReport) -> None:
     assert list(call_plots(found)) == []
-    assert bench_report(found).sections[1].blocks[-1] == Table(CALLS, tuple(call_rows(found.engines)), "Calls")
+    assert bench_report(found).sections[1].blocks[-1] == call_table(found.engines)
 
 
 @pytest.mark.parametrize(

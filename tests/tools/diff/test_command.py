@@ -296,9 +296,9 @@ def test_help(diff: Diff) -> None:
 
 def test_weights_as_a_grid_of_layers() -> None:
     names = ["h.10.attn.w", "h.2.attn.w", "h.2.mlp.b", "emb.weight", "bias", "h.2.experts.1.w"]
-    found = grid(names)
-    assert found.rows == ("(model)", "emb", "h.2", "h.10")
-    assert found.columns == ("bias", "weight", "attn.w", "experts.1.w", "mlp.b")
-    assert found.names[2] == (None, None, "h.2.attn.w", "h.2.experts.1.w", "h.2.mlp.b")
-    assert found.names[3] == (None, None, "h.10.attn.w", None, None)
+    rows, columns, cells = grid(names)
+    assert rows == ("(model)", "emb", "h.2", "h.10")
+    assert columns == ("bias", "weight", "attn.w", "experts.1.w", "mlp.b")
+    assert cells[2] == (None, None, "h.2.attn.w", "h.2.experts.1.w", "h.2.mlp.b")
+    assert cells[3] == (None, None, "h.10.attn.w", None, None)
     assert grid([]) == ((), (), ())
