@@ -1,12 +1,11 @@
-"""`weightswap inspect`, and its terminal output."""
+"""`weightswap inspect`: its options, its text and its tree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -21,6 +20,7 @@ from weightswap_tools.terminal import (
     LevelOption,
     errors_as_exit,
     human_bytes,
+    print_facts,
     print_json,
     print_table,
     say,
@@ -31,7 +31,6 @@ from .graph import module_kinds
 from .page import report_of
 from .subject import (
     ArtifactSubject,
-    Fact,
     GoldensSubject,
     Subject,
     WeightsSubject,
@@ -44,179 +43,8 @@ from .subject import (
     weights_facts,
 )
 
-
-def print_text(subject: Subject) -> None:
-    """Print a subject for people."""
-    match subject:
-        case ArtifactSubject():
-            _print_artifact(subject)
-        case WeightsSubject():
-            _print_weights(subject)
-        case GoldensSubject():
-            _print_goldens(subject)
-
-
-def print_facts(facts: Iterable[Fact]) -> None:
-    """Print a line for each fact, with aligned texts."""
-    for name, text in facts:
-        say(f"{name:<10} {text}")
-
-
-def _print_artifact(subject: ArtifactSubject) -> None:
-    manifest = subject.manifest
-    print_facts(artifact_facts(subject))
-    size = size_fact(len(manifest.weights), manifest.total_bytes)
-    _print_tensors(f"weights: {size}, not in the artifact", manifest.weights, manifest)
-    for title, tensors in (("state", manifest.state), ("constants", manifest.constants)):
-        if tensors:
-            _print_tensors(f"{title}: {size_fact(len(tensors), sum(t.nbytes for t in tensors))}", tensors, manifest)
-    adapter = manifest.adapter
-    _print_keys("checkpoint keys that are left out", adapter.ignored)
-    _print_keys("checkpoint keys that are required, though no weight is made of them", adapter.needed)
-    if adapter.untraceable:
-        say(f"checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}")
-
-
-def _print_keys(title: str, keys: Sequence[str]) -> None:
-    if keys:
-        say(f"{title}: {', '.join(keys)}")
-
-
-def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:
-    sources = {source.weight: source for source in manifest.adapter.sources}
-    rows = [
-        [
-            tensor.name,
-            describe(tensor),
-            human_bytes(tensor.nbytes),
-            ", ".join(tensor.aliases),
-            origin(tensor, sources.get(tensor.name)),
-        ]
-        for tensor in tensors
-    ]
-    _print_table(title, ["name", "type", "size", "tied to", "in checkpoints"], rows)
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without empty columns after the third."""
-    kept = [index for index in range(len(columns)) if index < 3 or any(row[index] for row in rows)]
-    print_table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
-
-
-def _print_weights(subject: WeightsSubject) -> None:
-    print_facts(weights_facts(subject))
-    changes = subject.delta.changes if subject.delta else {}
-    print_facts(("changes", f"{name}, {describe(changed)}") for name, changed in changes.items())
-    ties = subject.ties
-    rows = [
-        [
-            name,
-            describe(tensor),
-            human_bytes(tensor.nbytes),
-            subject.digests.get(name, "")[:12],
-            ", ".join(ties.get(name, ())),
-        ]
-        for name, tensor in subject.in_order()
-    ]
-    columns = ["name", "type", "size", "digest", "tied to"]
-    _print_table(size_fact(len(rows), subject.total_bytes), columns, rows)
-
-
-def _print_goldens(subject: GoldensSubject) -> None:
-    print_facts(goldens_facts(subject))
-    rows = [[str(number), *texts] for number, *texts in subject.calls]
-    print_table(plural(len(rows), "recorded call"), ["case", "method", "inputs", "outputs"], rows)
-
-
-class _TreeRow(NamedTuple):
-    """A tensor in the tree."""
-
-    type: str
-    nbytes: int
-    note: str = ""
-
-
-def print_tree(subject: Subject, console: Console) -> None:
-    """Print modules with the number and size of their tensors. Raises Unsupported for goldens."""
-    rows, kinds, title = _contents(subject)
-    console.print(_TreeBuilder(rows, kinds).tree(title))
-
-
-def _contents(subject: Subject) -> tuple[dict[str, _TreeRow], Mapping[str, str], str]:
-    match subject:
-        case ArtifactSubject():
-            return _artifact_rows(subject), module_kinds(subject), str(subject.artifact.path)
-        case WeightsSubject():
-            return _weights_rows(subject), {}, subject.weights.full_where
-        case GoldensSubject():
-            raise Unsupported(f"{subject.where}: goldens have no modules; leave --tree out")
-
-
-def _weights_rows(subject: WeightsSubject) -> dict[str, _TreeRow]:
-    tensors, ties = subject.weights.tensors, subject.ties
-    return {
-        name: _TreeRow(describe(tensors[name]), size, _tied(ties.get(name, ()))) for name, size in subject.sizes.items()
-    }
-
-
-def _tied(names: Iterable[str]) -> str:
-    return f"tied to {', '.join(names)}" if names else ""
-
-
-def _artifact_rows(subject: ArtifactSubject) -> dict[str, _TreeRow]:
-    manifest = subject.manifest
-    roles = (("", manifest.weights), ("state", manifest.state), ("constant", manifest.constants))
-    rows = {}
-    for role, tensors in roles:
-        for tensor in tensors:
-            note = ", ".join(filter(None, (role, _tied(tensor.aliases))))
-            rows[tensor.name] = _TreeRow(describe(tensor), tensor.nbytes, note)
-    return rows
-
-
-class _TreeBuilder:
-    def __init__(self, rows: Mapping[str, _TreeRow], kinds: Mapping[str, str]) -> None:
-        self.rows, self.kinds = rows, kinds
-        self.root = grow(rows)
-        self.sums = sizes_below(self.root, {name: row.nbytes for name, row in rows.items()})
-        self.marks = fingerprints(self.root, rows.__getitem__, self._kind)
-
-    def tree(self, title: str) -> Tree:
-        tree = Tree(self._label(visible(title), self.root))
-        self._fill(tree, self.root)
-        return tree
-
-    def _kind(self, path: str) -> str:
-        return self.kinds.get(path, "").rpartition(".")[2]
-
-    def _fill(self, tree: Tree, branch: Branch) -> None:
-        for name in branch.names:
-            tree.add(self._leaf(name, self.rows[name]))
-        for group in runs(branch.branches.values(), self.marks):
-            self._fill(tree.add(self._group_label(group)), group[0])
-
-    def _leaf(self, name: str, row: _TreeRow) -> Text:
-        label = Text.assemble(visible(split_name(name)[1]), (f"  {row.type}", "cyan"), f"  {human_bytes(row.nbytes)}")
-        return label.append(f"  {visible(row.note)}" if row.note else "", "dim")
-
-    def _group_label(self, group: list[Branch]) -> Text:
-        first, last = group[0], group[-1]
-        if len(group) == 1:
-            return self._label(visible(first.name), first)
-        label = Text.assemble((f"{first.name} … {last.name}", "bold"), (f"  ({len(group)} × alike)", "magenta"))
-        return label.append_text(self._measures(first, each=True))
-
-    def _label(self, name: str, branch: Branch) -> Text:
-        return Text(name, "bold").append_text(self._measures(branch))
-
-    def _measures(self, branch: Branch, each: bool = False) -> Text:
-        kind = self._kind(branch.path)
-        count = len([*branch.every_name()])
-        size = f"{plural(count, 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
-        return Text.assemble((f"  {visible(kind)}" if kind else "", "green"), (f"  {size}", "not bold dim"))
-
-
 inspect_command = typer.Typer(add_completion=False)
+_WIDTH = 11  # of the facts' names
 
 
 @inspect_command.command()
@@ -242,8 +70,160 @@ def inspect(
         if as_json:
             print_json(document_of(subject))
         elif tree:
-            print_tree(subject, table_console())
+            _print_tree(subject)
         elif html:
-            say(f"report     {html}")
+            print_facts([("report", str(html))], _WIDTH)
         else:
-            print_text(subject)
+            _print_text(subject)
+
+
+# Text.
+
+
+def _print_text(subject: Subject) -> None:
+    match subject:
+        case ArtifactSubject():
+            _print_artifact(subject)
+        case WeightsSubject():
+            _print_weights(subject)
+        case GoldensSubject():
+            _print_goldens(subject)
+
+
+def _print_artifact(subject: ArtifactSubject) -> None:
+    manifest = subject.manifest
+    print_facts(artifact_facts(subject), _WIDTH)
+    size = size_fact(len(manifest.weights), manifest.total_bytes)
+    _print_tensors(f"weights: {size}, not in the artifact", manifest.weights, manifest)
+    for title, tensors in (("state", manifest.state), ("constants", manifest.constants)):
+        if tensors:
+            _print_tensors(f"{title}: {size_fact(len(tensors), sum(t.nbytes for t in tensors))}", tensors, manifest)
+    adapter = manifest.adapter
+    if adapter.ignored:
+        say(f"checkpoint keys that are left out: {', '.join(adapter.ignored)}")
+    if adapter.needed:
+        say(f"checkpoint keys that are required, though no weight is made of them: {', '.join(adapter.needed)}")
+    if adapter.untraceable:
+        say(f"checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}")
+
+
+def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:
+    sources = {source.weight: source for source in manifest.adapter.sources}
+    rows = [
+        [
+            tensor.name,
+            describe(tensor),
+            human_bytes(tensor.nbytes),
+            ", ".join(tensor.aliases),
+            origin(tensor, sources.get(tensor.name)),
+        ]
+        for tensor in tensors
+    ]
+    _print_table(title, ["name", "type", "size", "tied to", "in checkpoints"], rows)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table without empty columns after the third."""
+    kept = [index for index in range(len(columns)) if index < 3 or any(row[index] for row in rows)]
+    print_table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
+
+
+def _print_weights(subject: WeightsSubject) -> None:
+    print_facts(weights_facts(subject), _WIDTH)
+    changes = subject.delta.changes if subject.delta else {}
+    print_facts((("changes", f"{name}, {describe(changed)}") for name, changed in changes.items()), _WIDTH)
+    ties = subject.ties
+    rows = [
+        [
+            name,
+            describe(tensor),
+            human_bytes(tensor.nbytes),
+            subject.digests.get(name, "")[:12],
+            ", ".join(ties.get(name, ())),
+        ]
+        for name, tensor in subject.in_order()
+    ]
+    columns = ["name", "type", "size", "digest", "tied to"]
+    _print_table(size_fact(len(rows), subject.total_bytes), columns, rows)
+
+
+def _print_goldens(subject: GoldensSubject) -> None:
+    print_facts(goldens_facts(subject), _WIDTH)
+    rows = [[str(number), *texts] for number, *texts in subject.calls]
+    print_table(plural(len(rows), "recorded call"), ["case", "method", "inputs", "outputs"], rows)
+
+
+# The tree.
+
+
+_TreeRow = tuple[str, int, str]  # a tensor's type, size in bytes, and a note
+
+
+def _print_tree(subject: Subject) -> None:
+    """Print modules with the number and size of their tensors. Raises Unsupported for goldens."""
+    kinds: Mapping[str, str] = {}
+    match subject:
+        case ArtifactSubject(artifact):
+            title, rows, kinds = str(artifact.path), _artifact_rows(artifact.manifest), module_kinds(subject)
+        case WeightsSubject(weights):
+            title, ties = weights.full_where, subject.ties
+            rows = {
+                name: (describe(weights.tensors[name]), size, _tied(ties.get(name, ())))
+                for name, size in subject.sizes.items()
+            }
+        case GoldensSubject(where):
+            raise Unsupported(f"{where}: goldens have no modules; leave --tree out")
+    table_console().print(_TreeBuilder(rows, kinds).tree(title))
+
+
+def _artifact_rows(manifest: Manifest) -> dict[str, _TreeRow]:
+    rows = {}
+    for role, tensors in (("", manifest.weights), ("state", manifest.state), ("constant", manifest.constants)):
+        for tensor in tensors:
+            note = ", ".join(filter(None, (role, _tied(tensor.aliases))))
+            rows[tensor.name] = describe(tensor), tensor.nbytes, note
+    return rows
+
+
+def _tied(names: Iterable[str]) -> str:
+    return f"tied to {', '.join(names)}" if names else ""
+
+
+class _TreeBuilder:
+    def __init__(self, rows: Mapping[str, _TreeRow], kinds: Mapping[str, str]) -> None:
+        self.rows, self.kinds = rows, kinds
+        self.root = grow(rows)
+        self.sums = sizes_below(self.root, {name: size for name, (_, size, _) in rows.items()})
+        self.marks = fingerprints(self.root, rows.__getitem__, self._kind)
+
+    def tree(self, title: str) -> Tree:
+        tree = Tree(self._label(visible(title), self.root))
+        self._fill(tree, self.root)
+        return tree
+
+    def _kind(self, path: str) -> str:
+        return self.kinds.get(path, "").rpartition(".")[2]
+
+    def _fill(self, tree: Tree, branch: Branch) -> None:
+        for name in branch.names:
+            kind, size, note = self.rows[name]
+            label = Text.assemble(visible(split_name(name)[1]), (f"  {kind}", "cyan"), f"  {human_bytes(size)}")
+            tree.add(label.append(f"  {visible(note)}" if note else "", "dim"))
+        for group in runs(branch.branches.values(), self.marks):
+            self._fill(tree.add(self._group_label(group)), group[0])
+
+    def _group_label(self, group: list[Branch]) -> Text:
+        first, last = group[0], group[-1]
+        if len(group) == 1:
+            return self._label(visible(first.name), first)
+        label = Text.assemble((f"{first.name} … {last.name}", "bold"), (f"  ({len(group)} × alike)", "magenta"))
+        return label.append_text(self._measures(first, each=True))
+
+    def _label(self, name: str, branch: Branch) -> Text:
+        return Text(name, "bold").append_text(self._measures(branch))
+
+    def _measures(self, branch: Branch, each: bool = False) -> Text:
+        kind = self._kind(branch.path)
+        count = len([*branch.every_name()])
+        size = f"{plural(count, 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
+        return Text.assemble((f"  {visible(kind)}" if kind else "", "green"), (f"  {size}", "not bold dim"))

@@ -1,4 +1,8 @@
-"""Graphs by module."""
+"""Graphs by module: what each module calls, what it takes from others and gives them.
+
+A graph is flat. It says for each call in which modules it was made; which values cross a module's border follows from
+that. The document is read without torch, and no further than an outline needs.
+"""
 
 from __future__ import annotations
 
@@ -32,67 +36,12 @@ from .subject import ArtifactSubject
 
 _DAMAGED = (msgspec.MsgspecError, zipfile.BadZipFile, OverflowError, RecursionError, ValueError, KeyError)
 _DTYPES = {row.code: row.name for row in DTYPES.values() if row.code} | {9: "C32", 11: "C128"}
-
-
-class _Expression(SchemaRecord, frozen=True):
-    expr_str: str
-
-
-class _Size(SchemaRecord, frozen=True):
-    as_int: int | None = None
-    as_expr: _Expression | None = None
-
-
-class _Meta(SchemaRecord, frozen=True):
-    dtype: int
-    sizes: tuple[_Size, ...]
-
-
-class _CallNode(SchemaRecord, frozen=True):
-    target: str
-    inputs: tuple[NamedArgument, ...]
-    outputs: tuple[Argument, ...]
-    metadata: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class _Graph(SchemaRecord, frozen=True):
-    inputs: tuple[Argument, ...]
-    outputs: tuple[Argument, ...]
-    nodes: tuple[_CallNode, ...]
-    tensor_values: dict[str, _Meta] = msgspec.field(default_factory=dict)
-    sym_int_values: dict[str, _Size] = msgspec.field(default_factory=dict)
-
-
-class _WithGraph(SchemaRecord, frozen=True):
-    """The module of a program, or the argument of a higher-order operator."""
-
-    graph: _Graph
-
-
-class _Program(SchemaRecord, frozen=True):
-    graph_module: _WithGraph
-
-
-class Flow(NamedTuple):
-    """A value that enters or leaves a module. `others`: the modules and inputs that it comes from or goes to."""
-
-    name: str
-    type: str
-    others: list[str]
-
-
-@dataclass
-class ModuleOutline:
-    """A module of a graph. `calls` counts its own calls by operator, without those of its submodules.
-
-    `takes` and `gives` are its inputs and outputs by the value's name.
-    """
-
-    path: str
-    kind: str = ""
-    calls: Counter[str] = field(default_factory=Counter)
-    takes: dict[str, Flow] = field(default_factory=dict)
-    gives: dict[str, Flow] = field(default_factory=dict)
+_OUTSIDE = "\0"  # the caller of the model; not a valid path
+_COMPUTED = "?"  # a size without a name in the signature
+_HOOK = "_empty_nn_module_stack"
+_MOST_NAMED = 3  # the most modules to name as sources or users of a value
+_MOST_FLOWS = 24
+_SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
 
 
 class Outline(NamedTuple):
@@ -104,6 +53,32 @@ class Outline(NamedTuple):
     def operators(self) -> Counter[str]:
         """The number of calls of each operator."""
         return sum((module.calls for module in self.modules.values()), Counter())
+
+
+@dataclass
+class ModuleOutline:
+    """A module of a graph."""
+
+    path: str
+    kind: str = ""  # its class
+    calls: Counter[str] = field(default_factory=Counter)  # its own by operator, without those of its submodules
+    takes: dict[str, _Flow] = field(default_factory=dict)  # its inputs by the value's name
+    gives: dict[str, _Flow] = field(default_factory=dict)  # its outputs
+
+
+class _Flow(NamedTuple):
+    """A value that enters or leaves a module."""
+
+    type: str
+    others: list[str]  # the modules and inputs that it comes from or goes to
+
+
+def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
+    """Return a method's graph by module, or a text that says why it cannot be shown. Raises ArtifactError."""
+    try:
+        return outline(subject.artifact, subject.manifest.methods[method])
+    except UnknownPart as reason:
+        return f"The graph of {method} cannot be shown by module: it has {reason}."
 
 
 def outline(artifact: Artifact, method: Method) -> Outline:
@@ -119,6 +94,71 @@ def outline(artifact: Artifact, method: Method) -> Outline:
         return _OutlineReader(graph, method).read()
     except _DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
+
+
+def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
+    """Return the class of each module that a graph calls, by path. Raises ArtifactError."""
+    kinds: dict[str, str] = {}
+    for method in subject.manifest.methods:
+        graph = read_outline(subject, method)
+        if isinstance(graph, Outline):
+            kinds.update({path: module.kind for path, module in graph.modules.items() if module.kind})
+    return kinds
+
+
+def module_nodes(graph: Outline, manifest: Manifest) -> ModuleNode:
+    """Return the modules of a graph as the nodes of a report.
+
+    Neighbours with consecutive numbers form a run if they and their submodules have the same classes, operators and
+    weights. Arithmetic on sizes is not compared, as a graph has it only where a size is first used.
+    """
+    nodes = _Nodes(graph, manifest)
+    return nodes.node(nodes.root)
+
+
+# The part of the graph's document that an outline needs.
+
+
+class _Program(SchemaRecord, frozen=True):
+    graph_module: _WithGraph
+
+
+class _WithGraph(SchemaRecord, frozen=True):
+    """The module of a program, or the argument of a higher-order operator."""
+
+    graph: _Graph
+
+
+class _Graph(SchemaRecord, frozen=True):
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    nodes: tuple[_CallNode, ...]
+    tensor_values: dict[str, _Meta] = msgspec.field(default_factory=dict)
+    sym_int_values: dict[str, _Size] = msgspec.field(default_factory=dict)
+
+
+class _CallNode(SchemaRecord, frozen=True):
+    target: str
+    inputs: tuple[NamedArgument, ...]
+    outputs: tuple[Argument, ...]
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class _Meta(SchemaRecord, frozen=True):
+    dtype: int
+    sizes: tuple[_Size, ...]
+
+
+class _Size(SchemaRecord, frozen=True):
+    as_int: int | None = None
+    as_expr: _Expression | None = None
+
+
+class _Expression(SchemaRecord, frozen=True):
+    expr_str: str
+
+
+# From a graph to its outline.
 
 
 class _OutlineReader:
@@ -196,8 +236,8 @@ class _OutlineReader:
     def _modules_left(self, path: str, other: str) -> list[ModuleOutline]:
         return [self.modules[inner] for inner in _paths_left(path, other) if inner in self.modules]
 
-    def _add_flow(self, flows: dict[str, Flow], name: str, other: str) -> None:
-        flow = flows.setdefault(name, Flow(name, self._type_of(name), []))
+    def _add_flow(self, flows: dict[str, _Flow], name: str, other: str) -> None:
+        flow = flows.setdefault(name, _Flow(self._type_of(name), []))
         if other not in flow.others:
             flow.others.append(other)
 
@@ -213,11 +253,6 @@ class _OutlineReader:
         if size.as_expr is None:
             return str(size.as_int)
         return self.symbols.get(size.as_expr.expr_str, _COMPUTED)
-
-
-_OUTSIDE = "\0"  # the caller of the model; not a valid path
-_COMPUTED = "?"  # a size without a name in the signature
-_HOOK = "_empty_nn_module_stack"
 
 
 def _module_words(path: str) -> str:
@@ -260,37 +295,7 @@ def _symbol_names(leaf: Tensor, graph: _Graph, names: Iterable[str]) -> Iterator
                 yield graph_size.as_expr.expr_str, str(size)
 
 
-MOST_NAMED = 3  # the most modules to name as sources or users of a value
-MOST_FLOWS = 24
-SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
-
-
-def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
-    """Return a method's graph by module, or a text that says why it cannot be shown. Raises ArtifactError."""
-    try:
-        return outline(subject.artifact, subject.manifest.methods[method])
-    except UnknownPart as reason:
-        return f"The graph of {method} cannot be shown by module: it has {reason}."
-
-
-def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
-    """Return the class of each module that a graph calls, by path. Raises ArtifactError."""
-    kinds: dict[str, str] = {}
-    for method in subject.manifest.methods:
-        graph = read_outline(subject, method)
-        if isinstance(graph, Outline):
-            kinds.update({path: module.kind for path, module in graph.modules.items() if module.kind})
-    return kinds
-
-
-def module_nodes(graph: Outline, manifest: Manifest) -> ModuleNode:
-    """Return the modules of a graph as the nodes of a report.
-
-    Neighbours with consecutive numbers form a run if they and their submodules have the same classes, operators and
-    weights. Arithmetic on sizes is not compared, as a graph has it only where a size is first used.
-    """
-    nodes = _Nodes(graph, manifest)
-    return nodes.node(nodes.root)
+# From an outline to the nodes of a report.
 
 
 class _Nodes:
@@ -306,16 +311,12 @@ class _Nodes:
     def _comparison_key(self, path: str) -> Hashable:
         module = self.graph.modules.get(path)
         calls = module.calls.items() if module else ()
-        computed = frozenset(call for call in calls if not call[0].startswith(SIZE_ARITHMETIC))
+        computed = frozenset(call for call in calls if not call[0].startswith(_SIZE_ARITHMETIC))
         return module and module.kind, computed, self.weights.get(path)
-
-    def _group(self, group: list[Branch]) -> ModuleNode | ModuleRun:
-        nodes = tuple(map(self.node, group))
-        return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
 
     def node(self, branch: Branch) -> ModuleNode:
         module = self.graph.modules.get(branch.path)
-        children = tuple(map(self._group, runs(branch.branches.values(), self.marks)))
+        children = tuple(map(self._run, runs(branch.branches.values(), self.marks)))
         if module is None:  # a container that is not called itself
             return ModuleNode(branch.name, "", self._weights(branch.path), (), (), (), children)
         return ModuleNode(
@@ -328,11 +329,15 @@ class _Nodes:
             children,
         )
 
+    def _run(self, run: list[Branch]) -> ModuleNode | ModuleRun:
+        nodes = tuple(map(self.node, run))
+        return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
+
     def _weights(self, path: str) -> str:
         count, size = self.weights.get(path, (0, 0))
         return f"{plural(count, 'weight')}, {human_bytes(size)}" if count else "no weights"
 
 
-def _flows(flows: Mapping[str, Flow], way: str) -> tuple[str, ...]:
-    texts = [f"{flow.type}  {way} {listed(flow.others, MOST_NAMED)}" for flow in flows.values()]
-    return tuple(lines_of(texts, MOST_FLOWS))
+def _flows(flows: Mapping[str, _Flow], way: str) -> tuple[str, ...]:
+    texts = [f"{flow.type}  {way} {listed(flow.others, _MOST_NAMED)}" for flow in flows.values()]
+    return tuple(lines_of(texts, _MOST_FLOWS))

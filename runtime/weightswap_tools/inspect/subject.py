@@ -1,4 +1,4 @@
-"""What is inspected: opened, as facts, as a document."""
+"""What is inspected: how it is opened, its facts in words, and all of it as a document."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from weightswap_runtime.tensors import describe
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, natural, open_set, totals
 from weightswap_tools.terminal import human_bytes, signature_sentence, signature_text
 
+Fact = tuple[str, str]  # a name and a text
+Document = dict[str, Any]
+_MOST_OTHER_LEVELS = 10
+
 
 class ArtifactSubject(NamedTuple):
-    """An artifact whose files match their digests. `record` is that of its goldens."""
+    """An artifact whose files match their digests."""
 
     artifact: Artifact
-    record: GoldensRecord | None
+    record: GoldensRecord | None  # of its goldens
 
     @property
     def manifest(self) -> Manifest:
@@ -30,11 +34,11 @@ class ArtifactSubject(NamedTuple):
 
 
 class WeightsSubject(NamedTuple):
-    """A weight file, a checkpoint or a delta file; no values are read. `record` is that of the goldens beside it."""
+    """A weight file, a checkpoint or a delta file; no values are read."""
 
     weights: TensorSet
     delta: DeltaStamp | None
-    record: GoldensRecord | None
+    record: GoldensRecord | None  # of the goldens beside it
 
     @property
     def kind(self) -> str:
@@ -122,18 +126,14 @@ def open_subject(path: str, level: str | None = None) -> Iterator[Subject]:
     if is_artifact(path):
         if level is not None:
             raise Unsupported(f"{path}: is an artifact, which has no levels; leave --level out")
-        yield _open_artifact(path)
+        artifact = Artifact.open(path)
+        artifact.verify()
+        goldens = artifact_goldens(artifact)
+        yield ArtifactSubject(artifact, goldens.record if goldens else None)
         return
     with open_set(path, SetRequest(level)) as opened:
         check_levels([level], [opened])
         yield _tensors_subject(opened)
-
-
-def _open_artifact(path: str) -> ArtifactSubject:
-    artifact = Artifact.open(path)
-    artifact.verify()
-    goldens = artifact_goldens(artifact)
-    return ArtifactSubject(artifact, goldens.record if goldens else None)
 
 
 def _tensors_subject(opened: TensorSet) -> WeightsSubject | GoldensSubject:
@@ -145,8 +145,7 @@ def _tensors_subject(opened: TensorSet) -> WeightsSubject | GoldensSubject:
     return WeightsSubject(opened, delta_stamp(weights), record_beside(weights.location))
 
 
-Fact = tuple[str, str]
-MOST_LEVELS = 10
+# Facts.
 
 
 def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
@@ -159,12 +158,15 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
     for name, method in manifest.methods.items():
         yield "method", signature_text(name, method.signature)
         yield "", signature_sentence(name, method.signature)
-    engines = engine_methods(manifest).items()
-    yield "engines", ", ".join(_engine_text(manifest, name, methods) for name, methods in engines)
-    yield from record_facts(subject.record)
+    engines = [
+        name if len(methods) == len(manifest.methods) else f"{name} ({', '.join(methods)} only)"
+        for name, methods in _engine_methods(manifest).items()
+    ]
+    yield "engines", ", ".join(engines)
+    yield from _record_facts(subject.record)
 
 
-def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
+def _engine_methods(manifest: Manifest) -> dict[str, list[str]]:
     """Return the methods that are compiled for each engine, or each target of an engine."""
     methods: dict[str, list[str]] = {}
     for name in sorted(manifest.files):
@@ -174,12 +176,8 @@ def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
     return {"torch": list(manifest.methods)} | methods
 
 
-def _engine_text(manifest: Manifest, name: str, methods: list[str]) -> str:
-    return name if len(methods) == len(manifest.methods) else f"{name} ({', '.join(methods)} only)"
-
-
-def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:
-    """Yield a line about goldens, if there are any."""
+def _record_facts(record: GoldensRecord | None) -> Iterator[Fact]:
+    """Yield a fact about goldens, if there are any."""
     if record is None:
         return
     counts = Counter(case.method for case in record.cases)
@@ -213,12 +211,12 @@ def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
     if len(subject.weights.files) > 1:
         yield "shards", ", ".join(subject.weights.files.values())
     yield from _level_facts(subject.weights)
-    yield from _delta_facts(subject.delta) if subject.delta else _stamp_facts(subject)
+    yield from _id_facts(subject)
     for label, text in subject.labels.items():
         yield "label", f"{label} = {text}"
     for dtype, names in subject.casts.items():
         yield "cast", f"{plural(len(names), 'tensor')} from {dtype}: {', '.join(names)}"
-    yield from record_facts(subject.record)
+    yield from _record_facts(subject.record)
 
 
 def _level_facts(weights: TensorSet) -> Iterator[Fact]:
@@ -228,17 +226,15 @@ def _level_facts(weights: TensorSet) -> Iterator[Fact]:
     fullest = sorted(weights.others.items(), key=lambda other: -other[1])
     others = [f"{path or 'the top'} ({plural(count, 'tensor')})" for path, count in fullest]
     if others:
-        yield "beside it", listed(others, MOST_LEVELS)
+        yield "beside it", listed(others, _MOST_OTHER_LEVELS)
 
 
-def _delta_facts(delta: DeltaStamp) -> Iterator[Fact]:
-    yield "from", delta.base
-    yield "to", delta.weights_id
-    yield "graph id", delta.graph_id
-
-
-def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    if subject.stamp:
+def _id_facts(subject: WeightsSubject) -> Iterator[Fact]:
+    if subject.delta:
+        yield "from", subject.delta.base
+        yield "to", subject.delta.weights_id
+        yield "graph id", subject.delta.graph_id
+    elif subject.stamp:
         yield "weights id", subject.stamp.weights_id
         yield "graph id", subject.stamp.graph_id
     elif subject.swappable:
@@ -279,64 +275,45 @@ def origin_kind(tensor: NamedTensor, source: WeightSource) -> str:
     return "as it is" if any(key in tensor.names for key in source.keys) else "renamed"
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape as `3 × 5`, or `scalar`."""
-    return " × ".join(map(str, shape)) or "scalar"
-
-
-Document = dict[str, Any]
+# Documents.
 
 
 def document_of(subject: Subject) -> Document:
     """Return all facts of a subject. The field `kind` is its type; sizes are in bytes."""
     match subject:
         case ArtifactSubject():
-            return _artifact(subject) | _goldens_part(subject.record)
+            return _artifact_document(subject) | _goldens_document(subject.record)
         case WeightsSubject():
-            return _weights(subject) | _goldens_part(subject.record)
+            return _weights_document(subject) | _goldens_document(subject.record)
         case GoldensSubject():
-            return _goldens(subject)
+            tensors = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in subject.tensors.items()}
+            return {"kind": "goldens file", "path": subject.where, "record": subject.record, "tensors": tensors}
 
 
-def _artifact(subject: ArtifactSubject) -> Document:
+def _artifact_document(subject: ArtifactSubject) -> Document:
     manifest = subject.manifest
     methods = manifest.methods.items()
+    weights = {weight.name: weight for weight in manifest.weights}
+    engines = _engine_methods(manifest)
     return {
         "kind": "artifact",
         "path": subject.artifact.path,
         "total_bytes": manifest.total_bytes,
         "signatures": {name: signature_text(name, method.signature) for name, method in methods},
         "sentences": {name: signature_sentence(name, method.signature) for name, method in methods},
-        "engines": list(engine_methods(manifest)),
-        "engine_methods": engine_methods(manifest),
+        "engines": list(engines),
+        "engine_methods": engines,
         "modules": _modules({weight.name: weight.nbytes for weight in manifest.weights}),
-        "origins": _origins(manifest),
+        "origins": [
+            {"weight": source.weight, "how": origin_kind(weights[source.weight], source), "keys": source.keys}
+            for source in manifest.adapter.sources
+        ],
         "manifest": manifest,
     }
 
 
-def _modules(sizes: Mapping[str, int]) -> list[Document]:
-    return [{"path": path, "tensors": count, "nbytes": nbytes} for path, count, nbytes in totals(sizes)]
-
-
-def _origins(manifest: Manifest) -> list[Document]:
-    weights = {weight.name: weight for weight in manifest.weights}
-    return [
-        {"weight": source.weight, "how": origin_kind(weights[source.weight], source), "keys": source.keys}
-        for source in manifest.adapter.sources
-    ]
-
-
-def _goldens_part(record: GoldensRecord | None) -> Document:
-    if record is None:
-        return {"goldens": None}
-    cases = Counter(case.method for case in record.cases)
-    facts = {"weights_id": record.weights_id, "tolerance": record.tolerance, "environment": record.environment}
-    return {"goldens": facts | {"cases": cases}}
-
-
-def _weights(subject: WeightsSubject) -> Document:
-    tensors, ties = subject.weights.tensors, subject.ties
+def _weights_document(subject: WeightsSubject) -> Document:
+    ties = subject.ties
     return {
         "kind": subject.kind,
         "path": subject.weights.where,
@@ -344,16 +321,28 @@ def _weights(subject: WeightsSubject) -> Document:
         "stamp": subject.delta or subject.stamp,
         "level": subject.weights.level,
         "other_levels": dict(subject.weights.others),
-        "tensors": {name: _tensor(tensor, ties.get(name, ())) for name, tensor in tensors.items()},
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "file": tensor.file,
+                "offset": tensor.offset,
+                "nbytes": tensor.nbytes,
+                "tied_to": ties.get(name, ()),
+            }
+            for name, tensor in subject.weights.tensors.items()
+        },
         "modules": [] if subject.delta else _modules(subject.sizes),
     }
 
 
-def _tensor(tensor: SetTensor, ties: tuple[str, ...]) -> Document:
-    location = {"file": tensor.file, "offset": tensor.offset, "nbytes": tensor.nbytes}
-    return {"dtype": tensor.dtype, "shape": tensor.shape} | location | {"tied_to": ties}
+def _modules(sizes: Mapping[str, int]) -> list[Document]:
+    return [{"path": path, "tensors": count, "nbytes": nbytes} for path, count, nbytes in totals(sizes)]
 
 
-def _goldens(subject: GoldensSubject) -> Document:
-    tensors = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in subject.tensors.items()}
-    return {"kind": "goldens file", "path": subject.where, "record": subject.record, "tensors": tensors}
+def _goldens_document(record: GoldensRecord | None) -> Document:
+    if record is None:
+        return {"goldens": None}
+    cases = Counter(case.method for case in record.cases)
+    facts = {"weights_id": record.weights_id, "tolerance": record.tolerance, "environment": record.environment}
+    return {"goldens": facts | {"cases": cases}}
