@@ -1,11 +1,12 @@
-"""Inputs and outputs of calls: from files, at random."""
+"""Inputs and outputs of calls: from files and into files, and at random in sizes that show what a graph is fixed to."""
 
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -41,6 +42,25 @@ from weightswap_runtime.tensors import (
     numpy_dtype,
 )
 
+_COMMON = (2, 3, 5)  # sizes of dynamic dimensions, in turn: unlike each other, and unlike 1, which broadcasts
+_MOST_ELEMENTS = 1 << 18  # of all inputs together, for the largest sizes of dimensions
+_MOST_INTEGERS = 1 << 11  # likewise for integers: each token adds a row of outputs
+_UNBOUNDED = 64  # the largest size of a dimension without a maximum
+_INTEGERS = 2  # the exclusive bound of random integers, unless the caller gives one
+_SUFFIXES = (".safetensors", ".npz")
+
+
+# Calls with flat inputs: a list with a value for each leaf of the signature.
+
+
+def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
+    """Call a method with flat inputs and return its flat outputs; tensors are contents. variants: as in a call."""
+    engine, signature = engine_of(model), model.signatures[method]
+    args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
+    if variants:
+        kwargs["variants"] = variants
+    return output_contents(flatten(signature.output, model.method(method)(*args, **kwargs)), engine)
+
 
 def named_inputs(method: str, signature: Signature, tensors: Mapping[str, TensorBytes]) -> list[Any]:
     """Return flat inputs in the graph's order: tensors as contents, integers and literals as Python values.
@@ -74,16 +94,12 @@ def output_contents(flat: Iterable[Any], engine: Engine) -> list[Any]:
     return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in flat]
 
 
-def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
-    """Call a method with flat inputs and return its flat outputs; tensors are contents. variants: as in a call."""
-    engine, signature = engine_of(model), model.signatures[method]
-    args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
-    if variants:
-        kwargs["variants"] = variants
-    return output_contents(flatten(signature.output, model.method(method)(*args, **kwargs)), engine)
+def describe_value(value: Any) -> Any:
+    """Return the type of a tensor as text, such as `F32[2, 10]`, and any other value unchanged."""
+    return describe(value) if isinstance(value, TensorBytes) else value
 
 
-SUFFIXES = (".safetensors", ".npz")
+# Files.
 
 
 def read_tensors(path: Path) -> dict[str, TensorBytes]:
@@ -100,70 +116,41 @@ def read_tensors(path: Path) -> dict[str, TensorBytes]:
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes]) -> None:
     """Write tensors atomically to a .safetensors or .npz file. Raises Unsupported."""
     _check_suffix(path)
-    if path.suffix == ".npz":
-        arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
-        with new_file(path) as file:
-            np.savez(file, **arrays)
-        return
+    foreign = next((name for name, tensor in tensors.items() if not is_numpys(tensor.dtype)), None)
+    if path.suffix == ".npz" and foreign is not None:  # .npz does not record the type of ml_dtypes
+        raise Unsupported(f"{foreign}: numpy has no {tensors[foreign].dtype}; write a .safetensors file")
     with new_file(path) as file:
-        file.writelines(encode_tensors(tensors))
+        if path.suffix == ".npz":
+            _write_npz(file, tensors)
+        else:
+            file.writelines(encode_tensors(tensors))
 
 
-def describe_value(value: Any) -> Any:
-    """Return the type of a tensor as text, such as `F32[2, 10]`, and any other value unchanged."""
-    return describe(value) if isinstance(value, TensorBytes) else value
+def _write_npz(file: BinaryIO, tensors: Mapping[str, TensorBytes]) -> None:
+    """Write what `np.savez` would, which takes names as arguments beside its own, such as `file`."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, tensor in tensors.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, as_array(tensor), allow_pickle=False)
 
 
 def _check_suffix(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
-        raise Unsupported(f"{path}: tensors are read from and written to {' and '.join(SUFFIXES)} files")
+    if path.suffix not in _SUFFIXES:
+        raise Unsupported(f"{path}: tensors are read from and written to {' and '.join(_SUFFIXES)} files")
 
 
 def _read_npz(path: Path) -> dict[str, TensorBytes]:
+    contents = {}
     with np.load(path, allow_pickle=False) as arrays:
-        return {name: _content(path, name, arrays[name]) for name in arrays.files}
+        for name in arrays.files:
+            try:
+                contents[name] = array_content(arrays[name])
+            except Unsupported as error:
+                raise WeightFileError(f"{path}: {name}: {error}") from error
+    return contents
 
 
-def _content(path: Path, name: str, array: NDArray[Any]) -> TensorBytes:
-    try:
-        return array_content(array)
-    except Unsupported as error:
-        raise WeightFileError(f"{path}: {name}: {error}") from error
-
-
-def _array(name: str, tensor: TensorBytes) -> Any:
-    if not is_numpys(tensor.dtype):  # .npz does not record the type of ml_dtypes
-        raise Unsupported(f"{name}: numpy has no {tensor.dtype}; write a .safetensors file")
-    return as_array(tensor)
-
-
-COMMON = (2, 3, 5)  # sizes of dynamic dimensions, in turn
-MOST_ELEMENTS = 1 << 18  # of all inputs together, for the largest sizes of dimensions
-MOST_INTEGERS = 1 << 11  # likewise for integers: each token adds a row of outputs
-UNBOUNDED = 64  # the largest size of a dimension without a maximum
-_INTEGERS = 2  # the exclusive bound of random integers, unless the caller gives one
-
-
-def common_sizes(signature: Signature) -> list[Sizes]:
-    """Return sets of small, different sizes for the dynamic dimensions, within the limits of the signature.
-
-    Without dynamic dimensions, returns one empty set. Returns none if no set meets the signature's conditions.
-    """
-    starts = range(len(COMMON) if signature.dims else 1)
-    return _allowed(signature, (_rotated_sizes(signature, start) for start in starts))
-
-
-def edge_sizes(signature: Signature, most: int = MOST_ELEMENTS) -> list[Sizes]:
-    """Return sets of sizes at the ends of the ranges.
-
-    The first has all dimensions at their minimum, but at least 1. The others have one dimension each at its maximum, or
-    at 0 where its range includes 0. A dimension without a maximum ends at UNBOUNDED. A maximum that would give the
-    inputs more than `most` elements, or more than MOST_INTEGERS integers, is halved until it does not.
-    """
-    least = {name: max(1, limits.min) for name, limits in signature.dims.items()}
-    largest = [least | {name: _largest(signature, least, name, most)} for name in least]
-    empty = [least | {name: 0} for name, limits in signature.dims.items() if limits.min == 0]
-    return _allowed(signature, [least, *largest, *empty])
+# Random inputs and weights.
 
 
 def random_values(
@@ -186,35 +173,6 @@ def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generato
     rows = canonical_order(row.row for row in (manifest.weights if group is None else manifest.variants[group]))
     data = ((row.name, [_weight(row.dtype, row.shape, rng).data]) for row in rows)
     write_weight_file(path, rows, data, graph_id=manifest.graph_id)
-
-
-def _rotated_sizes(signature: Signature, start: int) -> Sizes:
-    sizes = {}
-    for index, (name, limits) in enumerate(signature.dims.items()):
-        size = max(limits.min, COMMON[(start + index) % len(COMMON)])
-        sizes[name] = size if limits.max is None else min(size, limits.max)
-    return sizes
-
-
-def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]) -> list[Sizes]:
-    """Return the distinct sets that meet the signature's conditions."""
-    unique = {tuple(sizes.items()): sizes for sizes in candidates}
-    return [sizes for sizes in unique.values() if all_hold(signature.conditions, sizes)]
-
-
-def _largest(signature: Signature, least: Sizes, name: str, most: int) -> int:
-    limits = signature.dims[name]
-    size = UNBOUNDED if limits.max is None else limits.max
-    while size > least[name] and _is_too_large(signature, {**least, name: size}, most):
-        size //= 2
-    return max(size, least[name])
-
-
-def _is_too_large(signature: Signature, sizes: Sizes, most: int) -> bool:
-    tensors = [leaf for leaf in input_leaves(signature) if isinstance(leaf, Tensor)]
-    counts = [(leaf.dtype, math.prod(size_at(size, sizes) for size in leaf.shape)) for leaf in tensors]
-    integers = sum(count for dtype, count in counts if not has_fractions(dtype))
-    return sum(count for _, count in counts) > most or integers > MOST_INTEGERS
 
 
 def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int) -> Any:
@@ -242,3 +200,57 @@ def encoded(values: NDArray[Any], dtype: str) -> TensorBytes:
         limits = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
         values = np.clip(values, float(limits.min), float(limits.max))
     return array_content(values.astype(kind))
+
+
+# Sizes of dynamic dimensions.
+
+
+def common_sizes(signature: Signature) -> list[Sizes]:
+    """Return sets of small, different sizes for the dynamic dimensions, within the limits of the signature.
+
+    Without dynamic dimensions, returns one empty set. Returns none if no set meets the signature's conditions.
+    """
+    starts = range(len(_COMMON) if signature.dims else 1)
+    return _allowed(signature, (_rotated_sizes(signature, start) for start in starts))
+
+
+def edge_sizes(signature: Signature, most: int = _MOST_ELEMENTS) -> list[Sizes]:
+    """Return sets of sizes at the ends of the ranges.
+
+    The first has all dimensions at their minimum, but at least 1. The others have one dimension each at its maximum, or
+    at 0 where its range includes 0. A dimension without a maximum ends at 64. A maximum that would give the
+    inputs more than `most` elements, or more than 2048 integers, is halved until it does not.
+    """
+    least = {name: max(1, limits.min) for name, limits in signature.dims.items()}
+    largest = [least | {name: _largest(signature, least, name, most)} for name in least]
+    empty = [least | {name: 0} for name, limits in signature.dims.items() if limits.min == 0]
+    return _allowed(signature, [least, *largest, *empty])
+
+
+def _rotated_sizes(signature: Signature, start: int) -> Sizes:
+    sizes = {}
+    for index, (name, limits) in enumerate(signature.dims.items()):
+        size = max(limits.min, _COMMON[(start + index) % len(_COMMON)])
+        sizes[name] = size if limits.max is None else min(size, limits.max)
+    return sizes
+
+
+def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]) -> list[Sizes]:
+    """Return the distinct sets that meet the signature's conditions."""
+    unique = {tuple(sizes.items()): sizes for sizes in candidates}
+    return [sizes for sizes in unique.values() if all_hold(signature.conditions, sizes)]
+
+
+def _largest(signature: Signature, least: Sizes, name: str, most: int) -> int:
+    limits = signature.dims[name]
+    size = _UNBOUNDED if limits.max is None else limits.max
+    while size > least[name] and _is_too_large(signature, {**least, name: size}, most):
+        size //= 2
+    return max(size, least[name])
+
+
+def _is_too_large(signature: Signature, sizes: Sizes, most: int) -> bool:
+    tensors = [leaf for leaf in input_leaves(signature) if isinstance(leaf, Tensor)]
+    counts = [(leaf.dtype, math.prod(size_at(size, sizes) for size in leaf.shape)) for leaf in tensors]
+    integers = sum(count for dtype, count in counts if not has_fractions(dtype))
+    return sum(count for _, count in counts) > most or integers > _MOST_INTEGERS

@@ -17,19 +17,19 @@ from typer.main import get_command
 
 from weightswap_runtime._version import __version__
 
-GROUP = "weightswap.commands"
+_GROUP = "weightswap.commands"
 _LINE_BREAK = re.compile(r"(?<=\S)\n[ ]*(?=\S)")
 _SIGPIPE_STATUS = 128 + 13  # what a shell reports for a program that SIGPIPE killed
 
 
-class Commands(TyperGroup):
+class _Commands(TyperGroup):
     """Commands that installed distributions register in the entry point group `weightswap.commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(entry_points(group=GROUP).names)
+        return sorted(entry_points(group=_GROUP).names)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for point in entry_points(group=GROUP, name=cmd_name):
+        for point in entry_points(group=_GROUP, name=cmd_name):
             command = get_command(point.load())
             command.name = cmd_name
             _join_help_lines(command)
@@ -66,7 +66,7 @@ def _exit_on_broken_pipe() -> Iterator[None]:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=_Commands,
     name="weightswap",
     help="Export a PyTorch graph once, without its weights; put any checkpoint behind it.",
     epilog="Exit status: 0 done, 1 the answer is no (a mismatch, a damaged file), 2 bad usage.",

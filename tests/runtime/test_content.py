@@ -129,6 +129,12 @@ def test_npz_files_keep_what_numpy_has_and_refuse_the_rest_by_name(name: str, tm
     assert read_tensors(path) == contents
 
 
+def test_npz_files_keep_tensors_of_any_name(tmp_path: Path) -> None:
+    contents = {name: array_content(np.ones(2, "f4")) for name in ("file", "allow_pickle", "args", "a/b.npy")}
+    write_tensors(tmp_path / "out.npz", contents)
+    assert read_tensors(tmp_path / "out.npz") == contents
+
+
 @pytest.mark.parametrize(
     ("array", "says"),
     [
