@@ -1,11 +1,11 @@
-"""`fleet` and its commands."""
+"""`weightswap fleet`: its commands, each of which connects to Ray, asks the fleet's controller, and disconnects."""
 
 from __future__ import annotations
 
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +15,19 @@ from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState
 from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.location import printable
-from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say, status_line
+from weightswap_tools.terminal import (
+    AllowNonfiniteOption,
+    JsonOption,
+    RequireSignatureOption,
+    errors_as_exit,
+    print_json,
+    print_table,
+    say,
+    status_line,
+)
 
 from .push import AbortIfOption, PromoteIfOption, ShadowOption, ShareOption, WaitOption, print_measurements
-from .weights import print_earlier, since_text
+from .weights import ByOption, WhyOption, print_earlier, since_text
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -27,18 +36,262 @@ if TYPE_CHECKING:
 
 
 NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
-ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
-WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
 AddressOption = Annotated[
     str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; `auto` is the one of this machine.")
 ]
+
+
 PrepareOption = Annotated[
     float, typer.Option(min=0, help="Seconds after which a node that is not ready aborts the change.")
 ]
-NAME = "weightswap"
-PREPARE = 600.0
-_CONNECT_TIMEOUT, _POLL_SECONDS = 5.0, 0.1
-_ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)
+
+
+_NAME = "weightswap"
+_PREPARE = 600.0
+_CONNECT_TIMEOUT = 5.0  # seconds
+_DEPLOY_POLL_SECONDS, _CANARY_POLL_SECONDS = 0.1, 0.5
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)  # the last line of a traceback: its class and message
+fleet_command = typer.Typer(add_completion=False, help="Deploy on Ray, and change the weights of all nodes together.")
+
+
+@fleet_command.command()
+def canary(
+    weights: Annotated[
+        str | None, typer.Argument(help="A packed weight file, as for swap; without it, show the current trial.")
+    ] = None,
+    name: NameOption = _NAME,
+    share: ShareOption = None,
+    of: Annotated[str, typer.Option(help="Share of each node's `requests`, or of the `nodes`.")] = "",
+    steps: Annotated[str | None, typer.Option(help="Shares in turn, such as `0.01,0.1,0.5,1`.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="The duration of each step.")] = None,
+    shadow: ShadowOption = False,
+    tolerance: Annotated[float | None, typer.Option(help="Relative difference above which outputs differ.")] = None,
+    promote_if: PromoteIfOption = "",
+    abort_if: AbortIfOption = None,
+    wait: WaitOption = False,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = _PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Try weights on some requests of all nodes (--share, --steps, --shadow), or show the current trial."""
+    plan = {
+        "share": share,
+        "of": of or None,
+        "steps": _shares(steps),
+        "step_seconds": step_seconds,
+        "shadow": shadow or None,
+        "tolerance": tolerance,
+        "promote_if": promote_if or None,
+        "abort_if": abort_if,
+    }
+    options: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
+    if options and weights is None:
+        raise typer.BadParameter("give the weights to try")
+    if step_seconds is not None and steps is None:
+        raise typer.BadParameter("--step-seconds: give --steps, too")
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        if weights is not None:
+            fleet.canary(weights, by=by, why=why, deadlines=_deadlines(prepare_seconds), **options)
+        trial = _wait_for_end(fleet) if wait else fleet.trial
+        if as_json:
+            print_json({"trial": trial.as_dict() if trial is not None else None})
+        else:
+            _print_trial(trial)
+        if wait and (trial is None or trial.outcome != "promoted"):
+            raise typer.Exit(1)
+
+
+def _shares(steps: str | None) -> tuple[float, ...] | None:
+    if steps is None:
+        return None
+    try:
+        return tuple(float(step) for step in steps.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--steps {steps}: expected shares, such as 0.1,0.5,1") from None
+
+
+def _deadlines(prepare: float) -> Deadlines:
+    from weightswap_fleet import Deadlines
+
+    return Deadlines(prepare=prepare)
+
+
+@fleet_command.command()
+def promote(
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = _PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Commit the weights on trial on all nodes together. If one node cannot, none does, and the trial continues."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_fleet_receipt(fleet.promote(by=by, why=why, deadlines=_deadlines(prepare_seconds)), as_json)
+
+
+@fleet_command.command()
+def abort(
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """End the trial, and discard its weights."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        trial = fleet.abort(by=by, why=why)
+        if as_json:
+            print_json({"trial": trial.as_dict()})
+        else:
+            _print_trial(trial)
+
+
+@fleet_command.command()
+def deploy(
+    artifact: Annotated[str, typer.Argument(help="The artifact, at a path that all nodes can read.")],
+    weights: Annotated[str | None, typer.Option(help="The first weights, if nothing is desired yet.")] = None,
+    follow: Annotated[
+        str | None, typer.Option(help="The place of the desired state; by default the directory of the weights.")
+    ] = None,
+    name: NameOption = _NAME,
+    replicas: Annotated[int, typer.Option(min=1, help="The number of replicas on all nodes together.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Let Ray Serve scale up to this many replicas under load.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name in requests; by default the artifact's.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum rows to batch into one call.")] = 1,
+    route: Annotated[str, typer.Option(help="The route prefix at Ray Serve's proxies.")] = "/",
+    require_signature: RequireSignatureOption = None,
+    allow_nonfinite: AllowNonfiniteOption = None,
+    relay: Annotated[
+        bool, typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node.")
+    ] = True,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Deploy an artifact as a Ray Serve application, or redeploy it with other options and the same weights."""
+    scaling: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        if max_replicas < replicas:
+            raise typer.BadParameter(
+                f"--max-replicas {max_replicas}: expected at least --replicas, which is {replicas}"
+            )
+        scaling = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": max_replicas}}
+    with errors_as_exit(as_json), cluster(address):
+        from weightswap_fleet import connect, deployment
+
+        application = deployment(
+            artifact,
+            weights,
+            follow=follow,
+            name=name,
+            model=model,
+            batch=max_batch,
+            require_signature=require_signature,
+            allow_nonfinite=allow_nonfinite or False,
+            relay=relay,
+            **scaling,
+        )
+        _run_application(application, name, route)
+        fleet = connect(name)
+        _show(fleet, as_json)
+        if weights is not None and fleet.desired.weights_id != known_weights(weights).weights_id:
+            say("--weights are not served: others are already desired; `weightswap fleet swap` changes that", err=True)
+
+
+@fleet_command.command()
+def status(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """Show the desired weights and those that each node serves. The exit status is 1 if they differ."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        if not _show(fleet, as_json):
+            raise typer.Exit(1)
+
+
+@fleet_command.command()
+def page(
+    name: NameOption = _NAME,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of the page; 0 picks a free one.")] = 8008,
+    host: Annotated[str, typer.Option(help="The address to listen on; the page needs no login.")] = "127.0.0.1",
+    address: AddressOption = "auto",
+) -> None:
+    """Serve a page that shows which weights each replica serves, until interrupted."""
+    with errors_as_exit(False), connected(name, address) as fleet:
+        from weightswap_fleet.fleet_page import serve_page
+
+        serve_page(fleet, host, port, lambda where: say(f"page        {where}"))
+
+
+@fleet_command.command()
+def swap(
+    weights: Annotated[str, typer.Argument(help="A packed weight file, at a path or URL that all nodes can read.")],
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = _PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Swap weights on all nodes together: all stage and verify them first, and if one cannot, none commits."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_fleet_receipt(fleet.swap(weights, by=by, why=why, deadlines=_deadlines(prepare_seconds)), as_json)
+
+
+@fleet_command.command()
+def rollback(
+    to: Annotated[
+        str | None, typer.Argument(help="A prefix of a weights id; by default the previously desired weights.")
+    ] = None,
+    name: NameOption = _NAME,
+    no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold afterwards.")] = False,
+    by: ByOption = "",
+    why: WhyOption = "",
+    prepare_seconds: PrepareOption = _PREPARE,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Serve earlier weights on all nodes, and hold them until `release`."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        limits = _deadlines(prepare_seconds)
+        say_fleet_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=limits), as_json)
+
+
+@fleet_command.command()
+def hold(
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Hold the desired weights: nothing is promoted until `release`."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        _print_desired(fleet.hold(by=by, why=why), as_json)
+
+
+@fleet_command.command()
+def release(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """Release a hold."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        _print_desired(fleet.release(), as_json)
+
+
+@fleet_command.command()
+def remove(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """Remove a fleet: its replicas, its keepers and their memory. The desired state stays."""
+    with errors_as_exit(as_json), cluster(address):
+        from weightswap_fleet import Fleet
+
+        Fleet(name).remove()  # works for a fleet that never came up, too
+        if as_json:
+            print_json({"fleet": name})
+        else:
+            say(f"removed     {name}")
+
+
+# Connections, and waiting.
 
 
 @contextmanager
@@ -85,7 +338,7 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def run_application(application: Application, name: str, route: str) -> None:
+def _run_application(application: Application, name: str, route: str) -> None:
     """Deploy an application and wait until it runs, printing why Ray Serve is not ready. Raises FleetError."""
     from ray import serve
 
@@ -101,132 +354,13 @@ def run_application(application: Application, name: str, route: str) -> None:
                 reasons = lines
                 for line in (f"{name}: Ray Serve is not ready:", *reasons):
                     say(line, err=True)
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_DEPLOY_POLL_SECONDS)
 
 
 def _reasons(message: str) -> list[str]:
     """Return the lines of the last error in a message of Serve, without its traceback."""
     *_, begin = [0, *(match.start() for match in _ERROR.finditer(message))]
     return [f"  {line.strip()}" for line in message[begin:].splitlines() if line.strip()]
-
-
-def deadlines(prepare: float) -> Deadlines:
-    """Return the deadlines of a change whose first phase may take this many seconds."""
-    from weightswap_fleet import Deadlines
-
-    return Deadlines(prepare=prepare)
-
-
-def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
-    """Print the receipt of a change of a whole fleet."""
-    if as_json:
-        return print_json(receipt.as_dict())
-    before = receipt.previous_weights_id
-    unchanged = " (already desired)" if receipt.kind == "none" else ""
-    say(f"{receipt.kind:<12}{receipt.source}{unchanged}")
-    say(f"weights id  {receipt.weights_id}")
-    say(f"before      {before or 'nothing'}")
-    say(f"revision    {receipt.revision}")
-    say(
-        f"took        {receipt.seconds_staged:.2f} s until all were ready, {receipt.seconds_committed:.2f} s until all "
-        f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
-    )
-    rows = [
-        [node, "in memory" if report.resident else f"{report.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
-        for node, report in sorted(receipt.nodes.items())
-    ]
-    rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
-    print_table("Nodes", ["node", "staged in", "state"], rows)
-    return None
-
-
-_CANARY_POLL_SECONDS = 0.5
-
-
-def canary(
-    weights: Annotated[
-        str | None, typer.Argument(help="A packed weight file, as for swap; without it, show the current trial.")
-    ] = None,
-    name: NameOption = NAME,
-    share: ShareOption = None,
-    of: Annotated[str, typer.Option(help="Share of each node's `requests`, or of the `nodes`.")] = "",
-    steps: Annotated[str | None, typer.Option(help="Shares in turn, such as `0.01,0.1,0.5,1`.")] = None,
-    step_seconds: Annotated[float | None, typer.Option(help="The duration of each step.")] = None,
-    shadow: ShadowOption = False,
-    tolerance: Annotated[float | None, typer.Option(help="Relative difference above which outputs differ.")] = None,
-    promote_if: PromoteIfOption = "",
-    abort_if: AbortIfOption = None,
-    wait: WaitOption = False,
-    by: ByOption = "",
-    why: WhyOption = "",
-    prepare_seconds: PrepareOption = PREPARE,
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Try weights on some requests of all nodes (--share, --steps, --shadow), or show the current trial."""
-    plan = {
-        "share": share,
-        "of": of or None,
-        "steps": _shares(steps),
-        "step_seconds": step_seconds,
-        "shadow": shadow or None,
-        "tolerance": tolerance,
-        "promote_if": promote_if or None,
-        "abort_if": abort_if,
-    }
-    options: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
-    if options and weights is None:
-        raise typer.BadParameter("give the weights to try")
-    if step_seconds is not None and steps is None:
-        raise typer.BadParameter("--step-seconds: give --steps, too")
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        if weights is not None:
-            fleet.canary(weights, by=by, why=why, deadlines=deadlines(prepare_seconds), **options)
-        trial = _wait_for_end(fleet) if wait else fleet.trial
-        if as_json:
-            print_json({"trial": trial.as_dict() if trial is not None else None})
-        else:
-            print_trial(trial)
-        if wait and (trial is None or trial.outcome != "promoted"):
-            raise typer.Exit(1)
-
-
-def promote(
-    name: NameOption = NAME,
-    by: ByOption = "",
-    why: WhyOption = "",
-    prepare_seconds: PrepareOption = PREPARE,
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Commit the weights on trial on all nodes together. If one node cannot, none does, and the trial continues."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_fleet_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
-
-
-def abort(
-    name: NameOption = NAME,
-    by: ByOption = "",
-    why: WhyOption = "",
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """End the trial, and discard its weights."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        trial = fleet.abort(by=by, why=why)
-        if as_json:
-            print_json({"trial": trial.as_dict()})
-        else:
-            print_trial(trial)
-
-
-def _shares(steps: str | None) -> tuple[float, ...] | None:
-    if steps is None:
-        return None
-    try:
-        return tuple(float(step) for step in steps.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--steps {steps}: expected shares, such as 0.1,0.5,1") from None
 
 
 def _wait_for_end(fleet: Fleet) -> TrialReport | None:
@@ -242,7 +376,31 @@ def _wait_for_end(fleet: Fleet) -> TrialReport | None:
     return trial
 
 
-def print_trial(trial: TrialReport | None) -> None:
+# What is printed.
+
+
+def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
+    """Print the receipt of a change of a whole fleet."""
+    if as_json:
+        print_json(receipt.as_dict())
+        return
+    say(f"{receipt.kind:<12}{receipt.source}{' (already desired)' if receipt.kind == 'none' else ''}")
+    say(f"weights id  {receipt.weights_id}")
+    say(f"before      {receipt.previous_weights_id or 'nothing'}")
+    say(f"revision    {receipt.revision}")
+    say(
+        f"took        {receipt.seconds_staged:.2f} s until all were ready, {receipt.seconds_committed:.2f} s until all "
+        f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
+    )
+    rows = [
+        [node, "in memory" if report.resident else f"{report.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
+        for node, report in sorted(receipt.nodes.items())
+    ]
+    rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
+    print_table("Nodes", ["node", "staged in", "state"], rows)
+
+
+def _print_trial(trial: TrialReport | None) -> None:
     """Print the current trial, or the outcome of the last one."""
     if trial is None:
         return
@@ -263,163 +421,10 @@ def print_trial(trial: TrialReport | None) -> None:
     print_measurements(trial.values)
 
 
-fleet_command = typer.Typer(add_completion=False, help="Deploy on Ray, and change the weights of all nodes together.")
-for _command in (canary, promote, abort):
-    fleet_command.command()(_command)
-
-
-@fleet_command.command()
-def deploy(
-    artifact: Annotated[str, typer.Argument(help="The artifact, at a path that all nodes can read.")],
-    weights: Annotated[str | None, typer.Option(help="The first weights, if nothing is desired yet.")] = None,
-    follow: Annotated[
-        str | None, typer.Option(help="The place of the desired state; by default the directory of the weights.")
-    ] = None,
-    name: NameOption = NAME,
-    replicas: Annotated[int, typer.Option(min=1, help="The number of replicas on all nodes together.")] = 1,
-    max_replicas: Annotated[
-        int | None, typer.Option(help="Let Ray Serve scale up to this many replicas under load.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name in requests; by default the artifact's.")] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Maximum rows to batch into one call.")] = 1,
-    route: Annotated[str, typer.Option(help="The route prefix at Ray Serve's proxies.")] = "/",
-    require_signature: Annotated[
-        list[str] | None,
-        typer.Option(help="A public key (PEM); weights that none of the keys has signed are refused; repeatable."),
-    ] = None,
-    allow_nonfinite: Annotated[
-        list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
-    ] = None,
-    relay: Annotated[
-        bool, typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node.")
-    ] = True,
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Deploy an artifact as a Ray Serve application, or redeploy it with other options and the same weights."""
-    scaling = _scaling(replicas, max_replicas)
-    with errors_as_exit(as_json), cluster(address):
-        from weightswap_fleet import connect, deployment
-
-        application = deployment(
-            artifact,
-            weights,
-            follow=follow,
-            name=name,
-            model=model,
-            batch=max_batch,
-            require_signature=require_signature,
-            allow_nonfinite=allow_nonfinite or False,
-            relay=relay,
-            **scaling,
-        )
-        run_application(application, name, route)
-        fleet = connect(name)
-        _show(fleet, as_json)
-        if weights is not None and fleet.desired.weights_id != known_weights(weights).weights_id:
-            say("--weights are not served: others are already desired; `weightswap fleet swap` changes that", err=True)
-
-
-@fleet_command.command()
-def status(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
-    """Show the desired weights and those that each node serves. The exit status is 1 if they differ."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        if not _show(fleet, as_json):
-            raise typer.Exit(1)
-
-
-@fleet_command.command()
-def page(
-    name: NameOption = NAME,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of the page; 0 picks a free one.")] = 8008,
-    host: Annotated[str, typer.Option(help="The address to listen on; the page needs no login.")] = "127.0.0.1",
-    address: AddressOption = "auto",
-) -> None:
-    """Serve a page that shows which weights each replica serves, until interrupted."""
-    with errors_as_exit(False), connected(name, address) as fleet:
-        from weightswap_fleet.fleet_page import serve_page
-
-        serve_page(fleet, host, port, lambda where: say(f"page        {where}"))
-
-
-@fleet_command.command()
-def swap(
-    weights: Annotated[str, typer.Argument(help="A packed weight file, at a path or URL that all nodes can read.")],
-    name: NameOption = NAME,
-    by: ByOption = "",
-    why: WhyOption = "",
-    prepare_seconds: PrepareOption = PREPARE,
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Swap weights on all nodes together: all stage and verify them first, and if one cannot, none commits."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_fleet_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
-
-
-@fleet_command.command()
-def rollback(
-    to: Annotated[
-        str | None, typer.Argument(help="A prefix of a weights id; by default the previously desired weights.")
-    ] = None,
-    name: NameOption = NAME,
-    no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold afterwards.")] = False,
-    by: ByOption = "",
-    why: WhyOption = "",
-    prepare_seconds: PrepareOption = PREPARE,
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Serve earlier weights on all nodes, and hold them until `release`."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        limits = deadlines(prepare_seconds)
-        say_fleet_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=limits), as_json)
-
-
-@fleet_command.command()
-def hold(
-    name: NameOption = NAME,
-    by: ByOption = "",
-    why: WhyOption = "",
-    address: AddressOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Hold the desired weights: nothing is promoted until `release`."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        _print_desired(fleet.hold(by=by, why=why), as_json)
-
-
-@fleet_command.command()
-def release(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
-    """Release a hold."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        _print_desired(fleet.release(), as_json)
-
-
-@fleet_command.command()
-def remove(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
-    """Remove a fleet: its replicas, its keepers and their memory. The desired state stays."""
-    with errors_as_exit(as_json), cluster(address):
-        from weightswap_fleet import Fleet
-
-        Fleet(name).remove()  # works for a fleet that never came up, too
-        if as_json:
-            print_json({"fleet": name})
-        else:
-            say(f"removed     {name}")
-
-
-def _scaling(replicas: int, most: int | None) -> dict[str, Any]:
-    if most is None:
-        return {"num_replicas": replicas}
-    if most < replicas:
-        raise typer.BadParameter(f"--max-replicas {most}: expected at least --replicas, which is {replicas}")
-    return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
-
-
 def _print_desired(state: DesiredState, as_json: bool) -> None:
     if as_json:
-        return print_json(state.as_dict())
+        print_json(state.as_dict())
+        return
     say(f"revision    {state.revision}")
     if state.weights is not None:
         say(f"desired     {printable(state.weights.source)}")
@@ -427,7 +432,6 @@ def _print_desired(state: DesiredState, as_json: bool) -> None:
         say(f"since       {since_text(state.weights)}")
     if state.hold is not None:
         say(f"on hold     since {since_text(state.hold)}")
-    return None
 
 
 def _show(fleet: Fleet, as_json: bool) -> bool:
@@ -442,26 +446,21 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     say(f"fleet       {fleet.name}")
     _print_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
-    print_table("Nodes", columns, [_row(node, state.weights_id) for _, node in sorted(nodes.items())])
-    print_earlier(state, _refusals(nodes))
-    print_trial(trial)
-    return agree
-
-
-def _refusals(nodes: Mapping[str, NodeStatus]) -> dict[str, str]:
-    """Return by which nodes weights were refused, and why, by weights id."""
-    texts: dict[str, list[str]] = {}
+    print_table("Nodes", columns, [_node_row(node, state.weights_id) for _, node in sorted(nodes.items())])
+    refusals: dict[str, list[str]] = {}  # weights id -> by which nodes it was refused, and why
     for name, node in sorted(nodes.items()):
         for weights_id, why in node.refused.items():
-            texts.setdefault(weights_id, []).append(f"by {name}: {_one_line(why)}")
-    return {weights_id: "; ".join(each) for weights_id, each in texts.items()}
+            refusals.setdefault(weights_id, []).append(f"by {name}: {_one_line(why)}")
+    print_earlier(state, {weights_id: "; ".join(texts) for weights_id, texts in refusals.items()})
+    _print_trial(trial)
+    return agree
 
 
 def _one_line(error: str) -> str:
     return "; ".join(line.strip().removeprefix("- ") for line in error.splitlines())
 
 
-def _row(node: NodeStatus, desired_id: str | None) -> list[str]:
+def _node_row(node: NodeStatus, desired_id: str | None) -> list[str]:
     state = _one_line(node.error) or ("serves" if node.weights_id == desired_id else "behind")
     if node.preparing:
         state += f", preparing {node.preparing[:SHOWN]}"

@@ -1,4 +1,4 @@
-"""`push`, `canary` and `status` of a running server."""
+"""`weightswap push`, `canary` and `status`: operations on a running server, by its admin plane."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import is_url, printable
 from weightswap_tools.admin_client import AdminClient, AdminRefused, AdminUnreachable, read_token
 from weightswap_tools.terminal import (
+    AllowNonfiniteOption,
     IgnoreOption,
     JsonOption,
     errors_as_exit,
@@ -35,7 +36,6 @@ from weightswap_tools.terminal import (
 from .swap import print_receipt
 from .weights import labels_text, time_text
 
-push_command = typer.Typer(add_completion=False)
 TokenOption = Annotated[
     Path | None,
     typer.Option(
@@ -47,7 +47,27 @@ UrlArgument = Annotated[
 ]
 ModelOption = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
 WhyOption = Annotated[str, typer.Option(help="The reason, for the history and the audit log.")]
+ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
+ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
+PromoteIfOption = Annotated[str, typer.Option(help="A rule, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
+AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
 _POLL_SECONDS = 0.3
+_SILENT = 3.0  # seconds without a heartbeat, which processes send each second
+_MEASUREMENTS = (
+    ("requests", "requests", "served_requests"),
+    ("errors", "errors", "served_errors"),
+    ("not finite", "nonfinite", "served_nonfinite"),
+    ("p50 in s", "p50", "served_p50"),
+    ("p99 in s", "p99", "served_p99"),
+    ("compared", "compared", ""),
+    ("differing", "differing", ""),
+    ("largest difference", "max_abs", ""),
+    ("relative", "max_rel", ""),
+)
+push_command = typer.Typer(add_completion=False)
+canary_command = typer.Typer(add_completion=False)
+status_command = typer.Typer(add_completion=False)
 
 
 @push_command.command()
@@ -65,9 +85,7 @@ def push(
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Accept a file of another graph, if its tensors fit.")
     ] = False,
-    allow_nonfinite: Annotated[
-        list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
-    ] = None,
+    allow_nonfinite: AllowNonfiniteOption = None,
     ignore: IgnoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -78,7 +96,7 @@ def push(
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
-        name = model or only_model(client)
+        name = model or _only_model(client)
         request: dict[str, Any] = {
             "why": why,
             "revision": revision,
@@ -86,7 +104,7 @@ def push(
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        request |= {"source": source_of(weights)} if point else upload(client, weights)
+        request |= {"source": _source_of(weights)} if point else _upload(client, weights)
         with _staging_progress(client, name):
             response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
         if as_json:
@@ -97,7 +115,7 @@ def push(
             print_receipt(msgspec.convert(response["receipt"], SwapReceipt))
 
 
-def only_model(client: AdminClient) -> str:
+def _only_model(client: AdminClient) -> str:
     """Return the name of the server's only model. Raises Unsupported if there are several."""
     names = [str(model["name"]) for model in client.get("/admin/status")["models"]]
     if len(names) != 1:
@@ -105,12 +123,12 @@ def only_model(client: AdminClient) -> str:
     return names[0]
 
 
-def source_of(weights: str) -> str:
+def _source_of(weights: str) -> str:
     """Return a path as an absolute one, and a URL unchanged."""
     return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - the server resolves links
 
 
-def upload(client: AdminClient, weights: str) -> dict[str, Any]:
+def _upload(client: AdminClient, weights: str) -> dict[str, Any]:
     """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it."""
     where, path = printable(weights), Path(weights)
     if not is_url(weights) and not path.exists():
@@ -173,25 +191,6 @@ def _staging_progress(client: AdminClient, model: str) -> Iterator[None]:
             poller.join()
 
 
-canary_command = typer.Typer(add_completion=False)
-ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
-ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
-PromoteIfOption = Annotated[str, typer.Option(help="A rule, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
-AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
-_MEASUREMENTS = (
-    ("requests", "requests", "served_requests"),
-    ("errors", "errors", "served_errors"),
-    ("not finite", "nonfinite", "served_nonfinite"),
-    ("p50 in s", "p50", "served_p50"),
-    ("p99 in s", "p99", "served_p99"),
-    ("compared", "compared", ""),
-    ("differing", "differing", ""),
-    ("largest difference", "max_abs", ""),
-    ("relative", "max_rel", ""),
-)
-
-
 @canary_command.command()
 def canary(
     url: UrlArgument,
@@ -224,7 +223,7 @@ def canary(
         raise typer.BadParameter("--promote-if and --abort-if apply to a new canary: give --share or --shadow, too")
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
-        name = model or only_model(client)
+        name = model or _only_model(client)
         path, status = f"/admin/models/{name}", None
         if promote or abort:
             client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})
@@ -232,7 +231,7 @@ def canary(
             request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
-                request |= {"source": source_of(weights)} if point else upload(client, weights)
+                request |= {"source": _source_of(weights)} if point else _upload(client, weights)
             status = client.post(f"{path}/canary", request)["status"]
         promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
         _show(client.get(path), as_json)
@@ -280,11 +279,6 @@ def print_measurements(values: Mapping[str, float | None]) -> None:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-_SILENT = 3.0  # seconds without a heartbeat, which processes send each second
-
-status_command = typer.Typer(add_completion=False)
 
 
 @status_command.command()

@@ -1,4 +1,4 @@
-"""`run` and `generate`."""
+"""`weightswap run` and `weightswap generate`: one call, one generation, without a server."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from weightswap_tools.inputs import (
     write_tensors,
 )
 from weightswap_tools.terminal import (
+    ArtifactArgument,
     DeviceOption,
     EngineOption,
     JsonOption,
@@ -48,32 +49,13 @@ VariantOption = Annotated[
 ]
 
 
-def add_variants(model: Model, options: list[str] | None) -> dict[str, str]:
-    """Add the variants of the options to a model. Returns their names by group. Raises as `add_variant` does."""
-    paths: dict[str, str] = {}
-    for option in options or ():
-        group, equals, path = option.partition("=")
-        if not equals or not group or not path:
-            raise typer.BadParameter(f"--variant: expected group=path, got {visible(option)}")
-        if group in paths:
-            raise typer.BadParameter(f"--variant: {visible(group)} is chosen more than once")
-        paths[group] = path
-    for group, path in paths.items():
-        model.add_variant(group, path, path)
-    return paths
-
-
-def variant_ids(model: Model) -> dict[str, str]:
-    """Return the weights ids of the variants that `add_variants` added, by group."""
-    return {group: receipt.weights_id for group, names in model.variants.items() for receipt in names.values()}
-
-
 run_command = typer.Typer(add_completion=False)
+generate_command = typer.Typer(add_completion=False)
 
 
 @run_command.command()
 def run(
-    artifact: Annotated[str, typer.Argument(help="The artifact's folder or URL.")],
+    artifact: ArtifactArgument,
     weights: Annotated[
         str, typer.Option("--weights", "-w", help="The weight file or checkpoint to load, as for swap.")
     ],
@@ -102,7 +84,7 @@ def run(
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are: {visible(', '.join(model.signatures))}")
         call = model.method(name)
-        if variants := add_variants(model, variant):
+        if variants := _add_variants(model, variant):
             call = partial(call, variants=variants)
         signature = model.signatures[name]
         backend = engine_of(model)
@@ -138,18 +120,15 @@ def _print(model: Model, method: str, named: dict[str, Any], seconds: float, as_
             "engine": model.engines[method],
             "graph_id": model.graph_id,
             "weights_id": model.weights_id,
-            "variants": variant_ids(model),
+            "variants": _variant_ids(model),
         }
         print_json(document | {"seconds": seconds, "outputs": described})
         return
     say(f"weights id {model.weights_id}")
-    for group, variant_id in variant_ids(model).items():
+    for group, variant_id in _variant_ids(model).items():
         say(f"variant {group}: {variant_id}")
     title = f"{method}: {seconds * 1e3:.2f} ms"
     print_table(title, ["output", "value"], [[key, str(text)] for key, text in described.items()])
-
-
-generate_command = typer.Typer(add_completion=False)
 
 
 @generate_command.command()
@@ -184,7 +163,7 @@ def generate(
         model = load(artifact, weights, engine=engine, device=device)
         pieces = model.generate(
             _numbers(prompt) if tokens else prompt,
-            variants=add_variants(model, variant),
+            variants=_add_variants(model, variant),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -213,4 +192,27 @@ def _numbers(text: str) -> list[int]:
 
 def _print_document(model: Model, pieces: list[int | str], tokens: bool) -> None:
     output = {"tokens": pieces} if tokens else {"text": "".join(map(str, pieces))}
-    print_json({"weights_id": model.weights_id, "variants": variant_ids(model), **output})
+    print_json({"weights_id": model.weights_id, "variants": _variant_ids(model), **output})
+
+
+# Variants.
+
+
+def _add_variants(model: Model, options: list[str] | None) -> dict[str, str]:
+    """Add the variants of the options to a model. Returns their names by group. Raises as `add_variant` does."""
+    paths: dict[str, str] = {}
+    for option in options or ():
+        group, equals, path = option.partition("=")
+        if not equals or not group or not path:
+            raise typer.BadParameter(f"--variant: expected group=path, got {visible(option)}")
+        if group in paths:
+            raise typer.BadParameter(f"--variant: {visible(group)} is chosen more than once")
+        paths[group] = path
+    for group, path in paths.items():
+        model.add_variant(group, path, path)
+    return paths
+
+
+def _variant_ids(model: Model) -> dict[str, str]:
+    """Return the weights ids of the variants that `_add_variants` added, by group."""
+    return {group: receipt.weights_id for group, names in model.variants.items() for receipt in names.values()}

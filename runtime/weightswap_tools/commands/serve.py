@@ -1,4 +1,4 @@
-"""`serve` and `sign`."""
+"""`weightswap serve`, and `weightswap sign` for weights that it may serve."""
 
 from __future__ import annotations
 
@@ -20,39 +20,23 @@ from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
 from weightswap_runtime.live.residency import ResidencyName
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.sources.writing import new_file
-from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
+from weightswap_tools.terminal import (
+    DeviceOption,
+    EngineOption,
+    OpLibraryOption,
+    RequireSignatureOption,
+    errors_as_exit,
+    say,
+)
 
 if TYPE_CHECKING:
     from weightswap_server.serving import ModelSource, Server
     from weightswap_server.workers.manager import Workers
 
 
-sign_command = typer.Typer(add_completion=False)
-PASSWORD = "WEIGHTSWAP_SIGNING_PASSWORD"
-
-
-@sign_command.command()
-def sign(
-    weights: Annotated[Path, typer.Argument(help="A weight file or a delta that weightswap packed.")],
-    key: Annotated[str, typer.Option(help=f"An elliptic-curve private key (PEM); its password is ${PASSWORD}.")],
-) -> None:
-    """Sign the weights id of a file for `weightswap serve --require-signature`; writes FILE.sig beside it.
-
-    The data of the file is not read: servers compare it with the weights id.
-    """
-    with errors_as_exit(as_json=False):
-        from weightswap_server.signed_weights import sign
-
-        weights_id = known_weights(weights).weights_id
-        signature = sign(weights_id, key, os.environ.get(PASSWORD))
-        out = weights.with_name(weights.name + SIGNATURE_SUFFIX)
-        with new_file(out) as file:
-            file.write(signature)
-        say(f"signature   {out}")
-        say(f"weights id  {weights_id}")
-
-
 serve_command = typer.Typer(add_completion=False)
+sign_command = typer.Typer(add_completion=False)
+_PASSWORD = "WEIGHTSWAP_SIGNING_PASSWORD"
 _NAME_AND_VALUE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _MIB = 1 << 20
 
@@ -118,10 +102,7 @@ def serve(
     audit_log: Annotated[
         str | None, typer.Option(help="Append changes by operators, and calls without a token, to this file as JSON.")
     ] = None,
-    require_signature: Annotated[
-        list[str] | None,
-        typer.Option(help="A public key (PEM); weights that none of the keys has signed are refused; repeatable."),
-    ] = None,
+    require_signature: RequireSignatureOption = None,
     workers: Annotated[
         int | None, typer.Option(help="The number of worker processes, which share one copy of the weights.")
     ] = None,
@@ -279,3 +260,24 @@ def _print_addresses(server: Server | Workers, names: Iterable[str], admin: str)
     if admin:
         say(f"{admin} is for operators")
     sys.stdout.flush()
+
+
+@sign_command.command()
+def sign(
+    weights: Annotated[Path, typer.Argument(help="A weight file or a delta that weightswap packed.")],
+    key: Annotated[str, typer.Option(help=f"An elliptic-curve private key (PEM); its password is ${_PASSWORD}.")],
+) -> None:
+    """Sign the weights id of a file for `weightswap serve --require-signature`; writes FILE.sig beside it.
+
+    The data of the file is not read: servers compare it with the weights id.
+    """
+    with errors_as_exit(as_json=False):
+        from weightswap_server.signed_weights import sign
+
+        weights_id = known_weights(weights).weights_id
+        signature = sign(weights_id, key, os.environ.get(_PASSWORD))
+        out = weights.with_name(weights.name + SIGNATURE_SUFFIX)
+        with new_file(out) as file:
+            file.write(signature)
+        say(f"signature   {out}")
+        say(f"weights id  {weights_id}")

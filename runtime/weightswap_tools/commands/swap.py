@@ -1,4 +1,4 @@
-"""`swap`, and its report."""
+"""`weightswap swap`, and its report."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from weightswap_tools.reports.blocks import (
 )
 from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
+    ArtifactArgument,
     DeviceOption,
     EngineOption,
     HtmlOption,
@@ -50,92 +51,14 @@ from weightswap_tools.terminal import (
     warnings_said,
 )
 
-_COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
-    (Column("generation", "number"), lambda receipt: receipt.generation),
-    (Column("source"), lambda receipt: receipt.source),
-    (Column("kind"), lambda receipt: receipt.kind),
-    (Column("weights id"), lambda receipt: receipt.weights_id[:12]),
-    (Column("verified"), lambda receipt: receipt.verified),
-    (Column("not finite"), lambda receipt: ", ".join(f"{name}: {text}" for name, text in receipt.nonfinite.items())),
-    (Column("read", "bytes"), lambda receipt: receipt.bytes_read),
-    (Column("copied", "bytes"), lambda receipt: receipt.bytes_copied),
-    (Column("staged, ms", "number"), lambda receipt: round(receipt.seconds_staged * 1e3, 4)),
-    (Column("verified, ms", "number"), lambda receipt: round(receipt.seconds_verified * 1e3, 4)),
-    (Column("paused, ms", "number"), lambda receipt: round(receipt.seconds_paused * 1e3, 4)),
-)
-
-
-@contextmanager
-def swaps_reported(path: Path | None, model: Model) -> Iterator[None]:
-    """Write a report of the swaps in the block, even if it ends with a refusal. Without a path, do nothing."""
-    refusal = ""
-    try:
-        yield
-    except WeightswapError as error:
-        refusal = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        if path is not None:
-            write_report(path, swaps_report(model, model.history, refusal))
-
-
-def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
-    """Return a report with facts, a timeline, and a row for each commit."""
-    facts = (
-        ("artifact", str(model.artifact.path)),
-        ("graph id", model.graph_id),
-        ("engine", _engine_text(model)),
-        ("device", model.device),
-        ("residency", model.residency),
-        ("weights id", model.weights_id or "none"),
-    )
-    notes: tuple[Block, ...] = (Note(refusal, "bad"),) if refusal else ()
-    swaps: tuple[Block, ...] = (Note("nothing was committed"),)
-    if receipts:
-        timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
-        swaps = (timeline, table_of(receipts, _COLUMNS))
-    count = len(receipts)
-    return Report(
-        title="Swaps",
-        subtitle=str(model.artifact.path),
-        sections=(Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps)),
-        verdict="refused" if refusal else plural(count, "commit"),
-        good=not refusal,
-    )
-
-
-def _engine_text(model: Model) -> str:
-    """Return the engine, and the methods that torch runs in its place."""
-    others = [name for name, engine in model.engines.items() if engine != model.engine]
-    return f"{model.engine}; torch runs {', '.join(others)}" if others else model.engine
-
-
-def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
-    """Yield the phases of each commit, in seconds from the start of the first."""
-    begin = min(receipt.committed_at - _duration(receipt) for receipt in receipts)
-    for receipt in receipts:
-        at = receipt.committed_at - _duration(receipt) - begin
-        phases = {
-            "staged": receipt.seconds_staged,
-            "verified": receipt.seconds_verified,
-            "paused": receipt.seconds_paused,
-        }
-        for kind, length in phases.items():
-            yield Span(at, at + length, f"generation {receipt.generation}, {kind}: {receipt.source}", kind)
-            at += length
-
-
-def _duration(receipt: SwapReceipt) -> float:
-    return receipt.seconds_staged + receipt.seconds_verified + receipt.seconds_paused
-
-
+_VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}
 _POLL_SECONDS = 0.2  # to notice that the watcher has ended by itself
 swap_command = typer.Typer(add_completion=False)
 
 
 @swap_command.command()
 def swap(
-    artifact: Annotated[str, typer.Argument(help="The artifact's folder or URL.")],
+    artifact: ArtifactArgument,
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
@@ -198,13 +121,12 @@ def swap(
     receipts: list[SwapReceipt] = []
     document = {} if continuous else {"receipts": receipts}
     with errors_as_exit(as_json, document):
-        callback = print_event_as_json if as_json else print_event
         model = load(
             artifact,
             engine=engine,
             device=device,
             residency=residency,
-            on_event=callback if continuous else None,
+            on_event=(print_event_as_json if as_json else print_event) if continuous else None,
             op_libraries=op_library or (),
         )
         options: dict[str, Any] = {
@@ -215,7 +137,7 @@ def swap(
             "rate_limit": rate_limit,
         }
         allowed = allow_nonfinite or (False if refuse_nonfinite else None)
-        with swaps_reported(html, model):
+        with _swaps_reported(html, model):
             for number, path in enumerate(checkpoints or (), start=1):
                 part = only if number > 1 else None
                 last = expect if number == len(checkpoints or ()) else None
@@ -225,9 +147,9 @@ def swap(
                     print_receipt(receipts[-1])
             options["allow_nonfinite"] = allowed or False
             if watch is not None:
-                watch_until_interrupt(partial(model.watch, watch, interval, start=start, only=only, **options))
+                _watch_until_interrupt(partial(model.watch, watch, interval, start=start, only=only, **options))
             if follow is not None:
-                watch_until_interrupt(partial(model.follow, follow, interval, **options))
+                _watch_until_interrupt(partial(model.follow, follow, interval, **options))
         if as_json and not continuous:
             print_json(document)
 
@@ -242,7 +164,7 @@ def print_event_as_json(event: Event) -> None:
     typer.echo(printable_json(event.as_dict()).decode())
 
 
-def watch_until_interrupt(start: Callable[[], Watching]) -> None:
+def _watch_until_interrupt(start: Callable[[], Watching]) -> None:
     """Start a watcher, and stop it on Ctrl-C. Returns once it has ended."""
     watcher: Watching | None = None
     try:
@@ -270,4 +192,71 @@ def print_receipt(receipt: SwapReceipt) -> None:
         say(f"left out    {', '.join(receipt.ignored)}")
 
 
-_VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}
+# The report.
+
+
+_COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
+    (Column("generation", "number"), lambda receipt: receipt.generation),
+    (Column("source"), lambda receipt: receipt.source),
+    (Column("kind"), lambda receipt: receipt.kind),
+    (Column("weights id"), lambda receipt: receipt.weights_id[:12]),
+    (Column("verified"), lambda receipt: receipt.verified),
+    (Column("not finite"), lambda receipt: ", ".join(f"{name}: {text}" for name, text in receipt.nonfinite.items())),
+    (Column("read", "bytes"), lambda receipt: receipt.bytes_read),
+    (Column("copied", "bytes"), lambda receipt: receipt.bytes_copied),
+    (Column("staged, ms", "number"), lambda receipt: round(receipt.seconds_staged * 1e3, 4)),
+    (Column("verified, ms", "number"), lambda receipt: round(receipt.seconds_verified * 1e3, 4)),
+    (Column("paused, ms", "number"), lambda receipt: round(receipt.seconds_paused * 1e3, 4)),
+)
+
+
+@contextmanager
+def _swaps_reported(path: Path | None, model: Model) -> Iterator[None]:
+    """Write a report of the swaps in the block, even if it ends with a refusal. Without a path, do nothing."""
+    refusal = ""
+    try:
+        yield
+    except WeightswapError as error:
+        refusal = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if path is not None:
+            write_report(path, swaps_report(model, model.history, refusal))
+
+
+def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
+    """Return a report with facts, a timeline, and a row for each commit."""
+    facts = (
+        ("artifact", str(model.artifact.path)),
+        ("graph id", model.graph_id),
+        ("engine", _engine_text(model)),
+        ("device", model.device),
+        ("residency", model.residency),
+        ("weights id", model.weights_id or "none"),
+    )
+    notes: tuple[Block, ...] = (Note(refusal, "bad"),) if refusal else ()
+    swaps: tuple[Block, ...] = (Note("nothing was committed"),)
+    if receipts:
+        timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
+        swaps = (timeline, table_of(receipts, _COLUMNS))
+    sections = (Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps))
+    verdict = "refused" if refusal else plural(len(receipts), "commit")
+    return Report("Swaps", str(model.artifact.path), sections, verdict, not refusal)
+
+
+def _engine_text(model: Model) -> str:
+    """Return the engine, and the methods that torch runs in its place."""
+    others = [name for name, engine in model.engines.items() if engine != model.engine]
+    return f"{model.engine}; torch runs {', '.join(others)}" if others else model.engine
+
+
+def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
+    """Yield the phases of each commit, in seconds from the start of the first."""
+    phases = [(receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused) for receipt in receipts]
+    starts = [receipt.committed_at - sum(lengths) for receipt, lengths in zip(receipts, phases, strict=True)]
+    first = min(starts)
+    for receipt, lengths, start in zip(receipts, phases, starts, strict=True):
+        at = start - first
+        for kind, length in zip(("staged", "verified", "paused"), lengths, strict=True):
+            yield Span(at, at + length, f"generation {receipt.generation}, {kind}: {receipt.source}", kind)
+            at += length

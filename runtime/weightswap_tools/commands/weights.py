@@ -1,11 +1,11 @@
-"""`delta` and `desired`."""
+"""`weightswap delta` and `weightswap desired`: weights as files, and which of them a service shall serve."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,10 @@ from weightswap_tools.terminal import (
     say,
 )
 
+ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
+WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
 delta_command = typer.Typer(add_completion=False)
+desired_command = typer.Typer(add_completion=False)
 
 
 @delta_command.command()
@@ -50,16 +53,13 @@ def delta(
         if as_json:
             print_json(written)
             return
+        size, total = human_bytes(written.nbytes), human_bytes(written.total_bytes)
         share = 100 * written.nbytes / max(1, written.total_bytes)
         say(f"delta file  {written.path}")
         say(f"from        {written.base}")
         say(f"to          {written.weights_id}")
-        say(f"changes     {human_bytes(written.nbytes)} of {human_bytes(written.total_bytes)} ({share:.2f} %)")
+        say(f"changes     {size} of {total} ({share:.2f} %)")
         say(f"in          {plural(len(written.changed), 'tensor')}")
-
-
-desired_command = typer.Typer(add_completion=False)
-Change = Callable[[int], DesiredState]
 
 
 @desired_command.command()
@@ -73,8 +73,8 @@ def desired(
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
     revision: Annotated[int | None, typer.Option(help="The revision to replace; required for changes.")] = None,
-    by: Annotated[str, typer.Option(help="Who makes the change.")] = "",
-    why: Annotated[str, typer.Option(help="The reason for the change.")] = "",
+    by: ByOption = "",
+    why: WhyOption = "",
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Allow a file that was packed for another graph.")
     ] = False,
@@ -90,26 +90,33 @@ def desired(
     """
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
-        changes: list[Change] = []
-        said: dict[str, Any] = {"by": by, "why": why}
+        said: dict[str, Any] = {"revision": revision, "by": by, "why": why}
+        _check_changes(opened, (weights is not None) + (rollback_to is not None) + hold + release, revision, as_json)
         if weights is not None:
-            changes.append(
-                lambda seen: _set(opened, weights, revision=seen, allow_other_graph=allow_other_graph, **said)
-            )
-        if rollback_to is not None:
-            to = None if rollback_to == "last" else rollback_to
-            changes.append(lambda seen: _roll_back(opened, to, revision=seen, hold=not no_hold, **said))
-        if hold:
-            changes.append(lambda seen: opened.hold(revision=seen, **said))
-        if release:
-            changes.append(lambda seen: opened.release(revision=seen))
-        if changes and revision is None:
-            _require_revision(opened, as_json)
-        state = _apply(opened, changes, revision)
+            state = _set(opened, weights, allow_other_graph=allow_other_graph, **said)
+        elif rollback_to is not None:
+            state = _roll_back(opened, rollback_to, hold=not no_hold, **said)
+        elif hold:
+            state = opened.hold(**said)
+        elif release:
+            state = opened.release(revision=said["revision"])
+        else:
+            state = opened.read()
         if as_json:
             print_json({"place": opened.where, **state.as_dict()})
         else:
             _print(opened, state)
+
+
+def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_json: bool) -> None:
+    """Raise BadParameter for several changes; and for one without a revision, after showing the current state."""
+    if count and revision is None:
+        state = place.read()
+        if not as_json:
+            _print(place, state)
+        raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
+    if count > 1:
+        raise typer.BadParameter("--set, --rollback-to, --hold and --release are separate changes: give only one")
 
 
 def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
@@ -122,9 +129,9 @@ def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
     return state
 
 
-def _roll_back(place: DesiredPlace, to: str | None, *, revision: int, **options: Any) -> DesiredState:
+def _roll_back(place: DesiredPlace, to: str, *, revision: int, **options: Any) -> DesiredState:
     """Roll back to weights that processes may serve. Raises Superseded, NonFiniteWeights, and what `_read` raises."""
-    target = place.rollback_target(to, revision=revision)
+    target = place.rollback_target(None if to == "last" else to, revision=revision)
     where = printable(place.locate(target))
     if any(each.weights_id == target.weights_id for each in place.read().withdrawn):
         raise Superseded(
@@ -146,20 +153,6 @@ def _read(source: str | Path) -> list[str]:
     return [f"{name}: {found.nan} NaN" for name, found in sorted(counts.items()) if found.nan]
 
 
-def _apply(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
-    if len(changes) > 1:
-        raise typer.BadParameter("--set, --rollback-to, --hold and --release are separate changes: give only one")
-    return changes[0](revision) if changes and revision is not None else place.read()
-
-
-def _require_revision(place: DesiredPlace, as_json: bool) -> NoReturn:
-    """Show the current state, and raise BadParameter with its revision."""
-    state = place.read()
-    if not as_json:
-        _print(place, state)
-    raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
-
-
 def _print(place: DesiredPlace, state: DesiredState) -> None:
     say(f"place       {place.where}")
     say(f"revision    {state.revision}")
@@ -178,17 +171,15 @@ def print_earlier(state: DesiredState, refused: Mapping[str, str]) -> None:
     """Print what was desired before, and what was withdrawn. refused: why processes refused weights, by their id."""
     for title, entries in (("history", state.history), ("withdrawn", state.withdrawn)):
         columns = ["weights id", "source", "since", "by", "why"]
-        rows = [_row(weights) for weights in reversed(entries)]
-        if any(weights.weights_id in refused for weights in entries):
+        rows = [
+            [each.weights_id[:SHOWN], printable(each.source), time_text(each.since), each.by, each.why]
+            for each in reversed(entries)
+        ]
+        if any(each.weights_id in refused for each in entries):
             columns.append("refused")
             rows = [[*row, refused.get(of.weights_id, "")] for row, of in zip(rows, reversed(entries), strict=True)]
         if rows:
             print_table(title, columns, rows)
-
-
-def _row(weights: DesiredWeights) -> list[str]:
-    source = printable(weights.source)
-    return [weights.weights_id[:SHOWN], source, time_text(weights.since), weights.by, weights.why]
 
 
 def labels_text(labels: Mapping[str, str]) -> str:

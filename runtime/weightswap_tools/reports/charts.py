@@ -35,6 +35,8 @@ __all__ = ["Chart", "chart_of"]
 Option = dict[str, Any]
 _HUES = 8
 _NO_LINES = {"splitLine": {"show": False}}
+_ITEM = {"trigger": "item"}
+_CORNERS = {"x": [0, 1], "y": [2, 3]}  # of a bar in a custom series: left, right, bottom, top
 
 
 class Chart(NamedTuple):
@@ -105,12 +107,10 @@ def _histogram(block: Histogram) -> Chart:
     ]
     option = {
         "grid": {"left": 28, "right": 32, "top": 30, "bottom": 34, "containLabel": True},
-        "tooltip": {"trigger": "item"},
+        "tooltip": _ITEM,
         "xAxis": {**across, "name": block.what, "nameLocation": "middle", "nameGap": 30, **_NO_LINES},
         "yAxis": {"type": "value", "minInterval": 1, "name": "count"},
-        "series": [
-            {"type": "custom", "data": bars, "encode": {"x": [0, 1], "y": [2, 3]}, "itemStyle": {"color": _hue(0)}}
-        ],
+        "series": [{"type": "custom", "data": bars, "encode": _CORNERS, "itemStyle": {"color": _hue(0)}}],
     }
     table = Table(columns("from", "to", "count", kind="number"), tuple(bins))
     return Chart(block.caption or f"Histogram of {block.what}", 280, option, table)
@@ -136,10 +136,8 @@ def _line_plot(block: LinePlot) -> Chart:
         name: (_hue(_GROUP_HUES[index % len(_GROUP_HUES)]), symbols[index % len(symbols)])
         for index, name in enumerate(dict.fromkeys(line.group for line in block.lines))
     }
-    dashes = {
-        name: _DASHES[index % len(_DASHES)]
-        for index, name in enumerate(dict.fromkeys(line.style for line in block.lines))
-    }
+    styles = dict.fromkeys(line.style for line in block.lines)
+    dashes = {name: _DASHES[index % len(_DASHES)] for index, name in enumerate(styles)}
     return Chart(
         label, 320, _lines_option(block, groups, dashes), Table(heads, rows), _keys(block, label, groups, dashes)
     )
@@ -267,35 +265,24 @@ def _timeline_option(lanes: list[str], spans: list[tuple[int, Span]], zoomed: bo
     factor, unit = time_unit(max((abs(span.end) for _, span in spans), default=0.0))
     kinds = list(dict.fromkeys(span.kind for _, span in spans))
     slider = {"type": "slider", "filterMode": "weakFilter", "bottom": 10, "height": 20, "showDetail": False}
-    hidden = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
+    times = {"formatter": f"{{value}} {unit}", "showMaxLabel": False}
+    names = {"width": 160, "overflow": "truncate", "interval": 0}
+    rows = {"type": "category", "inverse": True, "data": lanes, "splitLine": {"show": True}, "axisLabel": names}
+    heights = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
     return {
         "grid": {"left": 16, "right": 32, "top": 8, "bottom": 84 if zoomed else 48, "containLabel": True},
-        "tooltip": {"trigger": "item"},
+        "tooltip": _ITEM,
         "legend": {"bottom": 36 if zoomed else 4, "data": kinds, "type": "scroll", "selectedMode": False},
         "dataZoom": [slider] if zoomed else [],
-        "xAxis": {
-            "type": "value",
-            "min": "dataMin",
-            "max": "dataMax",
-            "axisLabel": {"formatter": f"{{value}} {unit}", "showMaxLabel": False},
-        },
-        "yAxis": [
-            {
-                "type": "category",
-                "inverse": True,
-                "data": lanes,
-                "splitLine": {"show": True},
-                "axisLabel": {"width": 160, "overflow": "truncate", "interval": 0},
-            },
-            {**hidden, "max": len(lanes)},
-        ],
+        "xAxis": {"type": "value", "min": "dataMin", "max": "dataMax", "axisLabel": times},
+        "yAxis": [rows, {**heights, "max": len(lanes)}],
         "series": [
             {
                 "type": "custom",
                 "name": kind,
                 "yAxisIndex": 1,
                 "data": [_span_bar(row, span, factor) for row, span in spans if span.kind == kind],
-                "encode": {"x": [0, 1], "y": [2, 3]},
+                "encode": _CORNERS,
                 "itemStyle": {"color": _hue(number)},
             }
             for number, kind in enumerate(kinds)
@@ -321,7 +308,7 @@ _MOST_PARTS = 150  # of an area; more would be slivers
 _TRAIL = '<nav aria-label="Path"><ol class="trail"></ol></nav><div class="zoom">'
 _PARTS = '<nav class="side" aria-label="What is inside" tabindex="-1"><ul class="parts"></ul></nav></div>'
 _TREEMAP_OPTION = {
-    "tooltip": {"trigger": "item"},
+    "tooltip": _ITEM,
     "series": [
         {
             "type": "treemap",
@@ -481,48 +468,34 @@ def _legend(block: HeatMap, scale: _Scale) -> str:
 
 def _heat_option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Option:
     letters = _TILTED_LETTERS if tilted else _COLUMN_LETTERS
+    tilt = {"rotate": 45 if tilted else 0, "width": 200 if tilted else 140, "overflow": "truncate"}
     category = {"type": "category", "axisTick": {"show": False}, **_NO_LINES}
-    pieces: list[Option] = [{"color": _step_colour(step)} for step in range(_STEPS + 1)]
-    pieces += [{"color": colour, "sign": sign} for _, sign, colour in scale.keys.values()]
+    names = [cut_text(name, _ROW_LETTERS) for name in block.rows]
+    pieces: list[Option] = [{"value": step, "color": _step_colour(step)} for step in range(_STEPS + 1)]
+    pieces += [
+        {"value": index, "color": colour, "sign": sign}
+        for index, (_, sign, colour) in enumerate(scale.keys.values(), start=len(pieces))
+    ]
+    data = [
+        (column, row, scale.piece(value))
+        for row, values in enumerate(block.values)
+        for column, value in enumerate(values)
+        if value is not None
+    ]
     slider = {"type": "slider", "yAxisIndex": 0, "startValue": 0, "endValue": _ROWS - 1, "zoomLock": True, "width": 14}
     slider |= {"right": 2, "showDetail": False, "showDataShadow": False, "brushSelect": False}
+    labels_within = {"outerBoundsMode": "same", "outerBoundsContain": "axisLabel"}
     return {
-        "grid": {
-            "left": 4,
-            "right": 24 if paged else 16,
-            "top": 8,
-            "bottom": 4,
-            "outerBoundsMode": "same",
-            "outerBoundsContain": "axisLabel",
-        },
-        "tooltip": {"trigger": "item"},
+        "grid": {"left": 4, "right": 24 if paged else 16, "top": 8, "bottom": 4, **labels_within},
+        "tooltip": _ITEM,
         "dataZoom": [slider] if paged else [],
-        "xAxis": {
-            **category,
-            "data": [cut_text(name, letters) for name in block.columns],
-            "axisLabel": {"rotate": 45 if tilted else 0, "width": 200 if tilted else 140, "overflow": "truncate"},
-        },
-        "yAxis": {
-            **category,
-            "data": [cut_text(name, _ROW_LETTERS) for name in block.rows],
-            "inverse": True,
-            "axisLabel": {"interval": 0},
-        },
-        "visualMap": {
-            "type": "piecewise",
-            "show": False,
-            "dimension": 2,
-            "pieces": [{"value": index, **piece} for index, piece in enumerate(pieces)],
-        },
+        "xAxis": {**category, "data": [cut_text(name, letters) for name in block.columns], "axisLabel": tilt},
+        "yAxis": {**category, "data": names, "inverse": True, "axisLabel": {"interval": 0}},
+        "visualMap": {"type": "piecewise", "show": False, "dimension": 2, "pieces": pieces},
         "series": [
             {
                 "type": "heatmap",
-                "data": [
-                    (column, row, scale.piece(value))
-                    for row, values in enumerate(block.values)
-                    for column, value in enumerate(values)
-                    if value is not None
-                ],
+                "data": data,
                 "itemStyle": {"borderWidth": 1, "borderColor": "var(--surface)"},
                 "labelLayout": {"hideOverlap": True},
             }
