@@ -16,32 +16,22 @@ import msgspec
 from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.sources.location import printable
 
-ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
+_ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
 _CHUNK = 1 << 16
 _PATIENCE = 10.0  # seconds to connect, and to send each chunk of a request
 
 
 class AdminRefused(WeightswapError):
-    """The server refused a call; what it serves did not change. `kind` is the class of the server's error, or empty."""
+    """The server refused a call; what it serves did not change."""
 
     def __init__(self, *lines: str, status: int = 0, kind: str = "") -> None:
+        """kind: the class of the server's error, or empty."""
         super().__init__(*lines)
         self.status, self.kind = status, kind
 
 
 class AdminUnreachable(WeightswapError):
     """No server answers at the URL."""
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(_PATIENCE)
-        self.sock.connect(self._path)
 
 
 class AdminClient:
@@ -106,6 +96,23 @@ class AdminClient:
                 raise
 
 
+def read_token(path: Path | None) -> str:
+    """Return the token of a file (the last word of the first line but comments) or environment. Raises Unsupported."""
+    if path is None:
+        token = os.environ.get(_ENVIRONMENT, "").strip()
+        if not token:
+            raise Unsupported(f"no token: give --token-file FILE, or set {_ENVIRONMENT}")
+        return token
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unsupported(f"{path}: the token cannot be read ({error})") from error
+    token = next((words[-1] for words in lines if words and not words[0].startswith("#")), "")
+    if not token or not token.isascii():
+        raise Unsupported(f"{path}: contains no token")
+    return token
+
+
 def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
     if url.startswith("unix:"):
         path = url.removeprefix("unix:").removeprefix("//")
@@ -122,6 +129,17 @@ def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
     return lambda: http.client.HTTPConnection(host, port, timeout=_PATIENCE)
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_PATIENCE)
+        self.sock.connect(self._path)
+
+
 def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
     try:
         document = msgspec.json.decode(content)
@@ -131,20 +149,3 @@ def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
         return AdminRefused(*text.split("\n"), status=status, kind=kind)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
         return AdminRefused(f"{where}: status {status}, without a reason; is it an admin plane?", status=status)
-
-
-def read_token(path: Path | None) -> str:
-    """Return the token of a file (the last word of the first line but comments) or environment. Raises Unsupported."""
-    if path is None:
-        token = os.environ.get(ENVIRONMENT, "").strip()
-        if not token:
-            raise Unsupported(f"no token: give --token-file FILE, or set {ENVIRONMENT}")
-        return token
-    try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unsupported(f"{path}: the token cannot be read ({error})") from error
-    token = next((words[-1] for words in lines if words and not words[0].startswith("#")), "")
-    if not token or not token.isascii():
-        raise Unsupported(f"{path}: contains no token")
-    return token

@@ -35,12 +35,15 @@ from weightswap_tools.terminal import human_bytes
 from .subject import ArtifactSubject
 
 _DAMAGED = (msgspec.MsgspecError, zipfile.BadZipFile, OverflowError, RecursionError, ValueError, KeyError)
-_DTYPES = {row.code: row.name for row in DTYPES.values() if row.code} | {9: "C32", 11: "C128"}
+_DTYPES = {row.code: row.name for row in DTYPES.values() if row.code} | {
+    9: "C32",
+    11: "C128",
+}  # safetensors has no such two
 _OUTSIDE = "\0"  # the caller of the model; not a valid path
 _COMPUTED = "?"  # a size without a name in the signature
-_HOOK = "_empty_nn_module_stack"
+_HOOK = "_empty_nn_module_stack"  # torch's stand-in for the stack of calls that its passes insert
 _MOST_NAMED = 3  # the most modules to name as sources or users of a value
-_MOST_FLOWS = 24
+_MOST_FLOWS = 24  # of a module, each way
 _SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
 
 
@@ -260,7 +263,7 @@ def _module_words(path: str) -> str:
 
 
 def _plain_path(path: str) -> str:
-    """Remove the suffix `@1` of a repeated call, and cut deep paths as `module_tree` does."""
+    """Remove the suffix `@1` of a repeated call, and cut deep paths as `split_name` does."""
     return ".".join(path.partition("@")[0].split(".")[:MOST_LEVELS])
 
 
