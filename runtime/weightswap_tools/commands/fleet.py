@@ -39,13 +39,9 @@ NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.
 AddressOption = Annotated[
     str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; `auto` is the one of this machine.")
 ]
-
-
 PrepareOption = Annotated[
     float, typer.Option(min=0, help="Seconds after which a node that is not ready aborts the change.")
 ]
-
-
 _NAME = "weightswap"
 _PREPARE = 600.0
 _CONNECT_TIMEOUT = 5.0  # seconds

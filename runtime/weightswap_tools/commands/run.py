@@ -47,8 +47,6 @@ VariantOption = Annotated[
         help="group=path: a variant to use, such as lora=customer-a, a directory that PEFT wrote; may be repeated.",
     ),
 ]
-
-
 run_command = typer.Typer(add_completion=False)
 generate_command = typer.Typer(add_completion=False)
 

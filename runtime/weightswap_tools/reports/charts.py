@@ -31,7 +31,6 @@ from .blocks import (
 from .markup import cut_text, distinct_texts, markup, number_text, seconds_text, short_text, table_markup, time_unit
 
 __all__ = ["Chart", "chart_of"]
-
 Option = dict[str, Any]
 _HUES = 8
 _NO_LINES = {"splitLine": {"show": False}}
