@@ -1,33 +1,34 @@
 """What a pickle would make, told from its operations, before anything makes it.
 
 A few hundred bytes can ask for more work than a machine ever does: tuples that hold each other twice take 2 ** 60 steps
-to hash, a list is copied at each of a thousand mentions, `bytearray` takes a size. Here values have only their cost, in
-units of about 16 bytes or as many nanoseconds, and a pickle may cost as much as its length explains.
+to hash, a list is copied at each of a thousand mentions, `bytearray` takes a size. So Python's own unpickler, which is
+written in Python and can be changed operation by operation, makes values that do nothing first. What the bytes of a
+pickle make costs no more than they explain; what may cost more is counted, in units of about 16 bytes or as many
+nanoseconds: what is mentioned again, as if it were written out there, calls, and copies by these.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from struct import error as StructError  # noqa: N812
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.serialization import StorageType
 
 UNITS = 300_000  # for a pickle of any length
-# torch.save takes 1 to 3, torch.distributed.checkpoint up to 7 in its lists of chunks, which are mostly references
-UNITS_PER_BYTE = 12
+UNITS_PER_BYTE = 4  # torch.save takes less than 1, torch.distributed.checkpoint 1 in its lists of chunks
 MOST_REPEATED, MOST_BYTES = 4, 64 << 20  # tensors may have so many times the bytes of their storages, and so many more
 MOST_UNSOUND = 4096  # keys whose hashes anybody can make equal, so that each is compared with all
-_OPERATION, _OBJECT, _SET = 5, 10, 20
+_MOST_DEPTH = 100  # of tuples in tuples
+_OBJECT, _SET = 10, 14  # an instance; an empty set, which has one byte in a pickle and 216 in memory
 _UNIT = 16
 _LARGE = (1 << 61) - 1  # integers from here on can have any hash
-_CONVERTED = "torch._utils._rebuild_device_tensor_from"  # a tensor of one number may be of any size until it is copied
-_CONTAINERS = ("collections.", "builtins.")
-_REBUILT = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_qtensor")
-_ENCODE = "_codecs.encode"
-_LATIN = ("latin1", "latin-1")
 
 
 class Refused(ValueError):
@@ -39,45 +40,12 @@ class Repeated(Refused):
 
 
 class Scan(NamedTuple):
-    """Result of a scan. storages: bytes that each storage must have, by key. value: what is on top in the end."""
+    """Result of a scan."""
 
-    storages: dict[str, int]
-    value: Any
+    storages: dict[str, int]  # bytes that each storage must have, by key, in the order of their first mention
+    names: set[str]  # of classes and functions
+    value: Any  # what the pickle makes; a list for a dict or set, too
     end: int
-
-
-class _Tuple:
-    """Tuple. sound: nobody can choose it by its hash, as those of texts are random."""
-
-    __slots__ = ("cost", "items", "sound")
-
-    def __init__(self, items: Sequence[Any], cost: int, sound: bool) -> None:
-        self.items, self.cost, self.sound = items, cost, sound
-
-
-class _Growing:
-    """List, dict or set; of a list, its items."""
-
-    __slots__ = ("count", "items")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.items: list[Any] | None = None
-
-
-class _Storage(NamedTuple):
-    """Storage. size: that of an element in bytes."""
-
-    key: str
-    size: int
-
-
-class _Named(str):
-    """Name of a class or function."""
-
-
-_EMPTY = _Tuple((), 1, sound=True)
-_MARK, _CONSTANT, _NUMBER, _SOMETHING = (object() for _ in range(4))
 
 
 def scan(data: bytes, begin: int = 0) -> Scan:
@@ -86,173 +54,19 @@ def scan(data: bytes, begin: int = 0) -> Scan:
     Raises Refused for a pickle that costs too much, EOFError if the data ends before it does, and ValueError for
     damaged ones.
     """
-    machine = _Machine(data, begin)
+    file = io.BytesIO(data)
+    file.seek(begin)
+    scanner = _Scanner(file, len(data) - begin)
     try:
-        value = machine.run()
-        machine.check_tensors()
-        return Scan(machine.storages, value, machine.at)
-    except RecursionError as error:
-        raise Refused("it is nested too deeply") from error
-    except (LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"no operation of a checkpoint at byte {machine.at}") from error
-
-
-class _Machine:
-    def __init__(self, data: bytes, begin: int) -> None:
-        self.data, self.begin, self.at = data, begin, begin
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.storages: dict[str, int] = {}
-        self.tensors: dict[str, int] = {}
-        self.spent = self.unsound = 0
-
-    def run(self) -> Any:
-        while (code := self.next()) != _STOP:
-            self.spend(_OPERATION)
-            _OPERATIONS[code](self)
-        return self.stack.pop()
-
-    def next(self) -> int:
-        if self.at >= len(self.data):
-            raise EOFError("the end is missing")
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def spend(self, units: int) -> None:
-        self.spent += units
-        if self.spent > UNITS + UNITS_PER_BYTE * (self.at - self.begin):
-            raise Refused("it takes more work or memory than its length explains")
-
-    def number(self, size: int) -> int:
-        return int.from_bytes(self.bytes(size), "little")
-
-    def bytes(self, size: int) -> bytes:
-        if self.at + size > len(self.data):
-            raise EOFError("the end is missing")
-        self.at += size
-        self.spend(size // _UNIT)
-        return self.data[self.at - size : self.at]
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at)
-        return self.bytes((len(self.data) if end < 0 else end) + 1 - self.at)[:-1].decode()
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            raise ValueError("values are missing")
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
-
-    def pop_mark(self) -> list[Any]:
-        place = len(self.stack) - 1
-        while self.stack[place] is not _MARK:
-            if not place:
-                raise ValueError("a mark is missing")
-            place -= 1
-        items = self.stack[place + 1 :]
-        del self.stack[place:]
-        return items
-
-    def push_tuple(self, items: Sequence[Any]) -> None:
-        cost, sound = 1, True
-        for item in items:
-            kind = type(item)
-            if kind is _Tuple:
-                cost, sound = cost + item.cost, sound and item.sound
-            elif kind is int or item is _NUMBER:
-                cost, sound = cost + 1, False
-            else:
-                cost += _cost(item)
-                if kind is _Named:
-                    _check_value(item)
-        self.spend(_OPERATION + cost)
-        self.stack.append(_Tuple(items, cost, sound))
-
-    def add(self, items: list[Any], keys: list[Any]) -> None:
-        """Add items to what is on top of the stack, and hash those that are keys."""
-        for key in keys:
-            self.hash(key)
-        for item in items:
-            if type(item) is _Named:
-                _check_value(item)
-        if isinstance(target := self.stack[-1], _Growing):
-            target.count += len(items) + sum(map(_cost, keys))
-            if not keys:
-                target.items = target.items or []
-                target.items += items
-
-    def hash(self, key: Any) -> None:
-        self.spend(_cost(key))
-        self.unsound += (isinstance(key, _Tuple) and not key.sound) or (type(key) is int and abs(key) >= _LARGE)
-        if self.unsound > MOST_UNSOUND:
-            raise Refused(f"it has more than {MOST_UNSOUND} keys that are tuples of numbers or large numbers")
-
-    def pays(self, value: Any) -> None:
-        """Spend what a copy of a value costs, with the lists in it as they are now."""
-        self.spend(_cost(value))
-        for item in items(value) if isinstance(value, _Tuple) else ():
-            self.pays(item)
-
-    def call(self, count: int) -> None:
-        """Call a function or class with what is on top of the stack: a tuple, and for count 3 a dict."""
-        *arguments, function = [self.stack.pop() for _ in range(count)]
-        given = items(arguments[-1])
-        self.spend(_OBJECT)
-        for argument in arguments:
-            self.pays(argument)
-        if not isinstance(function, _Named):
-            self.push(_SOMETHING)  # which an unpickler may refuse
-            return
-        _check_call(function, given)
-        if function.startswith(_CONTAINERS):
-            for inner in (inner for item in given for inner in items(item)):
-                for key in (inner, *items(inner)[:1]):  # of a set, or of a pair
-                    self.hash(key)
-        if function.startswith(_REBUILT):
-            self.tensor(given)
-        self.push(_made(function, given))
-
-    def storage(self) -> None:
-        """Note a storage: `("storage", class, key, location, number of elements)`, in old files with a view of it."""
-        identity = self.stack.pop()
-        kind, key, _, numel = identity.items[1:5]
-        if type(numel) is not int or numel < 0:
-            raise ValueError("a storage has no size")
-        name = kind.rpartition(".")[2]
-        size = 1 if name == "UntypedStorage" else StorageType(name).dtype.itemsize  # type: ignore[no-untyped-call]
-        key = as_text(key)
-        self.storages[key] = max(self.storages.get(key, 0), numel * size)
-        self.push(_Storage(key, size))
-
-    def tensor(self, given: Sequence[Any]) -> None:
-        """Note the bytes of a tensor, which a few steps of zero can make any number."""
-        storage, offset, shape, steps = given[:4]
-        size = max([storage.size, *(_itemsize(each) for each in given[6:] if type(each) is _Named)])
-        place = f"{storage.key} {offset} {items(shape)} {items(steps)}"
-        self.tensors[place] = prod(min(each, _LARGE) for each in items(shape)) * size
-
-    def check_tensors(self) -> None:
-        stored, wanted = sum(self.storages.values()), sum(self.tensors.values())
-        if wanted > MOST_BYTES + MOST_REPEATED * stored:
-            most = max(self.tensors.values())
-            raise Repeated(f"a tensor that can only be read whole takes {most} bytes, and all that is stored {stored}")
-
-    def put(self, index: int) -> None:
-        if index > self.at:  # pickle makes room for all below it
-            raise Refused("it numbers its values as no pickle of its length does")
-        self.memo[index] = self.stack[-1]
-
-
-def _cost(value: Any) -> int:
-    if isinstance(value, _Tuple):
-        return value.cost
-    if isinstance(value, _Growing):
-        return 1 + value.count
-    return 1 + len(value) // _UNIT if isinstance(value, str | bytes) else 1
+        value = scanner.load()
+        scanner.check_whole()
+        return Scan(scanner.storages, scanner.names, value, file.tell())
+    except Refused:
+        raise
+    except (ValueError, LookupError, AttributeError, TypeError, pickle.UnpicklingError, StructError) as error:
+        if file.tell() == len(data):
+            raise EOFError("the end is missing") from error
+        raise ValueError(f"no operation of a checkpoint before byte {file.tell()}") from error
 
 
 def as_text(key: str | bytes) -> str:
@@ -260,190 +74,257 @@ def as_text(key: str | bytes) -> str:
     return key if isinstance(key, str) else key.decode("latin1")
 
 
-def _itemsize(name: str) -> int:
-    dtype = getattr(torch, name.rpartition(".")[2], None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+class _Storage:
+    def __init__(self, key: str, size: int) -> None:
+        self.key, self.size = key, size  # of an element in bytes
 
 
-def items(value: Any) -> Sequence[Any]:
-    """Return the items of a tuple or list."""
-    return (value.items or ()) if isinstance(value, _Tuple | _Growing) else ()
+class _Global:
+    """Class or function. hidden: it may only be called, as another function could call it at any cost.
+
+    made: what a call does, a method of the scanner; or why it is refused; None if it makes an object.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        self.name = f"{module}.{name}"
+        rows = (row for row in _CALLS if self.name.startswith(row[0]) and self.name.endswith(row[1]))
+        *_, self.hidden, self.made = next(rows)
 
 
-def _check_value(function: str) -> None:
-    """Raise Refused for a function that something else could call, unseen here."""
-    if function.startswith((*_CONTAINERS, _CONVERTED)) or function == _ENCODE:
-        raise Refused(f"it has {function} as a value")
+_SOMETHING = object()
 
 
-def _check_call(function: str, items: Any) -> None:
-    """Raise Refused for a call that costs other than its arguments."""
-    if function.startswith(_CONVERTED):
-        raise Refused("it holds a tensor that torch copies to load it (move the model to the CPU before it is saved)")
-    if function == _ENCODE and (len(items) != 2 or items[1] not in _LATIN):
-        raise Refused("it encodes a text, and not as latin1")
-    if function == "builtins.bytearray" and any(type(item) is int for item in items):
-        raise Refused("it makes a bytearray of a size")
-    module, _, name = function.rpartition(".")
-    if module.partition(".")[0] == "torch" and name.endswith(("Storage", "Tensor")):
-        raise Refused(f"it makes a {function} without values")
+class _Scanner(pickle._Unpickler):
+    """`stack` has real numbers, texts, bytes, tuples and lists; dicts and sets are lists; objects are `_SOMETHING`."""
+
+    # of the base class
+    stack: list[Any]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
+
+    def __init__(self, file: io.BytesIO, length: int) -> None:
+        super().__init__(file, encoding="bytes")
+        self.length, self.units = length, UNITS + UNITS_PER_BYTE * length
+        self.unsound = 0
+        self.uncalled: Counter[str] = Counter()
+        self.names: set[str] = set()
+        self.storages: dict[str, int] = {}
+        self.tensors: dict[str, int] = {}
+
+    def spend(self, units: int) -> None:
+        self.units -= units
+        if self.units < 0:
+            raise Refused("it takes more work or memory than its length explains")
+
+    def pay(self, value: Any) -> None:
+        """Spend what a copy of a value costs, with the lists in its tuples as they are now."""
+        level = [value]
+        for _ in range(_MOST_DEPTH):
+            deeper: list[Any] = []
+            for each in level:
+                kind = type(each)
+                if kind is tuple:
+                    self.spend(1 + len(each))
+                    deeper += each
+                elif kind is list:
+                    self.spend(len(each))
+                elif kind is not int:
+                    self.spend(len(each) // _UNIT if kind is str or kind is bytes else 1)
+            if not deeper:
+                return
+            level = deeper
+        raise Refused("it is nested too deeply")
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Count keys that anybody can choose by their hash; that of a text is random."""
+        for key in keys:
+            self.unsound += (type(key) is tuple and _has_number(key)) or (type(key) is int and abs(key) >= _LARGE)
+        if self.unsound > MOST_UNSOUND:
+            raise Refused(f"it has more than {MOST_UNSOUND} keys that are tuples of numbers or large numbers")
+
+    def check_whole(self) -> None:
+        """Check what only the end of a pickle tells."""
+        if found := [name for name, count in self.uncalled.items() if count]:
+            raise Refused(f"it has {found[0]} as a value")
+        stored, wanted = sum(self.storages.values()), sum(self.tensors.values())
+        if wanted > MOST_BYTES + MOST_REPEATED * stored:
+            most = max(self.tensors.values())
+            raise Repeated(f"a tensor that can only be read whole takes {most} bytes, and all that is stored {stored}")
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _Global(module, name)
+        self.names.add(found.name)
+        self.uncalled[found.name] += found.hidden
+        return found
+
+    def persistent_load(self, identity: Any) -> Any:
+        """Note a storage: `("storage", class, key, location, number of elements)`, in old files with a view of it."""
+        kind, key, _, numel = identity[1:5]
+        if type(numel) is not int or numel < 0:
+            raise ValueError("a storage has no size")
+        name = kind.name.rpartition(".")[2]
+        size = 1 if name == "UntypedStorage" else StorageType(name).dtype.itemsize  # type: ignore[no-untyped-call]
+        key = as_text(key)
+        self.storages[key] = max(self.storages.get(key, 0), numel * size)
+        return _Storage(key, size)
+
+    def get(self, index: int) -> None:
+        value = self.memo[index]
+        if type(value) is tuple:
+            self.pay(value)
+        elif type(value) is _Global:
+            self.uncalled[value.name] += value.hidden
+        self.append(value)
+
+    def get_1(self) -> None:
+        self.get(self.read(1)[0])
+
+    def get_4(self) -> None:
+        self.get(int.from_bytes(self.read(4), "little"))
+
+    def put_4(self) -> None:
+        index = int.from_bytes(self.read(4), "little")
+        if index > self.length:  # pickle makes room for all below it
+            raise Refused("it numbers its values as no pickle of its length does")
+        self.memo[index] = self.stack[-1]
+
+    def empty_set(self) -> None:
+        self.spend(_SET)
+        self.append([])
+
+    def add(self, added: list[Any], keys: Sequence[Any]) -> None:
+        self.check_keys(keys)
+        if type(target := self.stack[-1]) is list:
+            target += added
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.add([key, value], (key,))
+
+    def set_items(self) -> None:
+        added = self.pop_mark()
+        self.add(added, added[::2])
+
+    def add_items(self) -> None:
+        added = self.pop_mark()
+        self.add(added, added)
+
+    def frozen_set(self) -> None:
+        added = self.pop_mark()
+        self.check_keys(added)
+        self.append(tuple(added))
+
+    def reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.spend(_OBJECT)
+        if arguments:
+            self.pay(arguments)
+        if type(function) is not _Global:  # an unpickler may refuse it
+            self.append(_SOMETHING)
+            return
+        self.uncalled[function.name] -= function.hidden
+        if isinstance(function.made, str):
+            raise Refused(f"it {function.made.format(function.name)}")
+        self.append(function.made(self, _items(arguments)) if function.made else _SOMETHING)
+
+    def new_with_names(self) -> None:
+        self.pay(self.stack.pop())
+        self.reduce()
+
+    def build(self) -> None:
+        self.spend(_OBJECT)
+        self.pay(self.stack.pop())
+
+    def tensor(self, given: Sequence[Any]) -> object:
+        """Note the bytes of a tensor, which a few steps of zero can make any number."""
+        storage, offset, shape, steps = given[:4]
+        dtypes = (getattr(torch, each.name.rpartition(".")[2], None) for each in given[6:] if type(each) is _Global)
+        size = max([storage.size, *(dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype))])
+        self.tensors[f"{storage.key} {offset} {shape} {steps}"] = prod(min(each, _LARGE) for each in shape) * size
+        return _SOMETHING
+
+    def container(self, given: Sequence[Any]) -> list[Any]:
+        content = [inner for item in given for inner in _items(item)]
+        for inner in content:
+            if type(inner) is tuple or type(inner) is list:
+                self.pay(inner)
+        self.check_keys(content)  # of a set
+        self.check_keys(key for inner in content for key in _items(inner)[:1])  # of pairs
+        return content
+
+    def frozen(self, given: Sequence[Any]) -> Any:
+        return tuple(self.container(given))
+
+    def size(self, given: Sequence[Any]) -> Any:
+        return given[0] if given and type(given[0]) is tuple else self.frozen(given)
+
+    def bytearray(self, given: Sequence[Any]) -> object:
+        if any(type(item) is int for item in given):
+            raise Refused("it makes a bytearray of a size")
+        return _SOMETHING
+
+    def encoded(self, given: Sequence[Any]) -> object:
+        if len(given) != 2 or given[1] not in ("latin1", "latin-1"):
+            raise Refused("it encodes a text, and not as latin1")
+        return _SOMETHING
+
+    # of pickle's operations those that checkpoints have; not those of protocol 0, and no copy of what is on the stack
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: pickle._Unpickler.dispatch[code] for code in b"\x80.(0N\x88\x89KMJ\x8a\x8bGX\x8c\x8dUTCB\x8e"},
+        **{code: pickle._Unpickler.dispatch[code] for code in b")\x85\x86\x87t]aecq\x93Q\x94"},
+        ord("\x95"): lambda self: self.read(8),  # of a frame, which only makes reading faster
+        ord("\x96"): pickle._Unpickler.dispatch[ord("\x8e")],  # as bytes: a bytearray is made before it is read
+        ord("}"): pickle._Unpickler.dispatch[ord("]")],
+        ord("\x8f"): empty_set,
+        ord("s"): set_item,
+        ord("u"): set_items,
+        ord("\x90"): add_items,
+        ord("\x91"): frozen_set,
+        ord("R"): reduce,
+        ord("\x81"): reduce,
+        ord("\x92"): new_with_names,
+        ord("b"): build,
+        ord("r"): put_4,
+        ord("h"): get_1,
+        ord("j"): get_4,
+    }
 
 
-def _made(function: str, items: Any) -> Any:
-    """Return the result of a call: a tuple that it is given stays one."""
-    if function == "torch.Size" and items and isinstance(items[0], _Tuple):
-        return items[0]
-    if function in ("torch.Size", "builtins.frozenset"):
-        return _Tuple((), 1 + sum(map(_cost, items)), sound=False)
-    if function.startswith(_CONTAINERS):
-        made = _Growing()
-        made.count = sum(map(_cost, items))
-        return made
-    return _SOMETHING
+def _has_number(level: Any) -> bool:
+    """Return whether a number is in a tuple of tuples. Python would follow a deep one until its stack ends."""
+    found = False
+    for _ in range(_MOST_DEPTH):
+        found = found or any(type(each) in (int, float) for each in level)
+        level = [inner for each in level if type(each) is tuple for inner in each]
+        if not level:
+            return found
+    raise Refused("it is nested too deeply")
 
 
-Operation = Callable[[_Machine], object]
+def _items(value: Any) -> Sequence[Any]:
+    return value if type(value) in (tuple, list) else ()
 
 
-def _pushes(size: int, value: object) -> Operation:
-    def push(machine: _Machine) -> None:
-        machine.at += size
-        machine.push(value)
-
-    return push
-
-
-def _integer(size: int, *, signed: bool = False) -> Operation:
-    return lambda machine: machine.push(int.from_bytes(machine.bytes(size), "little", signed=signed))
-
-
-def _text(size: int) -> Operation:
-    return lambda machine: machine.push(machine.bytes(machine.number(size)).decode("utf-8", "surrogatepass"))
-
-
-def _raw(size: int) -> Operation:
-    return lambda machine: machine.push(machine.bytes(machine.number(size)))
-
-
-def _long(size: int) -> Operation:
-    return lambda machine: machine.push(int.from_bytes(machine.bytes(machine.number(size)), "little", signed=True))
-
-
-def _last(count: int) -> Operation:
-    return lambda machine: machine.push_tuple(machine.pop(count))
-
-
-def _mark(machine: _Machine) -> None:
-    machine.spend(_OPERATION)
-    machine.push(_MARK)
-
-
-def _grow(units: int) -> Operation:
-    def make(machine: _Machine) -> None:
-        machine.spend(units)
-        machine.push(_Growing())
-
-    return make
-
-
-def _marked(*, keys: int) -> Operation:
-    """Return the operation that adds all items since the mark, each first of `keys` a key."""
-
-    def add(machine: _Machine) -> None:
-        items = machine.pop_mark()
-        machine.add(items, items[::keys] if keys else [])
-
-    return add
-
-
-def _single(count: int) -> Operation:
-    """Return the operation that adds one item, or a key with its value."""
-
-    def add(machine: _Machine) -> None:
-        items = machine.pop(count)
-        machine.add(items[1:] or items, items[: count - 1])
-
-    return add
-
-
-def _frozen(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    for item in items:
-        machine.hash(item)
-    machine.push_tuple(items)
-
-
-def _global(machine: _Machine) -> None:
-    module, name = machine.line(), machine.line()
-    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-    machine.push(_Named(f"{module}.{name}"))
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    machine.push(_Named(f"{module}.{name}"))
-
-
-def _build(machine: _Machine) -> None:
-    machine.spend(_OBJECT)
-    machine.pays(machine.stack.pop())
-
-
-def _skip(size: int) -> Operation:
-    return lambda machine: machine.bytes(size)
-
-
-_STOP = ord(".")
-_OPERATIONS: dict[int, Operation] = {
-    ord(code): operation
-    for code, operation in {
-        "N": _pushes(0, _CONSTANT),
-        "\x88": _pushes(0, _CONSTANT),
-        "\x89": _pushes(0, _CONSTANT),
-        "G": _pushes(8, _NUMBER),
-        "K": _integer(1),
-        "M": _integer(2),
-        "J": _integer(4, signed=True),
-        "\x8a": _long(1),
-        "\x8b": _long(4),
-        "X": _text(4),
-        "\x8c": _text(1),
-        "\x8d": _text(8),
-        "U": _raw(1),
-        "T": _raw(4),
-        "C": _raw(1),
-        "B": _raw(4),
-        "\x8e": _raw(8),
-        "\x96": _raw(8),
-        "(": _mark,
-        "0": lambda machine: machine.stack.pop(),
-        ")": _pushes(0, _EMPTY),
-        "t": lambda machine: machine.push_tuple(machine.pop_mark()),
-        "\x85": _last(1),
-        "\x86": _last(2),
-        "\x87": _last(3),
-        "]": _grow(_OPERATION),
-        "}": _grow(_OPERATION),
-        "\x8f": _grow(_SET),
-        "a": _single(1),
-        "e": _marked(keys=0),
-        "s": _single(2),
-        "u": _marked(keys=2),
-        "\x90": _marked(keys=1),
-        "\x91": _frozen,
-        "c": _global,
-        "\x93": _stack_global,
-        "R": lambda machine: machine.call(2),
-        "\x81": lambda machine: machine.call(2),
-        "\x92": lambda machine: machine.call(3),
-        "b": _build,
-        "Q": lambda machine: machine.storage(),
-        "q": lambda machine: machine.put(machine.number(1)),
-        "r": lambda machine: machine.put(machine.number(4)),
-        "\x94": lambda machine: machine.put(len(machine.memo)),
-        "h": lambda machine: machine.push(machine.memo[machine.number(1)]),
-        "j": lambda machine: machine.push(machine.memo[machine.number(4)]),
-        "\x80": _skip(1),
-        "\x95": _skip(8),
-    }.items()
-}
+# by the beginning and end of a name, the first row that fits: `hidden` and `made` of a global
+_CALLS: tuple[tuple[str, tuple[str, ...], bool, Callable[[_Scanner, Sequence[Any]], Any] | str | None], ...] = (
+    (
+        "torch._utils._rebuild_device_tensor_from",
+        ("",),
+        True,
+        # a tensor of one number may be of any size until then
+        "holds a tensor that torch copies to load it (move the model to the CPU before it is saved)",
+    ),
+    ("torch._utils._rebuild_tensor", ("",), False, _Scanner.tensor),
+    ("torch._utils._rebuild_qtensor", ("",), False, _Scanner.tensor),
+    ("torch.", ("Storage", "Tensor"), False, "makes a {} without values"),
+    ("torch.Size", ("Size",), False, _Scanner.size),
+    ("builtins.frozenset", ("frozenset",), True, _Scanner.frozen),
+    ("builtins.bytearray", ("bytearray",), True, _Scanner.bytearray),
+    ("builtins.", ("",), True, _Scanner.container),
+    ("collections.", ("",), True, _Scanner.container),
+    ("_codecs.encode", ("encode",), True, _Scanner.encoded),
+    ("", ("",), False, None),
+)

@@ -24,7 +24,7 @@ from weightswap_runtime.errors import CheckpointError, WeightFileError, listed
 from weightswap_runtime.format.safetensors import LFS_POINTER
 from weightswap_runtime.format.weight_set import read_index
 
-from .pickle_scan import Refused, Repeated, Scan, as_text, items, scan
+from .pickle_scan import Refused, Repeated, Scan, as_text, scan
 from .tensor import CheckpointTensor, Files, Stored, Window, dtype_of, read_into, values_of
 
 PIECE = 1 << 20  # fits into the processor's cache
@@ -337,7 +337,8 @@ def _old_storages(raw: bytes, where: str) -> tuple[Collection[str], Collection[s
     for _ in range(_OLD_PICKLES):
         scans.append(scanned(raw, where, end))
         end = scans[-1].end
-    return scans[-2].storages, {as_text(key) for key in items(scans[-1].value) if isinstance(key, str | bytes)}
+    keys = scans[-1].value if isinstance(scans[-1].value, list) else ()
+    return scans[-2].storages, {as_text(key) for key in keys if isinstance(key, str | bytes)}
 
 
 def _load_tensors(source: Path | IO[bytes], path: Path, mmap: bool) -> Any:

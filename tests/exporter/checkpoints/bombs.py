@@ -95,6 +95,7 @@ PICKLES: dict[str, bytes] = {
     "a tuple of texts": key(doubled(b"X\x01\0\0\0a"), TUPLE),
     "a wide tuple of tuples": key(doubled(b")", 99), TUPLE),
     "a deep tuple": key(b")" + b"\x85" * SIZE + put(0), get(0)),
+    "a deep tuple after a number": BEGIN + b"}K\x01)" + b"\x85" * SIZE + b"\x86Ns" + END,
     "tuples in a set": BEGIN + doubled(b")") + called("__builtin__.set", b"](" + TUPLE + b"e\x85") + END,
     "tuples in an empty set": BEGIN + doubled(b")") + b"\x8f(" + TUPLE + b"\x90" + END,
     "tuples in a frozen set": BEGIN + doubled(b")") + b"(" + TUPLE + b"\x91" + END,
