@@ -21,7 +21,7 @@ from weightswap_runtime.tensors import row_major
 
 from .pickle_scan import scan
 from .tensor import PIECE, CheckpointTensor, Files, Read, Stored, Window, dtype_of, read_into
-from .torch_files import PICKLE_NAME, Records, check_description, is_damaged, read_records
+from .torch_files import PICKLE_NAME, Record, check_description, is_damaged, read_records
 
 METADATA_NAME = ".metadata"
 CHUNKS_SUFFIX = ".distcp"
@@ -394,7 +394,7 @@ class _AssembledTensor:
             self._located[chunk] = self._locate(fd, chunk)[0]
         return self._located[chunk]._replace(fd=fd)
 
-    def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, Records]:
+    def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
         """Return the place of a chunk's values in its file. Each chunk is a zip by `torch.save` of one tensor."""
         name, described = self.name, self.described
         where = f"{self.folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
