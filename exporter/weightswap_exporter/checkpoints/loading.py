@@ -1,4 +1,8 @@
-"""Loading through the model's own code; kinds; examples."""
+"""Loading through the model's own code: what cannot be read by names is loaded into a model, and taken from there.
+
+A trainer's code may do anything to a model. What it changes besides weights, a graph does not have: this is found by
+comparing what the graph kept before and after, and refused.
+"""
 
 from __future__ import annotations
 
@@ -32,83 +36,9 @@ from .reading import Checkpoint, Source, from_module, open_checkpoint
 from .tensor import CheckpointTensor, pieces
 
 _ADVICE = "Quantise the checkpoint as the exported model was, or export the checkpoint's model."
-
-
-def kinds_file(view: ModelView) -> dict[str, bytes]:
-    """Return the artifact's file with the kind of each composed parameter; empty if there are none."""
-    return {PARTS_NAME: json.dumps(view.kinds, indent=1).encode() + b"\n"} if view.kinds else {}
-
-
-def model_problems(view: ModelView, artifact: Artifact) -> list[str]:
-    """Return the parameters whose kind is not the graph's, as texts."""
-    return list(_differences(artifact.kinds, view.kinds, "the model"))
-
-
-def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:
-    """Raise WeightsMismatch for weights that are parts of tensors whose kind is not the graph's."""
-    graph_kinds = artifact.kinds
-    pairs = [(weight, level.tensors[names[0]].part_of) for weight, names in match.found.items()]
-    kinds = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
-    if problems := list(_differences({name: graph_kinds.get(name) for name in kinds}, kinds, "the checkpoint")):
-        raise WeightsMismatch(where, problems, _ADVICE)
-
-
-def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch | CheckpointError | None:
-    """Return an error if names differ because tensors are of another kind than the graph's, else None."""
-    graph_kinds = artifact.kinds
-    plain = {name for weight in artifact.manifest.weights for name in weight.names}
-    plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
-    for level in checkpoint.levels:
-        parts = {name: values.part_of for name, values in level.tensors.items()}
-        kinds = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}
-        unsplit = graph_kinds.keys() & level.tensors.keys()
-        if unsplit and (damage := level.tensors[min(unsplit)].problems()):  # a part file cannot say what it holds
-            return CheckpointError(*damage)
-        shared = sorted((kinds.keys() & (plain | graph_kinds.keys())) | unsplit)
-        expected, actual = ({name: table.get(name) for name in shared} for table in (graph_kinds, kinds))
-        if problems := list(_differences(expected, actual, "the checkpoint")):
-            return WeightsMismatch(checkpoint.where, problems, _ADVICE)
-    return None
-
-
-def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], who: str) -> Iterator[str]:
-    for name in {**expected, **actual}:
-        if expected.get(name) != actual.get(name):
-            one, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
-            yield f"{name}: the graph has {one}, {who} has {other}"
-
-
-def example_checkpoint(example: CheckpointTensors | str | os.PathLike[str]) -> CheckpointTensors:
-    """Return the given tensors by key, or those in a path's checkpoint as meta tensors. Raises CheckpointError."""
-    if isinstance(example, str | os.PathLike):
-        return _from_path(Path(example))
-    if not isinstance(example, Mapping):
-        raise CheckpointError(f"checkpoint: expected a dict of tensors or a path, got a {type(example).__qualname__}")
-    nested = [key for key, value in example.items() if isinstance(value, Mapping) and _has_tensors(value)]
-    if nested and not _has_tensors(example):
-        raise CheckpointError(f"checkpoint: has its tensors under {nested[0]!r}; give checkpoint[{nested[0]!r}]")
-    return example
-
-
-def _has_tensors(tree: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in tree.values())
-
-
-def _from_path(path: Path) -> CheckpointTensors:
-    with open_checkpoint(path) as opened:
-        filled = [level for level in opened.levels if level.tensors]
-        levels = [level for level in filled if not level.path] or filled
-        if len(levels) != 1:
-            paths = ", ".join(level.path for level in levels) or "none"
-            raise CheckpointError(f"{path}: expected one state dict, found {paths}; give its tensors as a dict")
-        return {key: _hollow(values) for key, values in levels[0].tensors.items()}
-
-
-def _hollow(values: CheckpointTensor) -> torch.Tensor:
-    return torch.empty(values.shape, dtype=torch_dtype(values.dtype), device="meta")
-
-
 _NO_PLACES = {*vars(nn.Module()), huggingface.INITIALIZED}
+# by model, what a graph keeps of it, from before its first loading
+_kept_by: WeakKeyDictionary[nn.Module, dict[str, Hashable]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -156,58 +86,6 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
     yield from_module(model, f"{checkpoint.where}, loaded into {type(model).__qualname__}")
 
 
-# by model, what a graph keeps of it, from before its first loading
-_kept_by: WeakKeyDictionary[nn.Module, dict[str, Hashable]] = WeakKeyDictionary()
-
-
-def _kept(model: nn.Module) -> dict[str, Hashable]:
-    """Return by path what a graph keeps of a model: numbers, texts, and tensors that checkpoints do not have."""
-    return {path: value for name, module in model.named_modules() for path, value in _kept_of(name, module)}
-
-
-def _kept_of(name: str, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    places = {key: value for key, value in vars(module).items() if key not in _NO_PLACES}
-    places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
-    for key, place in places.items():
-        for path, value in within(f"{name}.{key}" if name else key, place):
-            if isinstance(value, torch.Tensor):
-                yield path, _digest(value)
-            elif isinstance(value, bool | int | float | str | bytes):
-                yield path, (type(value), value)
-
-
-def _of_extra_states(model: nn.Module) -> set[str]:
-    """Return the paths of what modules with an extra state keep: names of `Packed.ignored` have told of that."""
-    modules = {name: module for name, module in model.named_modules() if _has_extra_state(module)}
-    return {path for name, module in modules.items() for path, _ in _kept_of(name, module)}
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).set_extra_state is not nn.Module.set_extra_state
-
-
-def _adds(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> bool:
-    """Load once more, and return whether that has changed a model's tensors."""
-    before = {name: _digest(tensor) for name, tensor in named_tensors(model).items()}
-    _load(model, checkpoint, load)
-    return any(_digest(tensor) != before.get(name) for name, tensor in named_tensors(model).items())
-
-
-def _digest(tensor: torch.Tensor) -> Hashable:
-    values = None if is_fake(tensor) or tensor.layout is not torch.strided else digest_of(pieces(tensor))
-    return tensor.dtype, tuple(tensor.shape), values
-
-
-class _Failure(NamedTuple):
-    """Reason why a level was not loaded. `last`: no other level may be tried."""
-
-    level: NestedStateDict
-    full: str
-    short: str
-    error: Exception | None
-    last: bool
-
-
 def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> NestedStateDict:
     likely = _likely(checkpoint.levels, model)
     top = checkpoint.levels[0]
@@ -223,14 +101,19 @@ def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> Nested
     if load is None:
         nearest = min(failures, key=lambda failure: len(failure.full))  # the shortest list of problems
     else:
-        nearest = next(
-            (failure for failure in failures if any(failure.level is level for level in likely)), failures[0]
-        )
+        of_likely = (failure for failure in failures if any(failure.level is level for level in likely))
+        nearest = next(of_likely, failures[0])
     name = "model.load_state_dict" if load is None else getattr(load, "__qualname__", "load")
     others = [failure for failure in failures if load is not None and failure is not nearest]
     texts = [f"{checkpoint.where}: {name}{_of(nearest.level)} failed: {nearest.full}"]
     texts += [f"{name}{_of(failure.level) or ' of the whole'} failed, too: {failure.short}" for failure in others]
     raise CheckpointError(*(line for text in texts for line in text.splitlines())) from nearest.error
+
+
+def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:
+    """Return the levels that have about as many tensors as the model, or all if there are none."""
+    count = len(list(model.parameters()))
+    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= count) or levels
 
 
 def _of(level: NestedStateDict) -> str:
@@ -252,13 +135,23 @@ def _try_default(model: nn.Module, level: NestedStateDict) -> _Failure | None:
 def _try(model: nn.Module, level: NestedStateDict, load: Load) -> _Failure | None:
     before = _fingerprint(model)
     try:
-        load(model, _copied(level.content()))
+        load(model, {key: _copied(value) for key, value in level.content().items()})
     except Exception as error:
         return _failure(level, error, last=_fingerprint(model) != before)
     if before and _fingerprint(model) == before:  # as load_state_dict(..., strict=False) does with foreign names
         text = "it raised no error, but left the model unchanged"
         return _Failure(level, text, text, None, last=False)
     return None
+
+
+class _Failure(NamedTuple):
+    """Reason why a level was not loaded."""
+
+    level: NestedStateDict
+    full: str
+    short: str
+    error: Exception | None
+    last: bool  # no other level may be tried
 
 
 def _failure(level: NestedStateDict, error: Exception, *, last: bool) -> _Failure:
@@ -268,31 +161,143 @@ def _failure(level: NestedStateDict, error: Exception, *, last: bool) -> _Failur
     return failure
 
 
-def _copied(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a copy of a level for code that may change it, as other levels may have to be tried afterwards."""
-    return {key: _copy_of(value) for key, value in content.items()}
-
-
-def _copy_of(value: Any) -> Any:
+def _copied(value: Any) -> Any:
+    """Return a copy of a level's dicts for code that may change it, as other levels may have to be tried afterwards."""
     if not isinstance(value, dict):
         return value
     copied = copy.copy(value)  # an OrderedDict may have `_metadata`
-    copied.update((key, _copy_of(below)) for key, below in value.items())
+    copied.update((key, _copied(below)) for key, below in value.items())
     return copied
 
 
 def _fingerprint(model: nn.Module) -> list[Hashable]:
-    """Return a value that changes with the model; it has digests, as torch counts no changes through `.data`."""
+    """Return a value that changes with the model."""
     return [_state_of(name, tensor) for name, tensor in named_tensors(model).items()]
 
 
 def _state_of(name: str, tensor: Any) -> Hashable:
     if is_fake(tensor) or tensor.layout is not torch.strided:
         return object()  # such a model cannot be packed; equal to nothing
+    # with a digest, as torch counts no changes through `.data`
     return name, id(tensor), tensor.data_ptr(), tensor._version, digest_of(pieces(tensor))
 
 
-def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:
-    """Return the levels that have about as many tensors as the model, or all if there are none."""
-    count = len(list(model.parameters()))
-    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= count) or levels
+# What a graph has kept of a model.
+
+
+def _kept(model: nn.Module) -> dict[str, Hashable]:
+    """Return by path what a graph keeps of a model: numbers, texts, and tensors that checkpoints do not have."""
+    return {path: value for name, module in model.named_modules() for path, value in _kept_of(name, module)}
+
+
+def _kept_of(name: str, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    places = {key: value for key, value in vars(module).items() if key not in _NO_PLACES}
+    places |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+    for key, place in places.items():
+        for path, value in within(f"{name}.{key}" if name else key, place):
+            if isinstance(value, torch.Tensor):
+                yield path, _digest(value)
+            elif isinstance(value, bool | int | float | str | bytes):
+                yield path, (type(value), value)
+
+
+def _of_extra_states(model: nn.Module) -> set[str]:
+    """Return the paths of what modules with an extra state keep: names of `Packed.ignored` have told of that."""
+    return {
+        path
+        for name, module in model.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+        for path, _ in _kept_of(name, module)
+    }
+
+
+def _adds(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> bool:
+    """Load once more, and return whether that has changed a model's tensors."""
+    before = {name: _digest(tensor) for name, tensor in named_tensors(model).items()}
+    _load(model, checkpoint, load)
+    return any(_digest(tensor) != before.get(name) for name, tensor in named_tensors(model).items())
+
+
+def _digest(tensor: torch.Tensor) -> Hashable:
+    values = None if is_fake(tensor) or tensor.layout is not torch.strided else digest_of(pieces(tensor))
+    return tensor.dtype, tuple(tensor.shape), values
+
+
+# Kinds of tensors: plain, or composed of parts as quantised ones are.
+
+
+def kinds_file(view: ModelView) -> dict[str, bytes]:
+    """Return the artifact's file with the kind of each composed parameter; empty if there are none."""
+    return {PARTS_NAME: json.dumps(view.kinds, indent=1).encode() + b"\n"} if view.kinds else {}
+
+
+def model_problems(view: ModelView, artifact: Artifact) -> list[str]:
+    """Return the parameters whose kind is not the graph's, as texts."""
+    return list(_differences(artifact.kinds, view.kinds, "the model"))
+
+
+def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:
+    """Raise WeightsMismatch for weights that are parts of tensors whose kind is not the graph's."""
+    graph_kinds = artifact.kinds
+    pairs = [(weight, level.tensors[names[0]].part_of) for weight, names in match.found.items()]
+    kinds = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
+    if problems := list(_differences({name: graph_kinds.get(name) for name in kinds}, kinds, "the checkpoint")):
+        raise WeightsMismatch(where, problems, _ADVICE)
+
+
+def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch | CheckpointError | None:
+    """Return an error if names differ because tensors are of another kind than the graph's, else None."""
+    graph_kinds = artifact.kinds
+    plain = {name for weight in artifact.manifest.weights for name in weight.names}
+    plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
+    for level in checkpoint.levels:
+        parts = {name: values.part_of for name, values in level.tensors.items()}
+        kinds = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}
+        unsplit = graph_kinds.keys() & level.tensors.keys()
+        if unsplit and (damage := level.tensors[min(unsplit)].problems()):  # a part file cannot say what it holds
+            return CheckpointError(*damage)
+        shared = sorted((kinds.keys() & (plain | graph_kinds.keys())) | unsplit)
+        expected, actual = ({name: table.get(name) for name in shared} for table in (graph_kinds, kinds))
+        if problems := list(_differences(expected, actual, "the checkpoint")):
+            return WeightsMismatch(checkpoint.where, problems, _ADVICE)
+    return None
+
+
+def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], who: str) -> Iterator[str]:
+    for name in {**expected, **actual}:
+        if expected.get(name) != actual.get(name):
+            one, other = describe_kind(expected.get(name)), describe_kind(actual.get(name))
+            yield f"{name}: the graph has {one}, {who} has {other}"
+
+
+# An example of a checkpoint, for an export that traces loading code.
+
+
+def example_checkpoint(example: CheckpointTensors | str | os.PathLike[str]) -> CheckpointTensors:
+    """Return the given tensors by key, or those in a path's checkpoint as meta tensors. Raises CheckpointError."""
+    if isinstance(example, str | os.PathLike):
+        return _from_path(Path(example))
+    if not isinstance(example, Mapping):
+        raise CheckpointError(f"checkpoint: expected a dict of tensors or a path, got a {type(example).__qualname__}")
+    nested = [key for key, value in example.items() if isinstance(value, Mapping) and _has_tensors(value)]
+    if nested and not _has_tensors(example):
+        raise CheckpointError(f"checkpoint: has its tensors under {nested[0]!r}; give checkpoint[{nested[0]!r}]")
+    return example
+
+
+def _from_path(path: Path) -> CheckpointTensors:
+    with open_checkpoint(path) as opened:
+        filled = [level for level in opened.levels if level.tensors]
+        levels = [level for level in filled if not level.path] or filled
+        if len(levels) != 1:
+            paths = ", ".join(level.path for level in levels) or "none"
+            raise CheckpointError(f"{path}: expected one state dict, found {paths}; give its tensors as a dict")
+        return {key: _hollow(values) for key, values in levels[0].tensors.items()}
+
+
+def _hollow(values: CheckpointTensor) -> torch.Tensor:
+    return torch.empty(values.shape, dtype=torch_dtype(values.dtype), device="meta")
+
+
+def _has_tensors(tree: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in tree.values())

@@ -1,4 +1,8 @@
-"""Levels of a checkpoint: a trainer may save the state dict below `model` or `state_dict`, beside other entries."""
+"""Levels of a checkpoint: a trainer may save the state dict below `model` or `state_dict`, beside other entries.
+
+Pickles have trees of mappings (`nested_levels`); safetensors files and distributed checkpoints have flat names, which
+join the keys of all levels with dots (`flat_levels`).
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,21 @@ from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
 from .tensor import CheckpointTensor, PartOf
 
-WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
-DEPTH = 2
-MOST_DEPTH = 8
-MOST_PATHS = 4
-MOST_LISTED = 20
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
+_DEPTH = 2  # of wrappers in wrappers that are searched for the weights
+_MOST_DEPTH = 8  # of mappings that a user can choose
+_MOST_PATHS = 4
+_MOST_LISTED = 20
 NO_VALUES = "has no values (a skeleton's or a meta tensor)"
 
 
 class Choice(NamedTuple):
-    """User's choice of the weights in a checkpoint.
+    """User's choice of the weights in a checkpoint."""
 
-    level: dotted path of a mapping in the checkpoint, empty for its top; None to search for it. prefix: prefix of the
-    weights' names. ignore: patterns of names, with the prefix, to leave out; but none of `kept`, without the prefix.
-    """
-
-    level: str | None = None
-    prefix: str = ""
-    ignore: tuple[str, ...] = ()
-    kept: frozenset[str] = frozenset()
+    level: str | None = None  # dotted path of a mapping in the checkpoint, empty for its top; None to search for it
+    prefix: str = ""  # of the weights' names
+    ignore: tuple[str, ...] = ()  # patterns of names, with the prefix, to leave out
+    kept: frozenset[str] = frozenset()  # names, without the prefix, that are not left out
 
     def ignores(self, name: str) -> bool:
         is_kept = is_among(name.removeprefix(self.prefix), self.kept)
@@ -46,40 +46,31 @@ class Choice(NamedTuple):
         return name.startswith(self.prefix) and not self.ignores(name)
 
 
-class NestedStateDict(NamedTuple):
-    """State dict in a checkpoint. `path` is empty for the checkpoint itself, and for example `state_dict.model` below.
-
-    problems: reasons why the level's tensors cannot be packed. own: number of tensors in the level itself, without
-    mappings in it. content: returns the level as its trainer saved it, with tensors loaded. damage: returns wrong
-    checksums of all tensors in the content. The names of tensors and content lack `prefix`; left_out: names of tensors
-    without it, and of ignored ones. extra: names of extra states that are no tensors and not empty
-    (`Module.get_extra_state`), without `prefix`.
-    """
-
-    path: str
-    tensors: dict[str, CheckpointTensor]
-    problems: tuple[str, ...]
-    content: Callable[[], Mapping[str, Any]]
-    damage: Callable[[], list[str]]
-    prefix: str = ""
-    left_out: tuple[str, ...] = ()
-    own: int = 0
-    extra: tuple[str, ...] = ()
-
-
 ANYWHERE = Choice()
+
+
+class NestedStateDict(NamedTuple):
+    """State dict in a checkpoint."""
+
+    path: str  # empty for the checkpoint itself, and for example `state_dict.model` below
+    tensors: dict[str, CheckpointTensor]
+    problems: tuple[str, ...]  # reasons why the level's tensors cannot be packed
+    content: Callable[[], Mapping[str, Any]]  # the level as its trainer saved it, with tensors loaded
+    damage: Callable[[], list[str]]  # wrong checksums of all tensors in the content
+    prefix: str = ""  # which the names of tensors, content and extra lack
+    left_out: tuple[str, ...] = ()  # names of tensors without the prefix, and of ignored ones
+    own: int = 0  # number of tensors in the level itself, without mappings in it
+    extra: tuple[str, ...] = ()  # names of extra states (`Module.get_extra_state`) that are no tensors and not empty
+
+
 Mappings = Callable[[], dict[str, list[str]]]
 
 
 class Levels(NamedTuple):
-    """Levels that may have the weights.
-
-    mappings: returns all paths that a user could choose as a level, with the names of their tensors; empty if a level
-    is chosen.
-    """
+    """Levels that may have the weights."""
 
     likely: tuple[NestedStateDict, ...]
-    mappings: Mappings
+    mappings: Mappings  # all paths that a user could choose, with the names of their tensors; empty if one is chosen
 
 
 def nested_levels(
@@ -96,10 +87,10 @@ def nested_levels(
     """
 
     def mappings() -> dict[str, list[str]]:
-        return {path: list(map(str, _tensors(below))) for path, below in _mappings("", tree, MOST_DEPTH)}
+        return {path: list(map(str, _tensors(below))) for path, below in _mappings("", tree, _MOST_DEPTH)}
 
     if choice.level is None:
-        trees = list(_below("", tree, DEPTH if deep else 0))
+        trees = list(_below("", tree, _DEPTH if deep else 0))
     else:
         chosen = _walk(tree, choice.level)
         if chosen is None:
@@ -129,7 +120,7 @@ def flat_levels(
     if choice.level is not None:
         paths = [choice.level]
     elif holders is not None:
-        paths += [*WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
+        paths += [*_WRAPPERS, *(f"{outer}.{inner}" for outer in _WRAPPERS for inner in _WRAPPERS if inner != outer)]
     levels = []
     for path in paths:
         start = f"{path}." if path else ""
@@ -147,14 +138,7 @@ def listing(mappings: Mapping[str, Iterable[str]]) -> str:
     """Return a text such as `'model' (4 tensors), 'ema' (4 tensors)`."""
     counts = {path: len(list(names)) for path, names in mappings.items()}
     texts = [f"{path!r}{'' if path else ', the top'} ({plural(count, 'tensor')})" for path, count in counts.items()]
-    return listed(texts, MOST_LISTED)
-
-
-def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> CheckpointError:
-    known = {path: names for path, names in mappings.items() if names} or mappings
-    return CheckpointError(
-        f"{where}: has no level {level!r}; it has {listing(known)}. Give one of them, or none to have it found."
-    )
+    return listed(texts, _MOST_LISTED)
 
 
 def grouped(names: Iterable[str], most: int) -> dict[str, list[str]]:
@@ -165,6 +149,13 @@ def grouped(names: Iterable[str], most: int) -> dict[str, list[str]]:
         for depth in range(1, min(most + 1, len(parts))):
             groups.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
     return groups
+
+
+def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> CheckpointError:
+    known = {path: names for path, names in mappings.items() if names} or mappings
+    return CheckpointError(
+        f"{where}: has no level {level!r}; it has {listing(known)}. Give one of them, or none to have it found."
+    )
 
 
 def _by_depth(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -182,7 +173,7 @@ def _by_holder(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, li
 
 def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     yield path, tree
-    for key in WRAPPERS if depth else ():
+    for key in _WRAPPERS if depth else ():
         if isinstance(below := tree.get(key), Mapping):
             yield from _below(f"{path}.{key}" if path else key, below, depth - 1)
 
@@ -190,7 +181,7 @@ def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str
 def _mappings(
     path: str, tree: Mapping[Any, Any], depth: int, visits: Counter[int] | None = None
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield a mapping and all mappings in it, by path; each object at most at MOST_PATHS paths.
+    """Yield a mapping and all mappings in it, by path; each object at most at _MOST_PATHS paths.
 
     A small pickle can put a mapping into itself, or at a billion paths.
     """
@@ -198,7 +189,7 @@ def _mappings(
     visits[id(tree)] += 1
     yield path, tree
     for key, below in tree.items() if depth else ():
-        if isinstance(below, Mapping) and visits[id(below)] < MOST_PATHS:
+        if isinstance(below, Mapping) and visits[id(below)] < _MOST_PATHS:
             yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1, visits)
 
 
@@ -233,6 +224,25 @@ def _with_prefix(levels: list[NestedStateDict], choice: Choice, where: str) -> t
     raise CheckpointError(f"{where}: no tensor name begins with the prefix {prefix!r}; {found}")
 
 
+def _flat(
+    path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, own: int, extra: Sequence[str]
+) -> NestedStateDict:
+    prefix = choice.prefix
+    left_out = tuple(name for name in (*tensors, *extra) if not choice.takes(name))
+    extra = tuple(name[len(prefix) :] for name in extra if choice.takes(name))
+    below = {name[len(prefix) :]: values for name, values in tensors.items() if choice.takes(name)}
+
+    def content() -> Mapping[str, Any]:
+        return {name: values.load() for name, values in below.items()}
+
+    def damage() -> list[str]:
+        return [text for values in below.values() for text in values.problems()]
+
+    unknown = {name: values.dtype for name, values in below.items() if values.dtype.startswith("torch.")}
+    problems = tuple(f"{name}: {dtype} cannot be written as safetensors" for name, dtype in unknown.items())
+    return NestedStateDict(path, below, problems, content, damage, prefix, left_out, own, extra)
+
+
 def _nested(
     path: str, tree: Mapping[Any, Any], values_of: Callable[[torch.Tensor], CheckpointTensor], choice: Choice
 ) -> NestedStateDict:
@@ -253,7 +263,7 @@ def _nested(
         values[key] = values[key]._replace(part_of=part_of)
 
     def damage() -> list[str]:
-        entries = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).values()]
+        entries = [value for _, below in _mappings("", tree, _MOST_DEPTH) for value in _tensors(below).values()]
         return [text for value in entries if not any(_problems("", value)) for text in values_of(value).problems()]
 
     return NestedStateDict(path, values, problems, lambda: tree, damage, prefix, left_out, len(tensors), _extra(tree))
@@ -271,25 +281,6 @@ def _without(tree: Mapping[Any, Any], keys: Iterable[Any]) -> Mapping[Any, Any]:
     for key in keys:
         del copied[key]
     return copied
-
-
-def _flat(
-    path: str, tensors: Mapping[str, CheckpointTensor], choice: Choice, own: int, extra: Sequence[str]
-) -> NestedStateDict:
-    prefix = choice.prefix
-    left_out = tuple(name for name in (*tensors, *extra) if not choice.takes(name))
-    extra = tuple(name[len(prefix) :] for name in extra if choice.takes(name))
-    below = {name[len(prefix) :]: values for name, values in tensors.items() if choice.takes(name)}
-
-    def content() -> Mapping[str, Any]:
-        return {name: values.load() for name, values in below.items()}
-
-    def damage() -> list[str]:
-        return [text for values in below.values() for text in values.problems()]
-
-    unknown = {name: values.dtype for name, values in below.items() if values.dtype.startswith("torch.")}
-    problems = tuple(f"{name}: {dtype} cannot be written as safetensors" for name, dtype in unknown.items())
-    return NestedStateDict(path, below, problems, content, damage, prefix, left_out, own, extra)
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:

@@ -1,4 +1,9 @@
-"""Opening any checkpoint, and the level that fits."""
+"""Opening any checkpoint, and the level that fits.
+
+A path says by its name, a folder by its files, who wrote it. Trainers put the weights beside other things and below
+names of their own: each mapping that may have them is a level, and the one is taken whose names, dtypes and shapes are
+those of the artifact. If several fit, or none does, the error names what the user could choose.
+"""
 
 from __future__ import annotations
 
@@ -48,71 +53,30 @@ from .nested_state_dicts import (
 )
 from .tensor import CheckpointTensor, Files, PartOf, copy_part, pieces, values_of
 
-_NAMES = "tensor_names"
-
-
-def named_as_parts(
-    tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str], where: str
-) -> dict[str, CheckpointTensor]:
-    """Return a file's tensors, with parts of a quantised one named `NAME.PART`. Raises CheckpointError."""
-    renamed = dict(tensors)
-    for name in metadata if _NAMES in metadata else ():
-        for stored, part, kind in _parts(name, metadata[name], where):
-            if stored not in tensors:
-                continue
-            if stored not in renamed or f"{name}.{part}" in renamed:
-                raise CheckpointError(f"{where}: has {name}.{part} twice. Save it again.")
-            renamed[f"{name}.{part}"] = renamed.pop(stored)._replace(part_of=PartOf(f".{part}", kind))
-    return renamed
-
-
-def _parts(name: str, text: str, where: str) -> list[tuple[str, str, Kind]]:
-    """Return, for each part, its name in the file, its own name, and the kind of the whole."""
-    if not text.startswith("{"):
-        return []
-    try:
-        entry = json.loads(text)
-        kind = _plain(entry)
-        parts = [str(part) for part in entry.get("_tensor_data_names", ())]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the metadata of {name} is not torchao's ({error}). Save it again.") from error
-    module, dot, leaf = name.rpartition(".")
-    return [(f"{module}{dot}_{leaf}_{part}", part, kind) for part in parts]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in the form of `models.parts.kind_of`."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "_type" not in value:
-        return {name: _plain(item) for name, item in value.items()}
-    content = value.get("_data")
-    return {"type": value["_type"]} | _plain(content) if isinstance(content, dict) else content
-
-
-PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
+_PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
 _KINDS = f"{SUFFIX}, {INDEX_SUFFIX}, {', '.join(pickled.SUFFIXES)}, {pickled.INDEX_SUFFIX}"
-_FOLDERS = f"{METADATA_NAME} (torch.distributed.checkpoint), *{SUFFIX} or *{INDEX_SUFFIX}, {' or '.join(PICKLED_NAMES)}"
-
+_FOLDERS = (
+    f"{METADATA_NAME} (torch.distributed.checkpoint), *{SUFFIX} or *{INDEX_SUFFIX}, {' or '.join(_PICKLED_NAMES)}"
+)
+_OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
+_NO_TENSOR = TensorType("no tensor", ())  # an extra state, which fits no weight
+_PREFIX_DEPTH = 3  # components of a prefix that is suggested
+_LEVEL = "(--level)"
+_PREFIX = "(weightswap pack --prefix)"
+_TORCHAO_NAMES = "tensor_names"  # key of the metadata that only torchao writes
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Checkpoint(NamedTuple):
-    """Open checkpoint.
-
-    levels: state dicts in it that may have the weights. mappings: as in `Levels`. names: True if its tensors certainly
-    have runtime FQNs; else they may have checkpoint keys. check_unchanged: raises CheckpointError or WeightFileError if
-    one of its files was written to since it was opened. graph_id: of the graph that it was packed for, if any.
-    """
+    """Open checkpoint."""
 
     where: str
-    levels: tuple[NestedStateDict, ...]
-    mappings: Mappings
-    names: bool = False
+    levels: tuple[NestedStateDict, ...]  # state dicts in it that may have the weights
+    mappings: Mappings  # as in `Levels`
+    names: bool = False  # its tensors certainly have runtime FQNs; else they may have checkpoint keys
+    # raises CheckpointError or WeightFileError if one of its files was written to since it was opened
     check_unchanged: Callable[[], None] = lambda: None
-    graph_id: str = ""
+    graph_id: str = ""  # of the graph that it was packed for, if any
 
 
 @contextmanager
@@ -143,18 +107,55 @@ def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANY
     return Checkpoint(where, *nested_levels(tree, values_of, where, choice, deep=False), names=True)
 
 
-Opener = Callable[[Path, Choice], AbstractContextManager[Checkpoint]]
+def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings) -> tuple[NestedStateDict, Match]:
+    """Return the one level whose names, dtypes and shapes are those of the artifact.
+
+    Raises CheckpointError or WeightsMismatch with every problem of the nearest level, or with the `level` or `prefix`
+    that would fit; and WeightsMismatch if several levels fit and would give different weights.
+    """
+    where = checkpoint.where
+    if manifest.weights and not any(level.tensors or level.problems for level in checkpoint.levels):
+        raise _no_tensors(checkpoint)
+    fitting: list[tuple[NestedStateDict, Match]] = []
+    refused: list[tuple[tuple[bool, int, int], NestedStateDict, WeightswapError]] = []
+    for level in checkpoint.levels:
+        try:
+            fitting.append((level, _match(level, manifest, checkpoint, readings)))
+        except (CheckpointError, WeightsMismatch) as error:
+            problems = getattr(error, "problems", level.problems)
+            hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
+            refused.append(((hopeless, len(problems), -level.path.count(".") - bool(level.path)), level, error))
+    if len({_tie_keys(level, match) for level, match in fitting}) > 1:
+        raise _several([level for level, _ in fitting], where)
+    if not fitting:
+        _, nearest, refusal = min(refused, key=lambda item: item[0])
+        if manifest.adapter.untraceable:
+            raise refusal
+        raise _hint(nearest, checkpoint, [reading(manifest) for reading in readings]) or refusal
+    return fitting[0]
 
 
-def _opener(path: Path) -> Opener:
-    if opener := find_opener(path):
-        return opener
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder with one.")
-    raise CheckpointError(f"{path}: unknown kind of checkpoint; expected {_KINDS}, or a folder")
+def refuse(problems: Iterable[str]) -> None:
+    """Raise CheckpointError with the problems, if any, each once: tensors in one file can share a problem."""
+    if distinct := list(dict.fromkeys(problems)):
+        raise CheckpointError(*lines_of(distinct, MOST_PRINTED))
 
 
-def find_opener(path: Path) -> Opener | None:
+def reader(path: Path) -> SetOpener | None:
+    """Return an opener for a checkpoint that `pack` takes; None for other files. See `weightswap_tools.tensor_set`.
+
+    Raises CheckpointError for a folder without a checkpoint, and for a file that is only part of one.
+    """
+    return partial(_open, path) if _find_opener(path) else None
+
+
+# Opening a path, by its name or by the files in it.
+
+
+_Opener = Callable[[Path, Choice], AbstractContextManager[Checkpoint]]
+
+
+def _find_opener(path: Path) -> _Opener | None:
     """Return an opener for a path by its name, or for a folder by its files; None if it is no checkpoint.
 
     Raises CheckpointError for a folder without a checkpoint, and for a file that is only part of one.
@@ -176,13 +177,21 @@ def find_opener(path: Path) -> Opener | None:
     return None
 
 
-def _folder_opener(path: Path) -> Opener:
+def _opener(path: Path) -> _Opener:
+    if opener := _find_opener(path):
+        return opener
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder with one.")
+    raise CheckpointError(f"{path}: unknown kind of checkpoint; expected {_KINDS}, or a folder")
+
+
+def _folder_opener(path: Path) -> _Opener:
     names = sorted(entry.name for entry in path.iterdir())
     if METADATA_NAME in names:
         return _dcp
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return _safetensors
-    for name in PICKLED_NAMES:
+    for name in _PICKLED_NAMES:
         if name in names:
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
@@ -197,7 +206,7 @@ def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
         digests = weights.stamp.digests if weights.stamp else {}
         tensors = {name: _stored(name, stored, digests.get(name)) for name, stored in weights.tensors.items()}
         metadata = {name: text for file in weights.files for name, text in file.header.metadata.items()}
-        tensors = named_as_parts(tensors, metadata, weights.where)
+        tensors = _named_as_parts(tensors, metadata, weights.where)
         levels = flat_levels(tensors, weights.where, choice)
         graph_id = weights.stamp.graph_id if weights.stamp else ""
         yield Checkpoint(weights.where, *levels, bool(graph_id), weights.check_unchanged, graph_id)
@@ -233,83 +242,65 @@ def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
     yield Checkpoint(str(folder), *levels, False, files.check_unchanged)
 
 
-_OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
-_PREFIX_DEPTH = 3
-_LEVEL = "(--level)"
-_NO_TENSOR = TensorType("no tensor", ())
-_PREFIX = "(weightswap pack --prefix)"
+# torchao writes a quantised tensor to safetensors as its parts, and says in the metadata what they are of.
 
 
-def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings) -> tuple[NestedStateDict, Match]:
-    """Return the one level whose names, dtypes and shapes are those of the artifact.
+def _named_as_parts(
+    tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str], where: str
+) -> dict[str, CheckpointTensor]:
+    """Return a file's tensors, with parts of a quantised one named `NAME.PART`. Raises CheckpointError."""
+    renamed = dict(tensors)
+    for name in metadata if _TORCHAO_NAMES in metadata else ():
+        for stored, part, kind in _parts(name, metadata[name], where):
+            if stored not in tensors:
+                continue
+            if stored not in renamed or f"{name}.{part}" in renamed:
+                raise CheckpointError(f"{where}: has {name}.{part} twice. Save it again.")
+            renamed[f"{name}.{part}"] = renamed.pop(stored)._replace(part_of=PartOf(f".{part}", kind))
+    return renamed
 
-    Raises CheckpointError or WeightsMismatch with every problem of the nearest level, or with the `level` or `prefix`
-    that would fit; and WeightsMismatch if several levels fit and would give different weights.
-    """
-    where = checkpoint.where
-    if manifest.weights and not any(level.tensors or level.problems for level in checkpoint.levels):
-        raise no_tensors(checkpoint)
-    fitting: list[tuple[NestedStateDict, Match]] = []
-    refused: list[tuple[tuple[bool, int, int], NestedStateDict, WeightswapError]] = []
-    for level in checkpoint.levels:
-        try:
-            fitting.append((level, _match(level, manifest, checkpoint, readings)))
-        except (CheckpointError, WeightsMismatch) as error:
-            problems = getattr(error, "problems", level.problems)
-            hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
-            refused.append(((hopeless, len(problems), -level.path.count(".") - bool(level.path)), level, error))
-    if len({_tie_keys(level, match) for level, match in fitting}) > 1:
-        raise _several([level for level, _ in fitting], where)
-    if not fitting:
-        _, nearest, refusal = min(refused, key=lambda item: item[0])
-        if manifest.adapter.untraceable:
-            raise refusal
-        raise _hint(nearest, checkpoint, [reading(manifest) for reading in readings]) or refusal
-    return fitting[0]
+
+def _parts(name: str, text: str, where: str) -> list[tuple[str, str, Kind]]:
+    """Return, for each part, its name in the file, its own name, and the kind of the whole."""
+    if not text.startswith("{"):
+        return []
+    try:
+        entry = json.loads(text)
+        kind = _plain(entry)
+        parts = [str(part) for part in entry.get("_tensor_data_names", ())]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the metadata of {name} is not torchao's ({error}). Save it again.") from error
+    module, dot, leaf = name.rpartition(".")
+    return [(f"{module}{dot}_{leaf}_{part}", part, kind) for part in parts]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in the form of `modules.tensors.kind_of`."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "_type" not in value:
+        return {name: _plain(item) for name, item in value.items()}
+    content = value.get("_data")
+    return {"type": value["_type"]} | _plain(content) if isinstance(content, dict) else content
+
+
+# Which level fits, and what to say if none does.
 
 
 def _match(level: NestedStateDict, manifest: Manifest, checkpoint: Checkpoint, readings: Readings) -> Match:
-    check_tensors(level, checkpoint.where)
+    _check_tensors(level, checkpoint.where)
     states = {} if checkpoint.names else dict.fromkeys(level.extra, _NO_TENSOR)
     return resolve({**level.tensors, **states}, manifest, _where(checkpoint.where, level), readings=readings)
 
 
-def check_tensors(level: NestedStateDict, where: str) -> None:
+def _check_tensors(level: NestedStateDict, where: str) -> None:
     """Raise CheckpointError for tensors in a level that have no values, or cannot be in a weight file."""
     if level.problems:
         hollow = any(NO_VALUES in text for text in level.problems)
         advice = ". Build the model outside skeleton(), load its weights, and then pack it" if hollow else ""
         raise CheckpointError(f"{_where(where, level)}: {listed(level.problems, 10, '; ')}{advice}")
-
-
-def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict:
-    """Return the chosen level, or else the one with the most tensors of its own.
-
-    Raises CheckpointError if there are no tensors, or several such levels with different values.
-    """
-    levels = checkpoint.levels
-    counts = [level.own if chosen is None else len(level.tensors) + len(level.problems) for level in levels]
-    if not max(counts):
-        raise no_tensors(checkpoint) if chosen is None else _empty(checkpoint.where, chosen)
-    fullest = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
-    if len({_all_tie_keys(level) for level in fullest}) > 1:
-        names = " and ".join(repr(level.path) if level.path else "its top level" for level in fullest)
-        text = f"{names} have {plural(max(counts), 'tensor')} each, with different values. Say which is meant {_LEVEL}."
-        raise CheckpointError(f"{checkpoint.where}: {text}")
-    return fullest[0]
-
-
-def _empty(where: str, chosen: str) -> CheckpointError:
-    named = f"its level {chosen!r}" if chosen else "its top level"
-    return CheckpointError(f"{where}: {named} holds no tensors of its own; run without --level to see what does")
-
-
-def _all_tie_keys(level: NestedStateDict) -> frozenset[object]:
-    return frozenset((name, values.tie_key) for name, values in level.tensors.items())
-
-
-def _where(where: str, level: NestedStateDict) -> str:
-    return f"{where}{f', {level.path}' if level.path else ''}{f', prefix {level.prefix!r}' if level.prefix else ''}"
 
 
 def _tie_keys(level: NestedStateDict, match: Match) -> frozenset[object]:
@@ -320,14 +311,14 @@ def _tie_keys(level: NestedStateDict, match: Match) -> frozenset[object]:
 
 
 def _several(levels: list[NestedStateDict], where: str) -> WeightsMismatch:
-    names = " and ".join(repr(level.path) if level.path else "its top level" for level in levels)
     both = "both" if len(levels) == 2 else "all"
     options = " or ".join(f"level={level.path!r}" for level in levels)
-    return WeightsMismatch(where, [f"{names} {both} fit, with different values"], f"Say which: {options} (--level).")
+    return WeightsMismatch(
+        where, [f"{_named(levels)} {both} fit, with different values"], f"Say which: {options} (--level)."
+    )
 
 
-def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
-    """Return the error for a checkpoint without tensors where a state dict is searched for."""
+def _no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     where = _where(checkpoint.where, checkpoint.levels[0])
     deeper = {path: names for path, names in checkpoint.mappings().items() if names}
     if not deeper:
@@ -378,25 +369,22 @@ def _fits(names: Iterable[str], readings: list[Reading]) -> bool:
     return any(reading.demands and reading.complete(present) for reading in readings if present)
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise CheckpointError with the problems, if any, each once: tensors in one file can share a problem."""
-    if distinct := list(dict.fromkeys(problems)):
-        raise CheckpointError(*lines_of(distinct, MOST_PRINTED))
+def _named(levels: Iterable[NestedStateDict]) -> str:
+    return " and ".join(repr(level.path) if level.path else "its top level" for level in levels)
 
 
-def reader(path: Path) -> SetOpener | None:
-    """Return an opener for a checkpoint that `pack` takes; None for other files. See `weightswap_tools.tensor_set`.
+def _where(where: str, level: NestedStateDict) -> str:
+    return f"{where}{f', {level.path}' if level.path else ''}{f', prefix {level.prefix!r}' if level.prefix else ''}"
 
-    Raises CheckpointError for a folder without a checkpoint, and for a file that is only part of one.
-    """
-    return partial(_open, path) if find_opener(path) else None
+
+# For tools that compare and show checkpoints.
 
 
 @contextmanager
 def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
     with open_checkpoint(path, Choice(request.level)) as checkpoint:
         level = _choose(checkpoint, request)
-        check_tensors(level, checkpoint.where)
+        _check_tensors(level, checkpoint.where)
         refuse(text for values in level.tensors.values() for text in values.lacking())
         yield TensorSet(
             checkpoint.where,
@@ -410,8 +398,29 @@ def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
 
 def _choose(checkpoint: Checkpoint, request: SetRequest) -> NestedStateDict:
     if request.manifest is None:
-        return fullest_level(checkpoint, request.level)
+        return _fullest_level(checkpoint, request.level)
     return choose_level(checkpoint, request.manifest, request.readings)[0]
+
+
+def _fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict:
+    """Return the chosen level, or else the one with the most tensors of its own.
+
+    Raises CheckpointError if there are no tensors, or several such levels with different values.
+    """
+    levels = checkpoint.levels
+    counts = [level.own if chosen is None else len(level.tensors) + len(level.problems) for level in levels]
+    if not max(counts) and chosen is None:
+        raise _no_tensors(checkpoint)
+    if not max(counts):
+        named = f"its level {chosen!r}" if chosen else "its top level"
+        raise CheckpointError(
+            f"{checkpoint.where}: {named} holds no tensors of its own; run without --level to see what does"
+        )
+    fullest = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
+    if len({frozenset((name, values.tie_key) for name, values in level.tensors.items()) for level in fullest}) > 1:
+        text = f"{_named(fullest)} have {plural(max(counts), 'tensor')} each, with different values"
+        raise CheckpointError(f"{checkpoint.where}: {text}. Say which is meant {_LEVEL}.")
+    return fullest[0]
 
 
 def _set_tensor(values: CheckpointTensor, where: str) -> SetTensor:

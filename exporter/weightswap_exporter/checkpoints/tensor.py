@@ -1,4 +1,4 @@
-"""Tensors of checkpoints, in memory and in files; casts."""
+"""A tensor of a checkpoint, whose values are read when they are wanted, and by whom: in memory, or in an open file."""
 
 from __future__ import annotations
 
@@ -21,44 +21,43 @@ from weightswap_runtime.sources.byte_source import has_writer, open_at_once, out
 from weightswap_runtime.tensors import DTYPES, TensorBytes, TensorType, Typed, row_major
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes, torch_dtype
 
-PIECE = 16 << 20
+PIECE = 16 << 20  # bytes that are converted at a time
+SCALED = ("F8", "F4")  # dtypes of floats that mostly have a scale beside them
+FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
 Read = Callable[[memoryview, int], None]
 
 
 class PartOf(NamedTuple):
-    """Composed tensor that a tensor is a part of: its kind, and the suffix that the part's name adds to its name."""
+    """Composed tensor that a tensor is a part of."""
 
-    suffix: str
+    suffix: str  # that the part's name adds to its name
     kind: Kind
 
 
 class CheckpointTensor(NamedTuple):
-    """Tensor of a checkpoint.
+    """Tensor of a checkpoint."""
 
-    dtype: safetensors name. tie_key: equal only for tensors that have the same values, found without reading them.
-    load: returns the values, in their own memory or the source's. problems: returns reasons why `load` would fail, and
-    wrong checksums. lacking: returns those that are known without reading the values. parts: returns a function that
-    fills memory with row-major bytes from a given offset on, in any thread; None if that would take the memory of the
-    whole tensor. file: file of the values, if there is exactly one. offset: of the first element in it, in bytes, if
-    known. part_of: composed tensor that this is a part of, if known.
-    """
-
-    dtype: str
+    dtype: str  # safetensors name
     shape: tuple[int, ...]
-    tie_key: Hashable
-    load: Callable[[], torch.Tensor]
-    problems: Callable[[], Sequence[str]] = lambda: ()
-    lacking: Callable[[], Sequence[str]] = lambda: ()
+    tie_key: Hashable  # equal only for tensors that have the same values, found without reading them
+    load: Callable[[], torch.Tensor]  # returns the values, in their own memory or the source's
+    problems: Callable[[], Sequence[str]] = lambda: ()  # reasons why `load` would fail, and wrong checksums
+    lacking: Callable[[], Sequence[str]] = lambda: ()  # those that are known without reading the values
+    # returns what fills memory with row-major bytes from an offset on, in any thread; None if that would take the
+    # memory of the whole tensor
     parts: Callable[[], Read | None] = lambda: None
-    file: Path | None = None
-    offset: int | None = None
-    part_of: PartOf | None = None
+    file: Path | None = None  # of the values, if there is exactly one
+    offset: int | None = None  # of the first element in the file, in bytes, if known
+    part_of: PartOf | None = None  # if known
 
 
 def values_of(tensor: torch.Tensor) -> CheckpointTensor:
     """Return a tensor in memory as a CheckpointTensor, without a copy."""
-    shape, parts = tuple(tensor.shape), partial(_parts, tensor)
-    return CheckpointTensor(dtype_of(tensor.dtype), shape, tie_key(tensor), lambda: tensor, parts=parts)
+
+    def parts() -> Read | None:
+        return partial(copy_part, tensor) if tensor.is_contiguous() else None
+
+    return CheckpointTensor(dtype_of(tensor.dtype), tuple(tensor.shape), tie_key(tensor), lambda: tensor, parts=parts)
 
 
 def dtype_of(dtype: torch.dtype) -> str:
@@ -74,10 +73,6 @@ def content_of(tensor: torch.Tensor) -> TensorBytes:
 def contents_of(values: Iterable[Any]) -> list[Any]:
     """Return the inputs or outputs of a call, with tensors as contents."""
     return [content_of(value) if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _parts(tensor: torch.Tensor) -> Read | None:
-    return partial(copy_part, tensor) if tensor.is_contiguous() else None
 
 
 def copy_part(tensor: torch.Tensor, memory: memoryview, begin: int) -> None:
@@ -105,66 +100,14 @@ def pieces(
             yield from pieces(part, change)
 
 
-class Stored(NamedTuple):
-    """Tensor in an open file. `offset` of its first element in bytes from the start; `stride` in elements."""
-
-    where: str
-    fd: int
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def span(self) -> int:
-        """Number of bytes in the file from the tensor's first element to its last, both included."""
-        if 0 in self.shape:
-            return 0
-        steps = zip(self.shape, self.stride, strict=True)
-        return (1 + sum((size - 1) * step for size, step in steps)) * self.dtype.itemsize
-
-    @property
-    def is_row_major(self) -> bool:
-        """True if the elements are in the order of a contiguous tensor, without gaps."""
-        steps = zip(self.shape, self.stride, row_major(self.shape), strict=True)
-        return 0 in self.shape or all(size == 1 or step == expected for size, step, expected in steps)
-
-    def parts(self) -> Read | None:
-        """Return a function that reads a part; None if the tensor must be read whole."""
-        return self.read if self.is_row_major else None
-
-    def read(self, memory: memoryview, begin: int) -> None:
-        """Fill memory with row-major bytes from `begin` on; other layouts are read whole. Raises CheckpointError."""
-        if self.is_row_major:
-            read_into(self.fd, memory, self.offset + begin, self.where)
-        else:
-            copy_part(self.load(), memory, begin)
-
-    def load(self) -> torch.Tensor:
-        """Read the tensor. Raises CheckpointError."""
-        memory = torch.empty(self.span, dtype=torch.uint8)
-        read_into(self.fd, memory.numpy().data, self.offset, self.where)
-        return memory.view(self.dtype).as_strided(self.shape, self.stride)
-
-
-def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
-    """Fill `target` from a file. Raises CheckpointError if the file ends early or cannot be read."""
-    done = 0
-    while done < len(target):
-        try:
-            got = os.preadv(fd, [target[done : done + (1 << 30)]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{where}: cannot be read at byte {offset + done} ({error.strerror})") from error
-        if not got:
-            raise CheckpointError(
-                f"{where}: ends at byte {offset + done}, {len(target) - done} bytes early. Save it again, or copy it "
-                "again."
-            )
-        done += got
+# Tensors in files.
 
 
 class Files:
-    """Files, each opened for one tensor at a time, so that checkpoints can have any number of files."""
+    """Files of a checkpoint, which must stay as they are at their first opening.
+
+    Those of a distributed checkpoint are opened for one tensor at a time, so that there can be any number of them.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, ...]] = {}
@@ -230,8 +173,65 @@ class Window(io.RawIOBase):
         return got
 
 
-SCALED = ("F8", "F4")  # dtypes of floats that mostly have a scale beside them
-FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
+class Stored(NamedTuple):
+    """Tensor in an open file."""
+
+    where: str
+    fd: int
+    offset: int  # of its first element in the file, in bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+
+    @property
+    def span(self) -> int:
+        """Number of bytes in the file from the tensor's first element to its last, both included."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return (1 + sum((size - 1) * step for size, step in steps)) * self.dtype.itemsize
+
+    @property
+    def is_row_major(self) -> bool:
+        """True if the elements are in the order of a contiguous tensor, without gaps."""
+        steps = zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        return 0 in self.shape or all(size == 1 or step == expected for size, step, expected in steps)
+
+    def parts(self) -> Read | None:
+        """Return a function that reads a part; None if the tensor must be read whole."""
+        return self.read if self.is_row_major else None
+
+    def read(self, memory: memoryview, begin: int) -> None:
+        """Fill memory with row-major bytes from `begin` on; other layouts are read whole. Raises CheckpointError."""
+        if self.is_row_major:
+            read_into(self.fd, memory, self.offset + begin, self.where)
+        else:
+            copy_part(self.load(), memory, begin)
+
+    def load(self) -> torch.Tensor:
+        """Read the tensor. Raises CheckpointError."""
+        memory = torch.empty(self.span, dtype=torch.uint8)
+        read_into(self.fd, memory.numpy().data, self.offset, self.where)
+        return memory.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
+    """Fill `target` from a file. Raises CheckpointError if the file ends early or cannot be read."""
+    done = 0
+    while done < len(target):
+        try:
+            got = os.preadv(fd, [target[done : done + (1 << 30)]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read at byte {offset + done} ({error.strerror})") from error
+        if not got:
+            raise CheckpointError(
+                f"{where}: ends at byte {offset + done}, {len(target) - done} bytes early. Save it again, or copy it "
+                "again."
+            )
+        done += got
+
+
+# Casts.
 
 
 def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None:
