@@ -1,4 +1,4 @@
-"""Calls to compare, and their executions."""
+"""Calls to compare, and the two sides that run them: the eager model, or an engine with a weight file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from weightswap_runtime import Model, load
 from weightswap_runtime.engines.graph_archive import (
     Argument,
     Graph,
-    Node,
     UnknownPart,
     check_records,
     read_argument,
@@ -50,88 +49,26 @@ from weightswap_tools.inputs import call_flat, common_sizes, edge_sizes, random_
 
 from .report import Origin
 
-_TABLES = ("torch.ops.aten.embedding.", "torch.ops.aten.embedding_bag.")
-# operators whose results are elements of their first argument
-_CARRIERS = {
-    "alias",
-    "clone",
-    "contiguous",
-    "detach",
-    "expand",
-    "flatten",
-    "permute",
-    "reshape",
-    "select",
-    "slice",
-    "squeeze",
-    "to",
-    "transpose",
-    "unsqueeze",
-    "view",
-}
-
-
-def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:
-    """Return the number of rows of the smallest table that an input indexes, by input name.
-
-    Inputs are not followed through operators that change their elements, nor into subgraphs. Raises ArtifactError.
-    """
-    described = artifact.manifest.methods[method]
-    raw = artifact.read(described.graph)
-    check_records(raw, str(artifact.path / described.graph))
-    try:
-        graph = read_program(raw).graph_module.graph
-        inputs = [_tensor_name(argument) for argument in graph.inputs]
-    except (UnknownPart, msgspec.MsgspecError):  # the engines report it
-        return {}
-    rows = {name: row.shape[0] for row in artifact.manifest.weights if row.shape for name in row.names}
-    flat = iter(input_leaves(described.signature))
-    carried: dict[str, str] = {}
-    tables: dict[str, int] = {}
-    for name, item in zip(inputs, described.inputs, strict=True):
-        if item.kind == "input":
-            carried[name] = next(flat).name
-        elif item.name in rows:
-            tables[name] = rows[item.name]
-    carried.pop("", None)
-    bounds: dict[str, int] = {}
-    for name, bound in _indexed(graph, carried, tables):
-        bounds[name] = min(bound, bounds.get(name, bound))
-    return bounds
-
-
-def _indexed(graph: Graph, carried: dict[str, str], tables: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield inputs that index a table, with its rows. carried: input names by the values that carry their elements."""
-    for node in graph.nodes:
-        first, second = ([_tensor_name(item.arg) for item in node.inputs] + ["", ""])[:2]
-        if node.target.startswith(_TABLES) and first in tables and second in carried:
-            yield carried[second], tables[first]
-        elif _carries(node) and first in carried:
-            carried |= {name: carried[first] for output in node.outputs if (name := _tensor_name(output))}
-
-
-def _carries(node: Node) -> bool:
-    parts = node.target.split(".")
-    return parts[:3] == ["torch", "ops", "aten"] and parts[3] in _CARRIERS
-
-
-def _tensor_name(argument: Argument) -> str:
-    """Return the name of a tensor argument, else an empty string."""
-    return read_argument(argument)[1].name if "as_tensor" in argument else ""
-
-
+GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
 PathLike = str | os.PathLike[str]
 Cases = Requested | Literal["goldens", "generated"]
 _ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
+_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove random draws."
+_TABLES = ("torch.ops.aten.embedding.", "torch.ops.aten.embedding_bag.")
+# operators whose results are elements of their first argument
+_CARRIERS = tuple(f"torch.ops.aten.{name}." for name in (
+    "alias", "clone", "contiguous", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze",
+    "to", "transpose", "unsqueeze", "view",
+))  # fmt: skip
 
 
 class CallCase(NamedTuple):
-    """A call to compare, with its arguments also as the graph's flat inputs, all on the CPU."""
+    """A call to compare."""
 
     name: str
     origin: Origin
     call: GoldenCall
-    flat: list[Any]
+    flat: list[Any]  # its arguments as the graph's flat inputs, on the CPU
 
     @property
     def may_be_refused(self) -> bool:
@@ -208,8 +145,7 @@ def _call_case(artifact: Artifact, name: str, origin: Origin, method: str, flat:
     return CallCase(name, origin, GoldenCall(method, args, kwargs), values)
 
 
-GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
-_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove random draws."
+# The two sides of a comparison.
 
 
 class Side(Protocol):
@@ -257,28 +193,6 @@ class EngineSide:
         if self.model.artifact.manifest.state:
             self._swap()
         return call(self.model, case)
-
-
-def repeatable_outputs(reference: Side, case: CallCase, artifact: Artifact) -> list[Any] | str:
-    """Run a case twice and return its outputs, or for a generated case that the reference refuses the reason.
-
-    Raises ParityError if the reference refuses any other case, or if the two runs differ.
-    """
-    try:
-        first, second = reference.run(case), reference.run(case)
-    except Exception as error:
-        if isinstance(error, WeightswapError) and not case.is_refused(error):
-            raise
-        text = f"{case.where}: {reference.name} raised {frame_of(error)}{first_line(error)}"
-        if case.origin != "generated":
-            raise ParityError([text], "Give inputs that the model takes.") from error
-        return text
-    outputs = leaves(artifact.manifest.methods[case.call.method].signature.output)
-    pairs = zip(outputs, first, second, strict=True)
-    differences = ((leaf.name, run_difference(one, other, reference.name)) for leaf, one, other in pairs)
-    if problems := [f"{case.where}, {name}{text}" for name, text in differences if text]:
-        raise ParityError(problems, _RANDOM)
-    return first
 
 
 def call(model: Model, case: CallCase) -> list[Any]:
@@ -344,3 +258,72 @@ def initial_state(artifact: Artifact) -> dict[str, torch.Tensor]:
     for row in artifact.manifest.state:
         state |= dict.fromkeys(row.names, copied_tensor(constants[row.name]))
     return state
+
+
+def repeatable_outputs(reference: Side, case: CallCase, artifact: Artifact) -> list[Any] | str:
+    """Run a case twice and return its outputs, or for a generated case that the reference refuses the reason.
+
+    Raises ParityError if the reference refuses any other case, or if the two runs differ.
+    """
+    try:
+        first, second = reference.run(case), reference.run(case)
+    except Exception as error:
+        if isinstance(error, WeightswapError) and not case.is_refused(error):
+            raise
+        text = f"{case.where}: {reference.name} raised {frame_of(error)}{first_line(error)}"
+        if case.origin != "generated":
+            raise ParityError([text], "Give inputs that the model takes.") from error
+        return text
+    outputs = leaves(artifact.manifest.methods[case.call.method].signature.output)
+    pairs = zip(outputs, first, second, strict=True)
+    differences = ((leaf.name, run_difference(one, other, reference.name)) for leaf, one, other in pairs)
+    if problems := [f"{case.where}, {name}{text}" for name, text in differences if text]:
+        raise ParityError(problems, _RANDOM)
+    return first
+
+
+# Random integers that index a table of weights, such as an embedding, must be rows of it.
+
+
+def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:
+    """Return the number of rows of the smallest table that an input indexes, by input name.
+
+    Inputs are not followed through operators that change their elements, nor into subgraphs. Raises ArtifactError.
+    """
+    described = artifact.manifest.methods[method]
+    raw = artifact.read(described.graph)
+    check_records(raw, str(artifact.path / described.graph))
+    try:
+        graph = read_program(raw).graph_module.graph
+        inputs = [_tensor_name(argument) for argument in graph.inputs]
+    except (UnknownPart, msgspec.MsgspecError):  # the engines report it
+        return {}
+    rows = {name: row.shape[0] for row in artifact.manifest.weights if row.shape for name in row.names}
+    flat = iter(input_leaves(described.signature))
+    carried: dict[str, str] = {}
+    tables: dict[str, int] = {}
+    for name, item in zip(inputs, described.inputs, strict=True):
+        if item.kind == "input":
+            carried[name] = next(flat).name
+        elif item.name in rows:
+            tables[name] = rows[item.name]
+    carried.pop("", None)
+    bounds: dict[str, int] = {}
+    for name, bound in _indexed(graph, carried, tables):
+        bounds[name] = min(bound, bounds.get(name, bound))
+    return bounds
+
+
+def _indexed(graph: Graph, carried: dict[str, str], tables: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield inputs that index a table, with its rows. carried: input names by the values that carry their elements."""
+    for node in graph.nodes:
+        first, second = ([_tensor_name(item.arg) for item in node.inputs] + ["", ""])[:2]
+        if node.target.startswith(_TABLES) and first in tables and second in carried:
+            yield carried[second], tables[first]
+        elif node.target.startswith(_CARRIERS) and first in carried:
+            carried |= {name: carried[first] for output in node.outputs if (name := _tensor_name(output))}
+
+
+def _tensor_name(argument: Argument) -> str:
+    """Return the name of a tensor argument, else an empty string."""
+    return read_argument(argument)[1].name if "as_tensor" in argument else ""

@@ -1,4 +1,4 @@
-"""Differences, and the report of a comparison."""
+"""The report of a comparison, and how two tensors are measured."""
 
 from __future__ import annotations
 
@@ -27,40 +27,196 @@ from weightswap_runtime.tensors import (
     number,
 )
 
+Origin = Literal["given", "golden", "generated"]
+_SHOWN = 5  # wrong outputs of an engine
 
-class Worst(msgspec.Struct, frozen=True):
-    """The element furthest from its expected value. Complex numbers are text, as JSON has none."""
 
-    index: tuple[int, ...]
-    expected: float | int | bool | str
-    found: float | int | bool | str
+class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of `compare`."""
+
+    artifact: str
+    graph_id: str
+    weights: str
+    weights_id: str  # of the weights in the engines
+    reference: str  # "eager", or the engine that the others were compared with
+    engines: tuple[EngineParity, ...]
+    other_values: tuple[str, ...] = ()  # weights and constants that have other values in the eager model
+    skipped: tuple[str, ...] = ()  # generated calls that the reference refuses, and why
+
+    @property
+    def same(self) -> bool:
+        """True if every output of every engine is as expected."""
+        return all(engine.same for engine in self.engines)
+
+    @property
+    def text(self) -> str:
+        """The report as text, over several lines."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        names = ", ".join(engine.engine for engine in self.engines)
+        yield f"{self.artifact} with {self.weights}: {names} against {self.reference}"
+        if self.other_values:
+            yield f"the model's values differ from the engines' for {listed(self.other_values)}"
+        for engine in self.engines:
+            yield from engine.lines()
+        yield from self.notes
+
+    @property
+    def notes(self) -> list[str]:
+        """Limits of the comparison: calls that were left out, and outputs that are equal because both are NaN."""
+        nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
+        return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {listed(nan)}"] if nan else [])
+
+
+class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of one engine on one device with the reference."""
+
+    engine: str
+    device: str
+    tolerance: Tolerance | None  # None is bit for bit
+    default_tolerance: bool  # the tolerance of each output's dtype is used
+    cases: tuple[CaseParity, ...]
+    divergence: Divergence | None = None
+    note: str = ""  # why no first divergence was found
+
+    @property
+    def same(self) -> bool:
+        return all(case.same for case in self.cases)
+
+    @property
+    def compared_how(self) -> str:
+        """The tolerance in words, such as `bit for bit`."""
+        if self.default_tolerance:
+            return "within the tolerances of the dtypes"
+        if self.tolerance is None:
+            return "bit for bit"
+        return f"within rtol={self.tolerance[0]:g}, atol={self.tolerance[1]:g}"
+
+    @property
+    def nan(self) -> list[str]:
+        """Outputs that are as expected and hold NaN, as the reference's do."""
+        return [
+            f"{case.method}, {case.case}, {output.name}"
+            for case in self.cases
+            for output in case.outputs
+            if not output.problem and output.measure is not None and output.measure.nan[0]
+        ]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Generated calls with an empty input that the engine refuses, although the reference takes them."""
+        refused = [case for case in self.cases if case.refused]
+        return [f"{self.engine} refuses this call: {case.method}, {case.case}: {case.refused}" for case in refused]
+
+    def lines(self) -> Iterator[str]:
+        name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
+        wrong = [case for case in self.cases if not case.same]
+        if not wrong:
+            yield f"{name}: equal {self.compared_how}, {plural(len(self.cases), 'call')}"
+            yield from self.refusals
+            return
+        yield f"{name}: {len(wrong)} of {len(self.cases)} calls differ (compared {self.compared_how})"
+        problems = [problem for case in wrong for problem in case.problems]
+        yield from (f"  {line}" for line in lines_of(problems, _SHOWN))
+        if self.divergence:
+            first, *more = self.divergence.text.splitlines()
+            yield f"  first divergence: {first}"
+            yield from (f"    {line}" for line in more)
+        if self.note:
+            yield f"  {self.note}"
+        yield from self.refusals
+
+
+class CaseParity(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an engine."""
+
+    case: str
+    origin: Origin
+    method: str
+    outputs: tuple[OutputParity, ...] = ()
+    error: str = ""  # the message if it raised, although the reference gave outputs
+    # the same for a generated call with an empty input: no mismatch, as torch.export's ranges begin at 0 by default,
+    # which is seldom intended
+    refused: str = ""
+
+    @property
+    def same(self) -> bool:
+        return not self.error and not any(output.problem for output in self.outputs)
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems, each with the method, the case and the output."""
+        where = f"{self.method}, {self.case}"
+        raised = [f"{where}: raised {self.error}"] if self.error else []
+        return raised + [f"{where}, {output.name}: {output.problem}" for output in self.outputs if output.problem]
+
+
+class OutputParity(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of a call."""
+
+    name: str
+    measure: Measure | None  # None unless it is a tensor
+    problem: str  # empty if the output is as expected
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """The first point where two executions of a method are further apart than they should be."""
+
+    expected: str  # one execution
+    found: str  # the other
+    case: str
+    module: str  # FQN of the innermost module, "" for the model itself
+    kind: str  # class of the module
+    within: tuple[str, ...]  # FQNs of the modules around it, outermost first
+    weights: tuple[str, ...]  # weights, state and constants that the node takes
+    alone: tuple[str, ...]  # operators that only one side calls there, which are then the cause
+    node: str  # of the graph; empty if it has nothing there
+    operator: str
+    measure: Measure  # of the first result that is too far off
+    agreed: int  # number of results before it within the tolerance
+    compared: int  # number of all results
+    modules: tuple[ModuleError, ...] = ()  # all that were compared, in order
+
+    @property
+    def text(self) -> str:
+        """Four lines: the module, the node, the values, and how many results agree before it."""
+        of = f" of {', '.join(self.weights)}" if self.weights else ""
+        what = f"only one side calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
+        return "\n".join(
+            (
+                f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})",
+                what,
+                self.measure.text,
+                f"{self.agreed} of {self.compared} results agree before it ({self.found} against {self.expected})",
+            )
+        )
+
+
+class ModuleError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the results in one module are off."""
+
+    module: str
+    kind: str
+    scaled: float  # the largest difference, divided by the largest value
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor compared with the expected one.
+    """A tensor compared with the expected one. Distances are over the elements that are finite on both sides."""
 
-    expected, found: types, as `F32[2, 3]`; if they differ, nothing else is measured. mismatches: number of elements
-    past the tolerance, NaN being equal to NaN. unlike: number of those where one side is NaN or infinite. Over the
-    elements that are finite on both sides: `max_abs`, the largest |found - expected|; `max_rel`, the largest of these
-    divided by |expected|, where that is not zero; `scaled`, `max_abs` divided by the largest |expected|; `max_ulp`, the
-    largest number of steps between representable numbers, None for integers; `cosine`, of the angle between both as
-    vectors, None if one has no length. nan, infinite: counts in (expected, found). worst: None if nothing is past the
-    tolerance.
-    """
-
-    expected: str
-    found: str
+    expected: str  # type, as `F32[2, 3]`
+    found: str  # type; if it is another, nothing else is measured
     elements: int = 0
-    mismatches: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    scaled: float = 0.0
-    max_ulp: int | None = None
-    cosine: float | None = None
-    unlike: int = 0
-    nan: tuple[int, int] = (0, 0)
+    mismatches: int = 0  # elements past the tolerance, NaN being equal to NaN
+    max_abs: float = 0.0  # the largest |found - expected|
+    max_rel: float = 0.0  # the largest of these divided by |expected|, where that is not zero
+    scaled: float = 0.0  # max_abs divided by the largest |expected|
+    max_ulp: int | None = None  # the largest number of steps between representable numbers; None for integers
+    cosine: float | None = None  # of the angle between both as vectors; None if one has no length
+    unlike: int = 0  # mismatches where one side is NaN or infinite
+    nan: tuple[int, int] = (0, 0)  # in expected, in found
     infinite: tuple[int, int] = (0, 0)
-    worst: Worst | None = None
+    worst: Worst | None = None  # None if nothing is past the tolerance
 
     @property
     def same(self) -> bool:
@@ -80,6 +236,53 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
             f"{where}expected {self.worst.expected}, found {self.worst.found}; {self.mismatches} of {self.elements} "
             f"elements differ, by at most {self.max_abs:.3g} ({self.max_rel:.3g} relative{ulp})"
         )
+
+
+class Worst(msgspec.Struct, frozen=True):
+    """The element furthest from its expected value. Complex numbers are text, as JSON has none."""
+
+    index: tuple[int, ...]
+    expected: float | int | bool | str
+    found: float | int | bool | str
+
+
+# Measuring.
+
+
+class Tolerances(NamedTuple):
+    """Tolerances (rtol, atol) by dtype; None is bit for bit."""
+
+    stated: Tolerance | None
+    by_dtype: bool  # use the dtype's own, not the stated one
+
+    def of(self, dtype: str) -> Tolerance | None:
+        return default_tolerance(dtype, OTHER_KERNELS) if self.by_dtype else self.stated
+
+    def is_past(self, measured: Measure) -> bool:
+        """Return whether an intermediate result is too far off.
+
+        In such results, terms that cancel leave small elements with large relative errors. Unless all bits must be
+        equal, the largest difference must therefore also exceed rtol of the largest value.
+        """
+        if measured.same:
+            return False
+        dtype = measured.expected.partition("[")[0]
+        limits = self.of(dtype)
+        exact = limits is None or not has_fractions(dtype) or measured.expected != measured.found
+        return exact or measured.unlike > 0 or (limits is not None and measured.scaled > limits[0])
+
+
+def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:
+    """Return the stated tolerance, else the engine's own: the engine `torch` runs the operators of eager, in order."""
+    return Tolerances(stated, by_dtype=stated is None and not ENGINES[engine].is_exact)
+
+
+def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None]) -> tuple[Measure | None, str]:
+    """Return the measure of two outputs, if they are tensors, and a description of the difference, empty if none."""
+    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
+        measured = measure(expected, found, limits(expected.dtype))
+        return measured, measured.text
+    return None, "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
 
 
 def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> Measure:
@@ -165,230 +368,3 @@ def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_])
 
 def _plain(value: Any) -> float | int | bool | str:
     return str(value) if isinstance(value, complex) else value
-
-
-class Tolerances(NamedTuple):
-    """Tolerances (rtol, atol) by dtype; None is bit for bit. by_dtype: use the dtype's own, not the stated one."""
-
-    stated: Tolerance | None
-    by_dtype: bool
-
-    def of(self, dtype: str) -> Tolerance | None:
-        return default_tolerance(dtype, OTHER_KERNELS) if self.by_dtype else self.stated
-
-    def is_past(self, measured: Measure) -> bool:
-        """Return whether an intermediate result is too far off.
-
-        In such results, terms that cancel leave small elements with large relative errors. Unless all bits must be
-        equal, the largest difference must therefore also exceed rtol of the largest value.
-        """
-        if measured.same:
-            return False
-        dtype = measured.expected.partition("[")[0]
-        limits = self.of(dtype)
-        exact = limits is None or not has_fractions(dtype) or measured.expected != measured.found
-        return exact or measured.unlike > 0 or (limits is not None and measured.scaled > limits[0])
-
-
-def compared(expected: Any, found: Any, limits: Callable[[str], Tolerance | None]) -> tuple[Measure | None, str]:
-    """Return the measure of two outputs, if they are tensors, and a description of the difference, empty if none."""
-    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
-        measured = measure(expected, found, limits(expected.dtype))
-        return measured, measured.text
-    return None, "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
-
-
-def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:
-    """Return the stated tolerance, else the engine's own: the engine `torch` runs the operators of eager, in order."""
-    return Tolerances(stated, by_dtype=stated is None and not ENGINES[engine].is_exact)
-
-
-Origin = Literal["given", "golden", "generated"]
-_SHOWN = 5  # wrong outputs of an engine
-
-
-class OutputParity(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of a call. measure: None unless it is a tensor. problem: empty if the output is as expected."""
-
-    name: str
-    measure: Measure | None
-    problem: str
-
-
-class CaseParity(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of an engine. error: the message if it raised, although the reference gave outputs; else empty.
-
-    refused: the same for a generated call with an empty input. It is no mismatch, as torch.export's ranges begin at 0
-    by default, which is seldom intended.
-    """
-
-    case: str
-    origin: Origin
-    method: str
-    outputs: tuple[OutputParity, ...] = ()
-    error: str = ""
-    refused: str = ""
-
-    @property
-    def same(self) -> bool:
-        return not self.error and not any(output.problem for output in self.outputs)
-
-    @property
-    def problems(self) -> list[str]:
-        """Problems, each with the method, the case and the output."""
-        where = f"{self.method}, {self.case}"
-        raised = [f"{where}: raised {self.error}"] if self.error else []
-        return raised + [f"{where}, {output.name}: {output.problem}" for output in self.outputs if output.problem]
-
-
-class ModuleError(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest difference of the results in one module, divided by the largest value there."""
-
-    module: str
-    kind: str
-    scaled: float
-
-
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first point where two executions of a method are further apart than they should be.
-
-    expected, found: the two executions. module, kind: the innermost module, "" for the model itself, and its class.
-    within: FQNs of the modules around it, outermost first. node, operator: of the graph; empty if the graph has nothing
-    there. weights: weights, state and constants that the node takes. alone: operators that only one side calls there,
-    which are then the cause. measure: of the first result that is too far off. agreed: number of results before it
-    within the tolerance, of `compared` in all. modules: all modules that were compared, in order.
-    """
-
-    expected: str
-    found: str
-    case: str
-    module: str
-    kind: str
-    within: tuple[str, ...]
-    weights: tuple[str, ...]
-    alone: tuple[str, ...]
-    node: str
-    operator: str
-    measure: Measure
-    agreed: int
-    compared: int
-    modules: tuple[ModuleError, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """Four lines: the module, the node, the values, and how many results agree before it."""
-        of = f" of {', '.join(self.weights)}" if self.weights else ""
-        what = f"only one side calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
-        return "\n".join(
-            (
-                f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})",
-                what,
-                self.measure.text,
-                f"{self.agreed} of {self.compared} results agree before it ({self.found} against {self.expected})",
-            )
-        )
-
-
-class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of one engine on one device with the reference. tolerance: None is bit for bit.
-
-    default_tolerance: whether the tolerance of each output's dtype is used. note: why no first divergence was found.
-    """
-
-    engine: str
-    device: str
-    tolerance: Tolerance | None
-    default_tolerance: bool
-    cases: tuple[CaseParity, ...]
-    divergence: Divergence | None = None
-    note: str = ""
-
-    @property
-    def same(self) -> bool:
-        return all(case.same for case in self.cases)
-
-    @property
-    def compared_how(self) -> str:
-        """The tolerance in words, such as `bit for bit`."""
-        if self.default_tolerance:
-            return "within the tolerances of the dtypes"
-        if self.tolerance is None:
-            return "bit for bit"
-        return f"within rtol={self.tolerance[0]:g}, atol={self.tolerance[1]:g}"
-
-    @property
-    def nan(self) -> list[str]:
-        """Outputs that are as expected and hold NaN, as the reference's do."""
-        return [
-            f"{case.method}, {case.case}, {output.name}"
-            for case in self.cases
-            for output in case.outputs
-            if not output.problem and output.measure is not None and output.measure.nan[0]
-        ]
-
-    @property
-    def refusals(self) -> list[str]:
-        """Generated calls with an empty input that the engine refuses, although the reference takes them."""
-        refused = [case for case in self.cases if case.refused]
-        return [f"{self.engine} refuses this call: {case.method}, {case.case}: {case.refused}" for case in refused]
-
-    def lines(self) -> Iterator[str]:
-        name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
-        wrong = [case for case in self.cases if not case.same]
-        if not wrong:
-            yield f"{name}: equal {self.compared_how}, {plural(len(self.cases), 'call')}"
-            yield from self.refusals
-            return
-        yield f"{name}: {len(wrong)} of {len(self.cases)} calls differ (compared {self.compared_how})"
-        problems = [problem for case in wrong for problem in case.problems]
-        yield from (f"  {line}" for line in lines_of(problems, _SHOWN))
-        if self.divergence:
-            first, *more = self.divergence.text.splitlines()
-            yield f"  first divergence: {first}"
-            yield from (f"    {line}" for line in more)
-        if self.note:
-            yield f"  {self.note}"
-        yield from self.refusals
-
-
-class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `compare`.
-
-    reference: "eager", or the engine that the others were compared with. weights_id: of the weights in the engines.
-    other_values: weights and constants that have other values in the eager model. skipped: generated calls that the
-    reference refuses, and why.
-    """
-
-    artifact: str
-    graph_id: str
-    weights: str
-    weights_id: str
-    reference: str
-    engines: tuple[EngineParity, ...]
-    other_values: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """True if every output of every engine is as expected."""
-        return all(engine.same for engine in self.engines)
-
-    @property
-    def text(self) -> str:
-        """The report as text, over several lines."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        names = ", ".join(engine.engine for engine in self.engines)
-        yield f"{self.artifact} with {self.weights}: {names} against {self.reference}"
-        if self.other_values:
-            yield f"the model's values differ from the engines' for {listed(self.other_values)}"
-        for engine in self.engines:
-            yield from engine.lines()
-        yield from self.notes
-
-    @property
-    def notes(self) -> list[str]:
-        """Limits of the comparison: calls that were left out, and outputs that are equal because both are NaN."""
-        nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
-        return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {listed(nan)}"] if nan else [])

@@ -1,4 +1,4 @@
-"""Executions operator by operator."""
+"""Executions operator by operator: what eager code, a graph and an engine compute on the way to their outputs."""
 
 from __future__ import annotations
 
@@ -43,16 +43,14 @@ from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes
 from .executions import CallCase, PathLike, initial_state
 
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+_KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
 
 
 class Position(NamedTuple):
-    """Position of a computation in the model and in the graph; `node` and `operator` are empty in eager code.
+    """Position of a computation in the model and in the graph."""
 
-    modules: (FQN, class) from the outermost to the innermost. The outermost, the model itself, has the FQN "".
-    """
-
-    modules: tuple[tuple[str, str], ...] = ()
-    node: str = ""
+    modules: tuple[tuple[str, str], ...] = ()  # (FQN, class) from the outermost, the model itself with "", to the inner
+    node: str = ""  # empty in eager code
     operator: str = ""
 
     @property
@@ -71,14 +69,11 @@ class Position(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One call of an operator that computes something, with copies of its results.
-
-    inputs: digests of its tensor arguments; None for weights, state and constants.
-    """
+    """One call of an operator that computes something."""
 
     operator: str
-    values: tuple[torch.Tensor, ...]
-    inputs: tuple[int | None, ...]
+    values: tuple[torch.Tensor, ...]  # copies of its results
+    inputs: tuple[int | None, ...]  # digests of its tensor arguments; None for weights, state and constants
     position: Position
 
     @property
@@ -86,6 +81,29 @@ class Step(NamedTuple):
         """Key that is equal for two steps that compute the same."""
         kinds = ((value.dtype, tuple(value.shape)) for value in self.values)
         return self.position.module, self.operator, *kinds
+
+
+def aligned(
+    expected: Sequence[Step], found: Sequence[Step]
+) -> Iterator[tuple[Step | None, Step | None, tuple[Step, ...]]]:
+    """Yield steps of two executions that correspond, and those just before them that only one side has.
+
+    The steps of a pair are None if these are after the last.
+    """
+    ours, theirs = ([step.shape for step in steps] for steps in (expected, found))
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    left = right = 0
+    for first, second, size in matcher.get_matching_blocks():
+        alone = (*expected[left:first], *found[right:second])
+        for offset in range(size):
+            yield expected[first + offset], found[second + offset], alone
+            alone = ()
+        if not size and alone:
+            yield None, None, alone
+        left, right = first + size, second + size
+
+
+# Eager execution, by hooks and a dispatch mode.
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +121,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not computes(func):
+        if not _computes(func):
             return func(*args, **(kwargs or {}))
         inputs = tuple(self._digest(value) for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value))
         result = func(*args, **(kwargs or {}))
@@ -118,15 +136,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hash(tensor_bytes(value).tobytes())
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def computes(operator: OpOverload) -> bool:
+def _computes(operator: OpOverload) -> bool:
     """Return whether the operator computes values, rather than views or uninitialised memory."""
     if operator._schema.name in _BLANK:
         return False
     return is_fresh(operator) or is_mutable(operator) or not operator._schema.name.startswith("aten::")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 class ModuleStack:
@@ -161,87 +179,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
 
 
-class NodeFailed(Exception):
-    """Error raised by a node of a graph."""
-
-    def __init__(self, position: Position, error: Exception) -> None:
-        where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"
-        super().__init__(f"the graph raises in {where}, node {position.node}, {position.operator}: {first_line(error)}")
-
-
-class GraphRun(torch.fx.Interpreter):
-    """Interpreter that runs a program node by node and knows the current position."""
-
-    def __init__(self, program: ExportedProgram) -> None:
-        super().__init__(program.graph_module)
-        self._node: torch.fx.Node | None = None
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Run a node. Raises NodeFailed."""
-        self._node = n
-        try:
-            return super().run_node(n)
-        except Exception as error:
-            raise NodeFailed(self.position(), error) from error
-
-    def position(self) -> Position:
-        return position_of_node(self._node) if self._node is not None else Position()
-
-
-def position_of_node(node: torch.fx.Node) -> Position:
-    modules = _modules(node)
-    inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
-    if not modules and inner:  # an operator with a graph of its own: the modules that all of its nodes share
-        depth = 0
-        while all(len(path) > depth and path[depth] == inner[0][depth] for path in inner):
-            depth += 1
-        modules = inner[0][:depth]
-    return Position(modules, node.name, str(node.target))
-
-
-def _modules(node: torch.fx.Node) -> tuple[tuple[str, str], ...]:
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return tuple((fqn.partition("@")[0], _class_name(kind)) for fqn, kind in stack.values())
-
-
-def _inner_graphs(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:
-    owner = node.graph.owning_module
-    for each in node.all_input_nodes:
-        if each.op == "get_attr" and owner is not None:
-            inner = getattr(owner, str(each.target), None)
-            if isinstance(inner, torch.fx.GraphModule):
-                yield inner.graph
-
-
-def _class_name(kind: Any) -> str:
-    """Return the name of a class, or of a qualified class name, as an archive keeps it."""
-    return (kind if isinstance(kind, str) else kind.__qualname__).rpartition(".")[2]
-
-
-class Aligned(NamedTuple):
-    """Two steps that correspond, and the steps just before them that only one side has.
-
-    `expected` and `found` are None for the steps after the last pair.
-    """
-
-    expected: Step | None
-    found: Step | None
-    alone: tuple[Step, ...]
-
-
-def aligned(expected: Sequence[Step], found: Sequence[Step]) -> Iterator[Aligned]:
-    """Align two executions, module by module and operator by operator."""
-    ours, theirs = ([step.shape for step in steps] for steps in (expected, found))
-    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
-    left = right = 0
-    for first, second, size in matcher.get_matching_blocks():
-        alone = (*expected[left:first], *found[right:second])
-        for offset in range(size):
-            yield Aligned(expected[first + offset], found[second + offset], alone)
-            alone = ()
-        if not size and alone:
-            yield Aligned(None, None, alone)
-        left, right = first + size, second + size
+# The graph, by torch's interpreter.
 
 
 class OpenedGraph:
@@ -259,7 +197,7 @@ class OpenedGraph:
     def steps(self, weights: PathLike, case: CallCase) -> tuple[list[Step], list[Any]]:
         """Run a case. Returns its steps, operator by operator, and its flat outputs."""
         program = self._filled(weights)
-        run = GraphRun(program)
+        run = _GraphRun(program)
         own = [*program.state_dict.values(), *program.constants.values()]
         recorder = StepRecorder(run.position, [value for value in own if isinstance(value, torch.Tensor)])
         with torch.no_grad(), recorder:
@@ -270,7 +208,7 @@ class OpenedGraph:
         """Run a case. Returns its flat outputs, with tensors as `TensorBytes`."""
         program = self._filled(weights)
         with torch.no_grad():
-            return contents_of(GraphRun(program).run(*_flat(program, case)))
+            return contents_of(_GraphRun(program).run(*_flat(program, case)))
 
     def weights_of(self, node: str) -> tuple[str, ...]:
         """Return the first FQN of each weight, state, constant and variant tensor that a node takes."""
@@ -311,7 +249,64 @@ def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
     return {name: values[row.name] for row in artifact.manifest.weights for name in row.names}
 
 
-_KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
+class _GraphRun(torch.fx.Interpreter):
+    """Interpreter that runs a program node by node and knows the current position."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__(program.graph_module)
+        self._node: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node. Raises NodeFailed."""
+        self._node = n
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            raise NodeFailed(self.position(), error) from error
+
+    def position(self) -> Position:
+        return _position_of(self._node) if self._node is not None else Position()
+
+
+class NodeFailed(Exception):
+    """Error raised by a node of a graph."""
+
+    def __init__(self, position: Position, error: Exception) -> None:
+        where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"
+        super().__init__(f"the graph raises in {where}, node {position.node}, {position.operator}: {first_line(error)}")
+
+
+def _position_of(node: torch.fx.Node) -> Position:
+    modules = _modules(node)
+    inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
+    if not modules and inner:  # an operator with a graph of its own: the modules that all of its nodes share
+        depth = 0
+        while all(len(path) > depth and path[depth] == inner[0][depth] for path in inner):
+            depth += 1
+        modules = inner[0][:depth]
+    return Position(modules, node.name, str(node.target))
+
+
+def _modules(node: torch.fx.Node) -> tuple[tuple[str, str], ...]:
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return tuple((fqn.partition("@")[0], _class_name(kind)) for fqn, kind in stack.values())
+
+
+def _inner_graphs(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:
+    owner = node.graph.owning_module
+    for each in node.all_input_nodes:
+        if each.op == "get_attr" and owner is not None:
+            inner = getattr(owner, str(each.target), None)
+            if isinstance(inner, torch.fx.GraphModule):
+                yield inner.graph
+
+
+def _class_name(kind: Any) -> str:
+    """Return the name of a class, or of a qualified class name, as an archive keeps it."""
+    return (kind if isinstance(kind, str) else kind.__qualname__).rpartition(".")[2]
+
+
+# Engines cannot be stopped in the middle: intermediate results become outputs of a graph that is compiled again.
 
 
 class Tap(NamedTuple):
@@ -323,7 +318,7 @@ class Tap(NamedTuple):
 
 def taps_of(program: ExportedProgram) -> list[Tap]:
     """Return every node that computes one tensor, in order."""
-    return [Tap(node.name, position_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
+    return [Tap(node.name, _position_of(node)) for node in program.graph.nodes if _is_tensor(node)]
 
 
 def last_of_modules(taps: Sequence[Tap]) -> list[Tap]:
@@ -354,11 +349,6 @@ def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, e
     return compile_engines(folder, engines, trial=False)
 
 
-def _is_tensor(node: Node) -> bool:
-    computed = node.op == "call_function" and isinstance(node.target, OpOverload) and computes(node.target)
-    return computed and isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _tap(program: ExportedProgram, node: Node) -> Tensor:
     """Add a node's result to the outputs. Returns the leaf that describes it."""
     value = node.meta["val"]
@@ -372,3 +362,8 @@ def _tap(program: ExportedProgram, node: Node) -> Tensor:
     )
     shape = tuple(size if isinstance(size, int) else str(size.node.expr) for size in value.shape)
     return Tensor(node.name, DTYPE_NAMES[value.dtype], shape)
+
+
+def _is_tensor(node: Node) -> bool:
+    computed = node.op == "call_function" and isinstance(node.target, OpOverload) and _computes(node.target)
+    return computed and isinstance(node.meta.get("val"), torch.Tensor)

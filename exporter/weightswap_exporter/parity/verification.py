@@ -1,4 +1,4 @@
-"""`verify()`."""
+"""`verify()`: recorded calls, parity and swaps of an artifact with weights, each check that can be made."""
 
 from __future__ import annotations
 
@@ -32,131 +32,6 @@ from .executions import CallCase, PathLike, call, calls_to_compare
 from .report import ParityReport
 
 _Outcome = list[Any] | str  # flat outputs, or the message of the error
-
-
-class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a swap from other weights on one engine, and in double residency of the rollback.
-
-    calls: number of calls on each side. Times of the swap are in seconds, sizes in bytes.
-    """
-
-    engine: str
-    residency: ResidencyName
-    calls: int
-    problems: tuple[str, ...]
-    bytes_read: int
-    bytes_copied: int
-    seconds_staged: float
-    seconds_paused: float
-
-
-def check_swap(
-    artifact: Artifact,
-    engine: str,
-    residency: ResidencyName,
-    before: PathLike,
-    after: PathLike,
-    cases: Sequence[CallCase],
-) -> SwapCheck:
-    """Swap a model from `before` to `after` and compare its outputs. Raises the errors of `load` and `swap`."""
-    expected = _outcomes(_loaded(artifact, engine, residency, after), cases)
-    model = _loaded(artifact, engine, residency, before)
-    earlier = _outcomes(model, cases)
-    receipt = model.swap(after, verify="off")
-    problems = list(_problems("after the swap", artifact, cases, expected, _outcomes(model, cases)))
-    if residency == "double":
-        model.rollback()
-        problems += _problems("after the rollback", artifact, cases, earlier, _outcomes(model, cases))
-    return SwapCheck(
-        engine=engine,
-        residency=residency,
-        calls=len(cases),
-        problems=tuple(problems),
-        bytes_read=receipt.bytes_read,
-        bytes_copied=receipt.bytes_copied,
-        seconds_staged=receipt.seconds_staged,
-        seconds_paused=receipt.seconds_paused,
-    )
-
-
-def _loaded(artifact: Artifact, engine: Any, residency: ResidencyName, weights: PathLike) -> Model:
-    return load(artifact, weights, engine=engine, residency=residency, verify="off")
-
-
-def _outcomes(model: Model, cases: Sequence[CallCase]) -> list[_Outcome]:
-    return [_outcome(model, case) for case in cases]
-
-
-def _outcome(model: Model, case: CallCase) -> _Outcome:
-    try:
-        return call(model, case)
-    except WeightswapError:
-        raise
-    except Exception as error:  # raised by an operator: random weights may give an index beyond a table
-        return first_line(error)
-
-
-def _problems(
-    when: str, artifact: Artifact, cases: Sequence[CallCase], expected: list[_Outcome], found: list[_Outcome]
-) -> Iterator[str]:
-    for case, ours, theirs in zip(cases, expected, found, strict=True):
-        if isinstance(ours, str) or isinstance(theirs, str):
-            if ours != theirs:
-                yield f"{when}, {case.where}: {_text(theirs)} instead of {_text(ours)}"
-            continue
-        outputs = leaves(artifact.manifest.methods[case.call.method].signature.output)
-        for leaf, one, other in zip(outputs, ours, theirs, strict=True):
-            if text := _difference(one, other):
-                yield f"{when}, {case.where}, {leaf.name}{text}"
-
-
-def _text(outcome: _Outcome) -> str:
-    return f"it raised {outcome}" if isinstance(outcome, str) else "it gave outputs"
-
-
-def _difference(expected: Any, found: Any) -> str | None:
-    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
-        return difference(expected, found, None)
-    return None if expected == found else f": expected {expected!r:.80}, found {found!r:.80}"
-
-
-class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of recorded calls on one engine. verified: as in `SwapReceipt`; "none" if nothing was recorded."""
-
-    engine: str
-    verified: str
-    problems: tuple[str, ...] = ()
-
-
-class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `verify`. notes: checks that were not made, and why."""
-
-    artifact: str
-    graph_id: str
-    weights: str
-    weights_id: str
-    before: str
-    goldens: tuple[GoldensCheck, ...]
-    parity: ParityReport | None
-    swaps: tuple[SwapCheck, ...]
-    notes: tuple[str, ...]
-    seconds: float
-
-    @property
-    def same(self) -> bool:
-        return not self.problems
-
-    @property
-    def problems(self) -> list[str]:
-        """All problems, one sentence each."""
-        problems = [f"goldens, {check.engine}: {problem}" for check in self.goldens for problem in check.problems]
-        for engine in self.parity.engines if self.parity else ():
-            problems += [f"parity, {engine.engine}: {problem}" for case in engine.cases for problem in case.problems]
-        return problems + [
-            f"swap, {check.engine}, {check.residency} residency: {problem}"
-            for check in self.swaps
-            for problem in check.problems
-        ]
 
 
 def verify(
@@ -210,6 +85,67 @@ def verify(
         notes=tuple(checks.notes),
         seconds=time.perf_counter() - start,
     )
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of `verify`."""
+
+    artifact: str
+    graph_id: str
+    weights: str
+    weights_id: str
+    before: str
+    goldens: tuple[GoldensCheck, ...]
+    parity: ParityReport | None
+    swaps: tuple[SwapCheck, ...]
+    notes: tuple[str, ...]  # checks that were not made, and why
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """All problems, one sentence each."""
+        problems = [f"goldens, {check.engine}: {problem}" for check in self.goldens for problem in check.problems]
+        for engine in self.parity.engines if self.parity else ():
+            problems += [f"parity, {engine.engine}: {problem}" for case in engine.cases for problem in case.problems]
+        return problems + [
+            f"swap, {check.engine}, {check.residency} residency: {problem}"
+            for check in self.swaps
+            for problem in check.problems
+        ]
+
+
+class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of recorded calls on one engine."""
+
+    engine: str
+    verified: str  # as in `SwapReceipt`; "none" if nothing was recorded
+    problems: tuple[str, ...] = ()
+
+
+class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a swap from other weights on one engine, and in double residency of the rollback."""
+
+    engine: str
+    residency: ResidencyName
+    calls: int  # on each side
+    problems: tuple[str, ...]
+    bytes_read: int
+    bytes_copied: int
+    seconds_staged: float
+    seconds_paused: float
+
+
+def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
+    methods = recipe.get("methods")
+    if methods:
+        return {name: [(tuple(spec.args), dict(spec.kwargs))] for name, spec in methods.items()}
+    if recipe.get("args") is None and not recipe.get("kwargs"):
+        return {}
+    return {"forward": [(tuple(recipe.get("args") or ()), dict(recipe.get("kwargs") or {}))]}
 
 
 def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, notes: list[str]) -> PathLike | None:
@@ -291,10 +227,74 @@ class _Checks:
         return [case for case in cases if (case.call.method, case.name) in compared]
 
 
-def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
-    methods = recipe.get("methods")
-    if methods:
-        return {name: [(tuple(spec.args), dict(spec.kwargs))] for name, spec in methods.items()}
-    if recipe.get("args") is None and not recipe.get("kwargs"):
-        return {}
-    return {"forward": [(tuple(recipe.get("args") or ()), dict(recipe.get("kwargs") or {}))]}
+# A swap.
+
+
+def check_swap(
+    artifact: Artifact,
+    engine: str,
+    residency: ResidencyName,
+    before: PathLike,
+    after: PathLike,
+    cases: Sequence[CallCase],
+) -> SwapCheck:
+    """Swap a model from `before` to `after` and compare its outputs. Raises the errors of `load` and `swap`."""
+    expected = _outcomes(_loaded(artifact, engine, residency, after), cases)
+    model = _loaded(artifact, engine, residency, before)
+    earlier = _outcomes(model, cases)
+    receipt = model.swap(after, verify="off")
+    problems = list(_problems("after the swap", artifact, cases, expected, _outcomes(model, cases)))
+    if residency == "double":
+        model.rollback()
+        problems += _problems("after the rollback", artifact, cases, earlier, _outcomes(model, cases))
+    return SwapCheck(
+        engine=engine,
+        residency=residency,
+        calls=len(cases),
+        problems=tuple(problems),
+        bytes_read=receipt.bytes_read,
+        bytes_copied=receipt.bytes_copied,
+        seconds_staged=receipt.seconds_staged,
+        seconds_paused=receipt.seconds_paused,
+    )
+
+
+def _loaded(artifact: Artifact, engine: Any, residency: ResidencyName, weights: PathLike) -> Model:
+    return load(artifact, weights, engine=engine, residency=residency, verify="off")
+
+
+def _outcomes(model: Model, cases: Sequence[CallCase]) -> list[_Outcome]:
+    return [_outcome(model, case) for case in cases]
+
+
+def _outcome(model: Model, case: CallCase) -> _Outcome:
+    try:
+        return call(model, case)
+    except WeightswapError:
+        raise
+    except Exception as error:  # raised by an operator: random weights may give an index beyond a table
+        return first_line(error)
+
+
+def _problems(
+    when: str, artifact: Artifact, cases: Sequence[CallCase], expected: list[_Outcome], found: list[_Outcome]
+) -> Iterator[str]:
+    for case, ours, theirs in zip(cases, expected, found, strict=True):
+        if isinstance(ours, str) or isinstance(theirs, str):
+            if ours != theirs:
+                yield f"{when}, {case.where}: {_text(theirs)} instead of {_text(ours)}"
+            continue
+        outputs = leaves(artifact.manifest.methods[case.call.method].signature.output)
+        for leaf, one, other in zip(outputs, ours, theirs, strict=True):
+            if text := _difference(one, other):
+                yield f"{when}, {case.where}, {leaf.name}{text}"
+
+
+def _text(outcome: _Outcome) -> str:
+    return f"it raised {outcome}" if isinstance(outcome, str) else "it gave outputs"
+
+
+def _difference(expected: Any, found: Any) -> str | None:
+    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
+        return difference(expected, found, None)
+    return None if expected == found else f": expected {expected!r:.80}, found {found!r:.80}"
