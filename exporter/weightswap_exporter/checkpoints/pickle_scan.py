@@ -80,10 +80,7 @@ class _Storage:
 
 
 class _Global:
-    """Class or function. hidden: it may only be called, as another function could call it at any cost.
-
-    made: what a call does, a method of the scanner; or why it is refused; None if it makes an object.
-    """
+    """Class or function, with the columns of `_CALLS`."""
 
     def __init__(self, module: str, name: str) -> None:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -222,7 +219,7 @@ class _Scanner(pickle._Unpickler):
         self.spend(_OBJECT)
         if arguments:
             self.pay(arguments)
-        if type(function) is not _Global:  # an unpickler may refuse it
+        if type(function) is not _Global:  # the unpickler decides
             self.append(_SOMETHING)
             return
         self.uncalled[function.name] -= function.hidden
@@ -241,6 +238,8 @@ class _Scanner(pickle._Unpickler):
     def tensor(self, given: Sequence[Any]) -> object:
         """Note the bytes of a tensor, which a few steps of zero can make any number."""
         storage, offset, shape, steps = given[:4]
+        if not all(type(each) is int for each in (offset, *shape, *steps)):  # lists would be printed to any depth
+            raise TypeError("sizes are not numbers")
         dtypes = (getattr(torch, each.name.rpartition(".")[2], None) for each in given[6:] if type(each) is _Global)
         size = max([storage.size, *(dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype))])
         self.tensors[f"{storage.key} {offset} {shape} {steps}"] = prod(min(each, _LARGE) for each in shape) * size
@@ -308,7 +307,8 @@ def _items(value: Any) -> Sequence[Any]:
     return value if type(value) in (tuple, list) else ()
 
 
-# by the beginning and end of a name, the first row that fits: `hidden` and `made` of a global
+# beginning and end of a name; whether it is hidden: may only be called, as other functions could call it at any cost;
+# and what a call does, why it is refused, or None if it makes an object. The first row that fits is taken.
 _CALLS: tuple[tuple[str, tuple[str, ...], bool, Callable[[_Scanner, Sequence[Any]], Any] | str | None], ...] = (
     (
         "torch._utils._rebuild_device_tensor_from",

@@ -136,6 +136,9 @@ PICKLES: dict[str, bytes] = {
     "a long number": BEGIN + b"\x8b" + struct.pack("<i", (1 << 31) - 1) + b"\x01" + END,
     "a large number": key(b"\x8b" + struct.pack("<i", SIZE) + b"\x7f" * SIZE + put(0), get(0)),
     "large tensors": BEGIN + b"}X\x01\0\0\0a" + TENSOR + b"s" + END,
+    "steps that are lists of lists": BEGIN
+    + b"]" + put(0) + b"".join(b"](" + get(index) * 2 + b"e" + put(index + 1) for index in range(60))
+    + TENSOR.replace(b"J\0\0\0\x10\x85K\0\x85", b"K\x01\x85" + TUPLE + b"\x85") + END,
     "a converted tensor": BEGIN + called(
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",
         b"(" + TENSOR + b"ctorch\nfloat64\nX\x03\0\0\0cpu\x89t",
