@@ -1,4 +1,7 @@
-"""`export`, `compile`, `pack`, `export-onnx`."""
+"""The build side's commands that write something: an artifact, its engines' files, weight files, ONNX models.
+
+What needs torch is imported by the command that runs, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +28,11 @@ from weightswap_tools.terminal import (
     warnings_said,
 )
 
-export_onnx_command = typer.Typer(add_completion=False)
-
-
-@export_onnx_command.command(name="export-onnx")
-def export_onnx(
-    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
-    weights: Annotated[
-        Path, typer.Argument(help="Weight file, or .safetensors files that hold every weight unchanged.")
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="The .onnx file to write, in the folder of the weight file or above it.")
-    ],
-    method: Annotated[str | None, typer.Option(help="Method to write; by default forward, or the only one.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a method as an ONNX model whose weights stay in a weight file, for tools that load ONNX files."""
-    with errors_as_exit(as_json):
-        from weightswap_exporter.engines.onnx_external import export_onnx as write
-
-        path = write(artifact, weights, out=out, method=method)
-        size = path.stat().st_size
-        if as_json:
-            print_json({"path": path, "bytes": size})
-            return
-        say(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")
-
-
 export_command = typer.Typer(add_completion=False)
-pack_command = typer.Typer(add_completion=False)
 compile_command = typer.Typer(add_completion=False)
-
-EngineOption = Annotated[
+pack_command = typer.Typer(add_completion=False)
+export_onnx_command = typer.Typer(add_completion=False)
+_EngineOption = Annotated[
     list[str] | None,
     typer.Option("--engine", help="Also compile the graphs for this engine (aoti, onnx); may be repeated."),
 ]
@@ -71,15 +47,15 @@ InputsOption = Annotated[
 PicturesOption = Annotated[
     bool, typer.Option("--pictures", help="For hf:DIR: also give sample images to a model that takes text alone.")
 ]
-TaskOption = Annotated[
+_TaskOption = Annotated[
     Literal["generate"] | None,
     typer.Option("--task", help="For hf:DIR with a language model: generate exports what `weightswap generate` needs."),
 ]
-LengthOption = Annotated[
+_LengthOption = Annotated[
     int, typer.Option("--length", help="With --task generate: maximum number of tokens of a prompt and its answer.")
 ]
-BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: number of parallel sequences.")]
-NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Do not record the goldens of the recipe.")]
+_BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: number of parallel sequences.")]
+_NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Do not record the goldens of the recipe.")]
 
 
 @export_command.command()
@@ -93,11 +69,11 @@ def export(
     ] = False,
     inputs: InputsOption = None,
     pictures: PicturesOption = False,
-    task: TaskOption = None,
-    length: LengthOption = 2048,
-    batch: BatchOption = 1,
-    engine: EngineOption = None,
-    no_goldens: NoGoldensOption = False,
+    task: _TaskOption = None,
+    length: _LengthOption = 2048,
+    batch: _BatchOption = 1,
+    engine: _EngineOption = None,
+    no_goldens: _NoGoldensOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Export a model's graphs, without its weights.
@@ -215,7 +191,7 @@ def pack(
         str, typer.Option(help="Take only tensors whose names begin with this prefix, such as `net.`, and strip it.")
     ] = "",
     ignore: IgnoreOption = None,
-    no_goldens: NoGoldensOption = False,
+    no_goldens: _NoGoldensOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint's weights as a weight file for an artifact.
@@ -262,3 +238,27 @@ def pack(
             say(f"cast        {plural(len(names), 'tensor')} from {source_dtype}")
         if packed.ignored:
             say(f"left out    {listed(packed.ignored, 10)}")
+
+
+@export_onnx_command.command(name="export-onnx")
+def export_onnx(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    weights: Annotated[
+        Path, typer.Argument(help="Weight file, or .safetensors files that hold every weight unchanged.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The .onnx file to write, in the folder of the weight file or above it.")
+    ],
+    method: Annotated[str | None, typer.Option(help="Method to write; by default forward, or the only one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a method as an ONNX model whose weights stay in a weight file, for tools that load ONNX files."""
+    with errors_as_exit(as_json):
+        from weightswap_exporter.engines.onnx_external import export_onnx as write
+
+        path = write(artifact, weights, out=out, method=method)
+        size = path.stat().st_size
+        if as_json:
+            print_json({"path": path, "bytes": size})
+            return
+        say(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")

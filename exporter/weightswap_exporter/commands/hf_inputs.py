@@ -25,10 +25,12 @@ from weightswap_runtime.errors import RecipeError
 from .hf_makers import MAKERS, Input, Subject
 
 _STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba"})  # take a mask although they have no attention
-_MOST_TRIED = 40
-_MOST_SINGLE = 2
-_MOST_SHOWN = 4
+_MOST_TRIED = 40  # guesses, each a call of the model
+_MOST_SINGLE = 2  # guesses that are tried again with one sample alone
+_MOST_SHOWN = 4  # refusals in the error
+# inputs beside the text of a model of several kinds
 _OTHER_THAN_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+# inputs that are given with another
 _COMPANIONS = {
     "input_ids": ("attention_mask", "token_type_ids", "bbox"),
     "pixel_values": (

@@ -1,4 +1,9 @@
-"""AOTInductor."""
+"""Files of the engine `aoti`: methods compiled by AOTInductor, so that weights stay out of them.
+
+By default AOTInductor compiles in what it can: small weights, this machine's threads and vector extensions. Its
+generated code ends the process where eager raises. Settings, rewrites of the graph and lowerings of some operators
+prevent both; what cannot be prevented is refused.
+"""
 
 from __future__ import annotations
 
@@ -55,65 +60,10 @@ from weightswap_runtime.format.manifest import GraphInput, Method
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves
 from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
-_aten = torch.ops.aten
-_MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
-_Lowering = Callable[..., Any]
-
-
-def cpu_lowerings() -> Mapping[Any, _Lowering]:
-    """Return the lowerings that replace AOTInductor's, by operator."""
-    fallback: Any = lowering.fallback_handler
-    return {
-        # torch's kernel raises for a bad index; generated code would end the process
-        _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
-        _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
-        _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
-    }
-
-
-def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
-    """Return a lowering that multiplies one row with a small matrix inline, and others with the library.
-
-    A library call takes several times as long as such a product, and is not fused with what follows.
-    """
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        return library(*args, **kwargs) if kwargs or not _is_small(*args[-2:]) else inline(*args)
-
-    return lowered
-
-
-def _is_small(row: Any, matrix: Any) -> bool:
-    sizes = V.graph.sizevars
-    (rows, _), (depth, width) = row.get_size(), matrix.get_size()
-    return (
-        row.get_dtype() == torch.float32
-        and sizes.statically_known_equals(rows, 1)
-        and sizes.statically_known_leq(depth * width, _MOST_INLINE)
-    )
-
-
-def _product(row: Any, matrix: Any) -> Any:
-    """Multiply row [1, depth] with matrix [depth, width]."""
-    for factor in (row, matrix):
-        factor.realize()  # else each column recomputes it
-    column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
-    return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
-
-
-def _sum_and_product(bias: Any, row: Any, matrix: Any) -> Any:
-    return _lowered(_aten.add.Tensor, bias, _product(row, matrix))
-
-
-def _lowered(operator: Any, *args: Any) -> Any:
-    return lowering.lowerings[operator](*args)
-
-
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
 _CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
-
 # Weights of every size stay out: by default, weights with one element and vectors of up to eight are compiled in.
 _SETTINGS: Mapping[str, Any] = {
     "aot_inductor.package": True,
@@ -133,158 +83,99 @@ _SETTINGS: Mapping[str, Any] = {
 _THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else the thread count of this machine is compiled in
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
 _ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
+_aten = torch.ops.aten
+_MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
+_Lowering = Callable[..., Any]
+_FOLDER = "data/aotinductor/model"
+_FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
 
 
-def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
-    """Compile a graph with flat inputs and outputs. Returns the bytes of the shared library.
+def build_target(device: torch.device) -> str:
+    """Return the target to compile for: the best that this machine can run. Raises Unsupported."""
+    if device.type != "cpu":
+        return target_of(device)
+    targets = machine_targets()
+    if not targets:
+        raise Unsupported(f"the engine 'aoti' compiles for x86_64 with AVX2 on Linux; this machine is {machine_name()}")
+    return targets[0]
 
-    Raises CaptureError for a graph that AOTInductor cannot express, ExportError without a C++ compiler, and Unsupported
-    if this torch cannot compile for the target.
+
+def package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
+    """Compile a method for the target of `device`. Returns a package that torch's package loader can also read.
+
+    Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
+    a C++ compiler.
     """
-    _check_tools()
-    try:
-        return _compile(where, module, samples, target, _THREADED)
-    except _ParallelChecks:
-        return _compile(where, module, samples, target, _SERIAL)
+    where = f"method {name!r}"
+    method = artifact.manifest.methods[name]
+    program = method_program(artifact, name, device)
+    rows = _rows(program, method.inputs)
+    graph = _flat_graph(where, program, method, device)
+    raw = _compile_library(where, graph.module, graph.samples, target)
+    bound = [constant.fqn for constant in Library(raw, where, device).constants]
+    if unknown := sorted(set(bound) - rows.keys()):
+        raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
+    swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
+    if lost := sorted(graph.read & swapped - set(bound)):
+        raise CaptureError(f"{where}: AOTInductor compiled in the value of {lost[0]!r}, which no swap would change")
+    note = Note(
+        graph_id=artifact.graph_id,
+        method=name,
+        target=target,
+        torch=str(torch.__version__),
+        tensors=tuple(rows[fqn] for fqn in sorted(bound)),
+        written=graph.written,
+    )
+    return _archive(name, note, raw, device)
 
 
-def _unfit(where: str, reason: str) -> str:
-    return f"{where}: AOTInductor cannot compile it for a server: {reason}. Use the engine 'torch'"
+def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, NotedTensor]:
+    """Return the program's tensors by FQN, with their names in the manifest."""
+    tables = (program.state_dict, program.constants)
+    rows = {}
+    for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
+        tensor = next((table[spec.target] for table in tables if spec.target in table), None)
+        if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
+            dtype = DTYPE_NAMES[tensor.dtype]
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            rows[spec.target] = NotedTensor(spec.target, item.kind, item.name, dtype, shape, stride)
+    return rows
 
 
-class _ParallelChecks(CaptureError):
-    """Generated code has checks in parallel regions, where an exception ends the process."""
+def _archive(name: str, note: Note, library: bytes, device: torch.device) -> bytes:
+    metadata = {"AOTI_DEVICE_KEY": device.type}
+    records = {
+        **_FORMAT,
+        NOTE_NAME: msgspec.json.encode(note),
+        f"{_FOLDER}/{name}{LIBRARY_SUFFIX}": library,
+        f"{_FOLDER}/{name}.wrapper_metadata.json": msgspec.json.encode(metadata),
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in records.items():
+            # a plain ZipInfo has a fixed date and no platform
+            info = zipfile.ZipInfo(f"{name}/{path}")
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, content)
+    return buffer.getvalue()
 
 
-def _check_tools() -> None:
-    compiler = os.environ.get("CXX", "g++")
-    if not shutil.which(shlex.split(compiler)[0] if compiler.strip() else ""):
-        raise ExportError(
-            f"the engine 'aoti' compiles C++ and cannot find {compiler!r}. Install g++, or set CXX to a compiler"
-        )
-    if not hasattr(config.cpp, "march"):
-        raise Unsupported(
-            f"torch {torch.__version__} compiles only for the machine that it runs on, and what it compiles neither "
-            "says why a call failed nor releases the tensors that it was bound to: it lacks AOTInductorGetLastError "
-            "and AOTInductorModelContainerExtractConstantsMapEntries. Install torch>=2.13 to compile for the engine "
-            "'aoti', on the CPU and on GPUs"
-        )
+# The graph: flat inputs and outputs, and no operator whose code would end the process.
 
 
-def _compile(
-    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
-) -> bytes:
-    on_gpu = is_gpu_target(target)
-    processor = TARGETS[BESIDE_GPUS if on_gpu else target]
-    # each compilation has a folder of its own: the cache would take files of the same names for the same files
-    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
-        maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
-        settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
-        settings |= _ON_GPU if on_gpu else {}
-        files = torch._inductor.aot_compile(module, samples, options=settings)
-        assert isinstance(files, list)
-        return _library(where, [Path(file) for file in files if isinstance(file, str)])
+class _FlatGraph(NamedTuple):
+    """A graph module with flat inputs and outputs.
 
-
-def _library(where: str, files: list[Path]) -> bytes:
-    """Return the bytes of the compiled library. Raises CaptureError if it calls operators without a C function."""
-    proxies = [path for path in files if path.suffix == ".json" and not path.stem.endswith("_metadata")]
-    nodes = [node for path in proxies for node in json.loads(path.read_bytes()).get("nodes", ())]
-    # such as operators of Python packages, which torch's own loader would look up
-    if foreign := sorted({str(node["node"]["target"]) for node in nodes}):
-        raise CaptureError(_unfit(where, f"it calls {', '.join(foreign)}"))
-    (library,) = (path for path in files if path.suffix == ".so")
-    return library.read_bytes()
-
-
-@contextmanager
-def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
-    """Run AOTInductor in isolation: in a fresh cache, without logs and warnings, and for `processor` alone."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
-        sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
-        lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, cpu_lowerings())
-        with warnings.catch_warnings(action="ignore"), fresh_inductor_cache(dir=folder), vectors, sources, lowerings:
-            yield
-    except Exception as error:
-        if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
-            raise ours from None
-        raise _explained(where, error) from error
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _compile_checked(where: str) -> Callable[..., Any]:
-    """Return a replacement of `AotCodeCompiler.compile` that checks sources before the slow C++ compiler runs."""
-    original: Callable[..., Any] = AotCodeCompiler.compile
-
-    def checked(graph: Any, *sources: Any, **options: Any) -> Any:
-        if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
-            raise _ParallelChecks(_unfit(where, "its checks would crash the process"))
-        return original(graph, *sources, **options)
-
-    return checked
-
-
-def _vectors(target: Target) -> cpu_vec_isa.VecISA:
-    """Return the vector extensions of a target alone: torch would add those of this machine."""
-    base: type[cpu_vec_isa.VecISA] = cpu_vec_isa.VecAVX512 if target.bits == 512 else cpu_vec_isa.VecAVX2
-
-    class Vectors(base):  # type: ignore[misc, valid-type]
-        __hash__ = cpu_vec_isa.VecISA.__hash__
-
-        def __bool__(self) -> bool:  # not tried out, as this machine may lack them
-            return True
-
-    vectors: cpu_vec_isa.VecISA = Vectors()
-    return vectors
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    return chain
-
-
-def _explained(where: str, error: Exception) -> Exception:
-    chain = _chain(error)
-    if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
-        return ExportError(f"the engine 'aoti' needs a C++ compiler. Install g++, or set CXX ({error})")
-    text = "\n".join(str(item) for item in chain)
-    compiler_error = _ERROR_LINE.search(text)
-    if compiler_error and (header := _CUDA_HEADER.match(compiler_error[1])):
-        return ExportError(
-            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and cannot find {header[1]}. Install the "
-            f"toolkit of CUDA {torch.version.cuda}, and set CUDA_HOME to its folder"
-        )
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    reason = f"the C++ compiler says: {compiler_error[1]}" if compiler_error else first_line
-    return CaptureError(f"{where}: AOTInductor of torch {torch.__version__} cannot compile it: {reason:.500}")
-
-
-class FlatGraph(NamedTuple):
-    """A graph module with flat inputs and outputs, and samples of its inputs.
-
-    An integer input is passed as the size of a tensor, an integer output as a tensor without dimensions. read: FQNs of
-    the tensors that the graph depends on. written: indices, among the method's flat inputs, of those that a call
-    changes.
+    An integer input is passed as the size of a tensor, an integer output as a tensor without dimensions.
     """
 
     module: GraphModule
-    samples: tuple[torch.Tensor, ...]
-    read: frozenset[str]
-    written: tuple[int, ...]
+    samples: tuple[torch.Tensor, ...]  # of its inputs
+    read: frozenset[str]  # FQNs of the tensors that the graph depends on
+    written: tuple[int, ...]  # indices, among the method's flat inputs, of those that a call changes
 
 
-def flat_graph(where: str, program: ExportedProgram, method: Method, device: torch.device) -> FlatGraph:
+def _flat_graph(where: str, program: ExportedProgram, method: Method, device: torch.device) -> _FlatGraph:
     """Flatten the graph of a program on `device`. Raises CaptureError for inputs that AOTInductor cannot take."""
     written = _written_inputs(program)
     module = program.module(check_guards=False)
@@ -308,7 +199,7 @@ def flat_graph(where: str, program: ExportedProgram, method: Method, device: tor
     module.graph.eliminate_dead_code()
     module.recompile()
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}
-    return FlatGraph(module, tuple(samples), frozenset(read), written)
+    return _FlatGraph(module, tuple(samples), frozenset(read), written)
 
 
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
@@ -410,75 +301,191 @@ def _as_size(where: str, module: GraphModule, placeholder: Node, leaf: Integer) 
     return torch.zeros(_hint(value), dtype=torch.uint8)
 
 
-_FOLDER = "data/aotinductor/model"
-_FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
+# Compilation.
 
 
-def build_target(device: torch.device) -> str:
-    """Return the target to compile for: the best that this machine can run. Raises Unsupported."""
-    if device.type != "cpu":
-        return target_of(device)
-    targets = machine_targets()
-    if not targets:
-        raise Unsupported(f"the engine 'aoti' compiles for x86_64 with AVX2 on Linux; this machine is {machine_name()}")
-    return targets[0]
+def _compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
+    """Compile a graph with flat inputs and outputs. Returns the bytes of the shared library.
 
-
-def package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
-    """Compile a method for the target of `device`. Returns a package that torch's package loader can also read.
-
-    Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
-    a C++ compiler.
+    Raises CaptureError for a graph that AOTInductor cannot express, ExportError without a C++ compiler, and Unsupported
+    if this torch cannot compile for the target.
     """
-    where = f"method {name!r}"
-    method = artifact.manifest.methods[name]
-    program = method_program(artifact, name, device)
-    rows = _rows(program, method.inputs)
-    graph = flat_graph(where, program, method, device)
-    raw = compile_library(where, graph.module, graph.samples, target)
-    bound = [constant.fqn for constant in Library(raw, where, device).constants]
-    if unknown := sorted(set(bound) - rows.keys()):
-        raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
-    swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
-    if lost := sorted(graph.read & swapped - set(bound)):
-        raise CaptureError(f"{where}: AOTInductor compiled in the value of {lost[0]!r}, which no swap would change")
-    note = Note(
-        graph_id=artifact.graph_id,
-        method=name,
-        target=target,
-        torch=str(torch.__version__),
-        tensors=tuple(rows[fqn] for fqn in sorted(bound)),
-        written=graph.written,
-    )
-    return _archive(name, note, raw, device)
+    _check_tools()
+    try:
+        return _compile(where, module, samples, target, _THREADED)
+    except _ParallelChecks:
+        return _compile(where, module, samples, target, _SERIAL)
 
 
-def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, NotedTensor]:
-    """Return the program's tensors by FQN, with their names in the manifest."""
-    tables = (program.state_dict, program.constants)
-    rows = {}
-    for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
-        tensor = next((table[spec.target] for table in tables if spec.target in table), None)
-        if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
-            dtype = DTYPE_NAMES[tensor.dtype]
-            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            rows[spec.target] = NotedTensor(spec.target, item.kind, item.name, dtype, shape, stride)
-    return rows
+class _ParallelChecks(CaptureError):
+    """Generated code has checks in parallel regions, where an exception ends the process."""
 
 
-def _archive(name: str, note: Note, library: bytes, device: torch.device) -> bytes:
-    metadata = {"AOTI_DEVICE_KEY": device.type}
-    records = {
-        **_FORMAT,
-        NOTE_NAME: msgspec.json.encode(note),
-        f"{_FOLDER}/{name}{LIBRARY_SUFFIX}": library,
-        f"{_FOLDER}/{name}.wrapper_metadata.json": msgspec.json.encode(metadata),
+def _unfit(where: str, reason: str) -> str:
+    return f"{where}: AOTInductor cannot compile it for a server: {reason}. Use the engine 'torch'"
+
+
+def _check_tools() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(shlex.split(compiler)[0] if compiler.strip() else ""):
+        raise ExportError(
+            f"the engine 'aoti' compiles C++ and cannot find {compiler!r}. Install g++, or set CXX to a compiler"
+        )
+    if not hasattr(config.cpp, "march"):
+        raise Unsupported(
+            f"torch {torch.__version__} compiles only for the machine that it runs on, and what it compiles neither "
+            "says why a call failed nor releases the tensors that it was bound to: it lacks AOTInductorGetLastError "
+            "and AOTInductorModelContainerExtractConstantsMapEntries. Install torch>=2.13 to compile for the engine "
+            "'aoti', on the CPU and on GPUs"
+        )
+
+
+def _compile(
+    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
+) -> bytes:
+    on_gpu = is_gpu_target(target)
+    processor = TARGETS[BESIDE_GPUS if on_gpu else target]
+    # each compilation has a folder of its own: the cache would take files of the same names for the same files
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
+        maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
+        settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
+        settings |= _ON_GPU if on_gpu else {}
+        files = torch._inductor.aot_compile(module, samples, options=settings)
+        assert isinstance(files, list)
+        return _library(where, [Path(file) for file in files if isinstance(file, str)])
+
+
+def _library(where: str, files: list[Path]) -> bytes:
+    """Return the bytes of the compiled library. Raises CaptureError if it calls operators without a C function."""
+    proxies = [path for path in files if path.suffix == ".json" and not path.stem.endswith("_metadata")]
+    nodes = [node for path in proxies for node in json.loads(path.read_bytes()).get("nodes", ())]
+    # such as operators of Python packages, which torch's own loader would look up
+    if foreign := sorted({str(node["node"]["target"]) for node in nodes}):
+        raise CaptureError(_unfit(where, f"it calls {', '.join(foreign)}"))
+    (library,) = (path for path in files if path.suffix == ".so")
+    return library.read_bytes()
+
+
+@contextmanager
+def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
+    """Run AOTInductor in isolation: in a fresh cache, without logs and warnings, and for `processor` alone."""
+    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
+        sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
+        lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
+        with warnings.catch_warnings(action="ignore"), fresh_inductor_cache(dir=folder), vectors, sources, lowerings:
+            yield
+    except Exception as error:
+        if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
+            raise ours from None
+        raise _explained(where, error) from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _compile_checked(where: str) -> Callable[..., Any]:
+    """Return a replacement of `AotCodeCompiler.compile` that checks sources before the slow C++ compiler runs."""
+    original: Callable[..., Any] = AotCodeCompiler.compile
+
+    def checked(graph: Any, *sources: Any, **options: Any) -> Any:
+        if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
+            raise _ParallelChecks(_unfit(where, "its checks would crash the process"))
+        return original(graph, *sources, **options)
+
+    return checked
+
+
+def _vectors(target: Target) -> cpu_vec_isa.VecISA:
+    """Return the vector extensions of a target alone: torch would add those of this machine."""
+    base: type[cpu_vec_isa.VecISA] = cpu_vec_isa.VecAVX512 if target.bits == 512 else cpu_vec_isa.VecAVX2
+
+    class Vectors(base):  # type: ignore[misc, valid-type]
+        __hash__ = cpu_vec_isa.VecISA.__hash__
+
+        def __bool__(self) -> bool:  # not tried out, as this machine may lack them
+            return True
+
+    vectors: cpu_vec_isa.VecISA = Vectors()
+    return vectors
+
+
+def _explained(where: str, error: Exception) -> Exception:
+    chain = _chain(error)
+    if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
+        return ExportError(f"the engine 'aoti' needs a C++ compiler. Install g++, or set CXX ({error})")
+    text = "\n".join(str(item) for item in chain)
+    compiler_error = _ERROR_LINE.search(text)
+    if compiler_error and (header := _CUDA_HEADER.match(compiler_error[1])):
+        return ExportError(
+            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and cannot find {header[1]}. Install the "
+            f"toolkit of CUDA {torch.version.cuda}, and set CUDA_HOME to its folder"
+        )
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    reason = f"the C++ compiler says: {compiler_error[1]}" if compiler_error else first_line
+    return CaptureError(f"{where}: AOTInductor of torch {torch.__version__} cannot compile it: {reason:.500}")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+# Lowerings on the CPU: products of one row, as in the decoding of tokens, without calls of a library.
+
+
+def _cpu_lowerings() -> Mapping[Any, _Lowering]:
+    """Return the lowerings that replace AOTInductor's, by operator."""
+    fallback: Any = lowering.fallback_handler
+    return {
+        # torch's kernel raises for a bad index; generated code would end the process
+        _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
+        _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
+        _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
     }
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in records.items():
-            # a plain ZipInfo has a fixed date and no platform
-            info = zipfile.ZipInfo(f"{name}/{path}")
-            info.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(info, content)
-    return buffer.getvalue()
+
+
+def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
+    """Return a lowering that multiplies one row with a small matrix inline, and others with the library.
+
+    A library call takes several times as long as such a product, and is not fused with what follows.
+    """
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        return library(*args, **kwargs) if kwargs or not _is_small(*args[-2:]) else inline(*args)
+
+    return lowered
+
+
+def _is_small(row: Any, matrix: Any) -> bool:
+    sizes = V.graph.sizevars
+    (rows, _), (depth, width) = row.get_size(), matrix.get_size()
+    return (
+        row.get_dtype() == torch.float32
+        and sizes.statically_known_equals(rows, 1)
+        and sizes.statically_known_leq(depth * width, _MOST_INLINE)
+    )
+
+
+def _product(row: Any, matrix: Any) -> Any:
+    """Multiply row [1, depth] with matrix [depth, width]."""
+    for factor in (row, matrix):
+        factor.realize()  # else each column recomputes it
+    column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
+    return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
+
+
+def _sum_and_product(bias: Any, row: Any, matrix: Any) -> Any:
+    return _lowered(_aten.add.Tensor, bias, _product(row, matrix))
+
+
+def _lowered(operator: Any, *args: Any) -> Any:
+    return lowering.lowerings[operator](*args)

@@ -239,7 +239,7 @@ def compile_fast(patch: pytest.MonkeyPatch, made: Artifact) -> None:
     """Compile with a fault in every graph."""
     from weightswap_exporter.engines import onnx as onnx_graphs
 
-    adapt = onnx_graphs.adapt
+    adapt = onnx_graphs._adapt
 
     def fast_adapt(program: torch.export.ExportedProgram) -> None:
         for node in program.graph.nodes:
@@ -247,7 +247,7 @@ def compile_fast(patch: pytest.MonkeyPatch, made: Artifact) -> None:
                 node.kwargs = {"approximate": "tanh"}
         adapt(program)
 
-    patch.setattr(onnx_graphs, "adapt", fast_adapt)
+    patch.setattr(onnx_graphs, "_adapt", fast_adapt)
     compile_engines(made, ["onnx"], trial=False)
 
 
