@@ -132,9 +132,9 @@ def check_levels(levels: Iterable[str | None], sets: Sequence[TensorSet]) -> Non
 def _runtime_set(weights: WeightSet) -> TensorSet:
     def tensor(name: str, stored: StoredTensor) -> SetTensor:
         def read_into(memory: memoryview, begin: int) -> None:
-            stored.file.source.read_into([memory], stored.offset + begin)
+            stored.source.read_into([memory], stored.offset + begin)
 
-        where, offset = stored.file.where, stored.offset
+        where, offset = stored.source.where, stored.offset
         return SetTensor(stored.dtype, stored.shape, stored.nbytes, where, offset, name, read_into)
 
     tensors = {name: tensor(name, stored) for name, stored in weights.tensors.items()}

@@ -215,15 +215,15 @@ def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
 def _stored(name: str, tensor: StoredTensor, digest: str | None) -> CheckpointTensor:
     def load() -> torch.Tensor:
         memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        tensor.file.source.read_into([memory.numpy().data], tensor.offset)
+        tensor.source.read_into([memory.numpy().data], tensor.offset)
         return memory.view(torch_dtype(tensor.dtype)).view(tensor.shape)
 
     def problems() -> list[str]:
         if digest is None or digest_of(pieces(load())) == digest:
             return []
-        return [f"{tensor.file.where}: {name} is damaged: its bytes do not match its digest. Copy the file again."]
+        return [f"{tensor.source.where}: {name} is damaged: its bytes do not match its digest. Copy the file again."]
 
-    return CheckpointTensor(tensor.dtype, tensor.shape, (id(tensor.file.source), tensor.offset), load, problems)
+    return CheckpointTensor(tensor.dtype, tensor.shape, (id(tensor.source), tensor.offset), load, problems)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from weightswap_runtime.engines.onnx_names import element_of
 from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported, WeightsMismatch
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import StoredTensor, open_weights
+from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.writing import new_file
 from weightswap_runtime.staging.request import SwapRequest
@@ -92,9 +93,9 @@ def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], planned: Plan,
 
 
 def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
-    file = stored.file.path
-    if not isinstance(file, Path):
-        raise Unsupported(f"{stored.file.where}: an ONNX model cannot point to a URL; copy the file beside it")
+    if not isinstance(stored.source, LocalFile):
+        raise Unsupported(f"{stored.source.where}: an ONNX model cannot point to a URL; copy the file beside it")
+    file = stored.source.path
     try:
         location = file.resolve().relative_to(path.parent.resolve())
     except ValueError:

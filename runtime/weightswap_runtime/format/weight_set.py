@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from weightswap_runtime.errors import WeightFileError, listed
-from weightswap_runtime.sources.byte_source import Check, LocalFile
+from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.sources.writing import is_file
@@ -38,12 +38,12 @@ _AGAIN = "Write the checkpoint again, or copy it again."
 
 
 class StoredTensor(NamedTuple):
-    """Tensor in a file: `nbytes` row-major bytes from `offset`, counted from the start of the file."""
+    """Tensor with the source of its bytes, which are in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: WeightFile
-    offset: int
+    source: ByteSource
+    offset: int  # from the start of the source
     nbytes: int
 
 
@@ -55,7 +55,7 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         self.where = str(location)
         self.files = tuple(files)
         self.tensors = {
-            name: StoredTensor(dtype, shape, file, file.header.data_start + begin, end - begin)
+            name: StoredTensor(dtype, shape, file.source, file.header.data_start + begin, end - begin)
             for file in self.files
             for name, (dtype, shape, begin, end) in file.tensors.items()
         }

@@ -68,7 +68,7 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
-        self._path, self._rests = path, False
+        self.path, self._rests = path, False
         self.fd = self._open()
         try:
             status = self._status()
@@ -82,7 +82,7 @@ class LocalFile:
 
     def _open(self) -> int:
         try:
-            return open_at_once(self._path)
+            return open_at_once(self.path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeightFileError(f"{self.where:.200}: cannot be opened ({reason})") from error

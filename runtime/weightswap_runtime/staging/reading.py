@@ -180,7 +180,7 @@ def new_piece(weights: WeightSet, key: str, destination: Destination, slot: Byte
     """Return the piece that reads one tensor of a file into a slot of the same size."""
     stored = weights.tensors[key]
     blanks = [_BLANK] * block_count(stored.nbytes)
-    return Piece(key, stored.dtype, stored.file.source, stored.offset, destination, slot, blanks, [])
+    return Piece(key, stored.dtype, stored.source, stored.offset, destination, slot, blanks, [])
 
 
 def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, hashing: bool = True) -> None:
