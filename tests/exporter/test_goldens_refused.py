@@ -77,7 +77,7 @@ def test_an_error_of_the_model_is_reported_and_leaves_it_unchanged(tmp_path: Pat
             goldens=[(torch.tensor([0, 9]),), (torch.arange(2),)],
         )
     (problem,) = refused.value.problems
-    assert problem.startswith("case 0, forward: the model raised forward (test_refused.py, line ")
+    assert problem.startswith("case 0, forward: the model raised forward (test_goldens_refused.py, line ")
     assert "IndexError: index out of range" in problem
     assert same(before, everything_in(model))
 

@@ -158,10 +158,13 @@ def _located(
     noted: Sequence[torch.UntypedStorage], scanned: Scan, records: Mapping[str, Record], path: Path, fd: int
 ) -> dict[int, _Mapped]:
     filled = [storage for storage in noted if storage.nbytes()]  # torch makes an empty one again at each mention
+    names = [f"data/{key}" for key, size in scanned.storages.items() if size]
+    # all are parts of one mapping of the file, so that their distances prove which is which
+    begins = {storage.data_ptr() - records[name].offset for name, storage in zip(names, filled, strict=False)}
+    if len(names) != len(filled) or len(begins) > 1:
+        raise CheckpointError(f"{path}: torch has read other tensors than it describes; was it replaced? {AGAIN}")
     located = {}
-    # they are as many, but of a file that is replaced just now, which `Files` will notice
-    for key, storage in zip((key for key, size in scanned.storages.items() if size), filled, strict=False):
-        name = f"data/{key}"
+    for name, storage in zip(names, filled, strict=True):
         problems = cache(partial(_damage, fd, records[name], name, path))
         located[storage.data_ptr()] = _Mapped(storage, path, fd, records[name].offset, problems)
     return located

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,23 @@ def test_each_storage_is_checked_once(renamed: Artifact, tmp_path: Path, monkeyp
     path = saved(tmp_path / "c.pt", {"model": one_storage(Renamed().state_dict()), "unused": torch.ones(9)})
     pack(path, renamed, out=tmp_path / "v.safetensors")
     assert len(checked) == len(set(checked)) == 2  # the description of the tensors, and what they share
+
+
+def test_storages_in_another_order_than_described_are_noticed(
+    renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted_storages = torch_files._noted_storages
+
+    @contextmanager
+    def backwards() -> Iterator[list[torch.UntypedStorage]]:
+        with noted_storages() as noted:
+            yield noted
+            noted.reverse()
+
+    monkeypatch.setattr(torch_files, "_noted_storages", backwards)
+    path = saved(tmp_path / "c.pt", Renamed().state_dict())
+    with pytest.raises(CheckpointError, match=r"torch has read other tensors than it describes"):
+        pack(path, renamed, out=tmp_path / "v.safetensors")
 
 
 def test_damage_to_the_description_of_tensors_is_found(renamed: Artifact, tmp_path: Path) -> None:
