@@ -14,9 +14,10 @@ from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
 
-from .changes import NodeChanges, NodeWeights
+from .changes import NodeChanges
 from .memory import NodeMemory, Slots
 from .relay import Relay
+from .weights import NodeWeights
 
 _MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")

@@ -348,7 +348,7 @@ class Single:
     @contextmanager
     def _failed_until_exchange(self) -> Iterator[None]:
         """Mark the model as failed until the exchange, as the arena mixes both sets; raise errors as ModelFailed."""
-        self._gate.fail("it has not ended")
+        self._gate.fail("it has not ended")  # what an interrupt leaves behind: it passes the handlers below
         try:
             yield
         except ModelClosed:

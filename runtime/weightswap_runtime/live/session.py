@@ -7,13 +7,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from weightswap_runtime.engines.engine import Bound, Engine
-from weightswap_runtime.errors import RESTART, DeviceError, OutOfMemory, WeightsMismatch, is_of_device, lacks_memory
+from weightswap_runtime.errors import (
+    MOST_LISTED,
+    RESTART,
+    DeviceError,
+    OutOfMemory,
+    Unsupported,
+    WeightsMismatch,
+    WeightswapError,
+    is_of_device,
+    lacks_memory,
+    listed,
+)
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Goldens
+from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import ClaimReference
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.tensors import Blocks
+from weightswap_runtime.tensors import Blocks, describe
 
 if TYPE_CHECKING:
     from weightswap_runtime.staging.transforms import Transforms
@@ -115,11 +129,35 @@ class Session:
             raise DeviceError(f"{where}: {type(error).__name__}: {error}. {RESTART}") from error
 
 
+def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
+    """Raise Unsupported unless an artifact has exactly these weights, in the same layout."""
+    ours = {weight.name: replace(weight, requires_grad=False) for weight in weights}
+    theirs = {weight.name: replace(weight, requires_grad=False) for weight in artifact.manifest.weights}
+    odd = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if odd:
+        differences = [f"expected {name}: {_text(ours.get(name))}, found {_text(theirs.get(name))}" for name in odd]
+        raise Unsupported(
+            f"{artifact.path}: cannot share weights with a model whose table of weights differs: {listed(odd)}",
+            *differences[:MOST_LISTED],
+            "share= needs weights with the same names, types, shapes, ties and order in memory: export one module for "
+            "both, including parts that only one of them calls, or load this artifact without share=.",
+        )
+
+
+def _text(weight: NamedTensor | None) -> str:
+    if weight is None:
+        return "none"
+    ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
+    return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
+
+
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
     """Convert errors within the block that report lack of memory to OutOfMemory."""
     try:
         yield
+    except WeightswapError:
+        raise  # it says so already
     except Exception as error:
         if lacks_memory(error):
             raise OutOfMemory(f"{what} ({error})") from error

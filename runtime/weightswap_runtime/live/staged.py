@@ -40,6 +40,8 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._work = _Work(store, member, request, job)
         self._gate = store.gate
         self._closing = fork_safe(threading.RLock())  # reentrant: a listener may discard during a commit
+        # It is under way until `done`, then ready as long as `_work.weights` are there: until they are committed or
+        # discarded. A discard during a commit, which holds `_closing`, is only requested: it happens if that fails.
         self._committing = self._discard_requested = False
 
     def start(self) -> Staged:
@@ -47,15 +49,18 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._work.start()
         return self
 
-    def __del__(self) -> None:
-        # No weakref.finalize: its registry would keep the work, whose error's frames refer to this object.
-        if hasattr(self, "_work"):
-            self._work.drop()
-
     def run(self) -> Staged:
         """Stage now, in this thread. Raises what the staging raises."""
         self._work.run()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        # No weakref.finalize: its registry would keep the work, whose error's frames refer to this object.
+        if hasattr(self, "_work"):
+            self._work.drop()
 
     @property
     def progress(self) -> Progress:
@@ -194,9 +199,6 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         current = self._gate.current
         return current is not None and current.identity is weights.identity
 
-    def __exit__(self, *_: object) -> None:
-        self.discard()
-
     def _check_done(self) -> None:
         if not self.done:
             raise StagingBusy(f"still {self.progress.phase}: wait() until it is staged")
@@ -204,7 +206,8 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     def _opened(self) -> StagedWeights:
         self._check_done()
-        if self._work.weights is None or not self._work.ticket.holds:  # no ticket: a fork has lost its thread
+        # without its ticket it has not ended here, but its thread was lost in a fork
+        if self._work.weights is None or not self._work.ticket.holds:
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._work.weights
 

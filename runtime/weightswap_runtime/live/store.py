@@ -15,23 +15,19 @@ from itertools import count
 from threading import RLock
 from typing import Literal
 
-import msgspec
 from msgspec.structs import asdict, replace
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import (
-    MOST_LISTED,
     RESTART,
     BaseMismatch,
     DeviceError,
     ModelFailed,
     NothingToRollBack,
-    OutOfMemory,
     StagingBusy,
     UnexpectedWeights,
     Unsupported,
     is_of_device,
-    listed,
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
@@ -49,14 +45,13 @@ from weightswap_runtime.staging.delta import stage_chain, stage_delta
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full, stage_part
-from weightswap_runtime.tensors import describe
 from weightswap_runtime.threads import WorkerThreads
 
 from .context import Contexts
 from .gate import Gate
 from .receipt import Event, EventKind, Events, SwapReceipt
 from .residency import Commit, Ended, Residency, StagedWeights, open_residency
-from .session import Member, Session, bind, run_prologue
+from .session import Member, Session, bind, check_same_weights, memory_errors, run_prologue
 from .variants import VariantReceipt, Variants
 
 HISTORY = 100  # receipts that are kept
@@ -78,28 +73,32 @@ class Store:
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
         self.gate: Gate[Session] = gate or Gate()
+        self.turns = Turns()
+        self.memory = memory
+        self.stages_on_host = memory.stages_on_host and residency == "single"
+        self.workers = WorkerThreads()
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
-        self.memory = memory
-        self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
         self.inherited = False  # True if the history began in a process that this one has replaced
-        self.closing = fork_safe(RLock())  # reentrant, for signal handlers
-        self.job: Job | None = None  # the job of the staging that is under way
-        renew_in_children(self)
+        self.admit: Admit | None = None  # asked before each staging; a fleet sets another while it serves
+        self.job: Job | None = None  # of the staging that is under way
+        self.closing = fork_safe(RLock())  # of changes to which models and watchers there are; for signal handlers, too
         self._weights = weights
-        self.workers = WorkerThreads()
-        self.admit: Admit | None = None
         self._members: dict[int, Member] = {}
         self._numbers = count()
-        self.stages_on_host = memory.stages_on_host and residency == "single"
-        layout = ArenaLayout(weights)
         self._open: set[int] = set()  # ids of the members whose models are not closed
-        keep = keep_previous == "host"
         self._residency: Residency = open_residency(
-            residency, self._new_session, memory, layout, self.gate, self.workers, keep
+            residency,
+            self._new_session,
+            memory,
+            ArenaLayout(weights),
+            self.gate,
+            self.workers,
+            keep=keep_previous == "host",
         )
+        renew_in_children(self)
 
     def _renew(self) -> None:
         self.job = None  # a forked child does not have its thread
@@ -152,14 +151,15 @@ class Store:
     def stage(self, member: Member, request: SwapRequest, job: Job) -> StagedWeights:
         """Read and verify the requested weights, beside the served ones. The caller has a claim."""
         self.job = job
+        where = printable(request.path)
         try:
             most = max(each.artifact.manifest.most_header for each in list(self._members.values()))
-            with _memory_errors(printable(request.path)), open_weights(request.path, job.check, most) as weights:
+            with memory_errors(f"{where}: no memory for it"), open_weights(request.path, job.check, most) as weights:
                 return self._stage(member, weights, request, job)
         except RuntimeError as error:
             if not is_of_device(error):
                 raise
-            raise DeviceError(f"{printable(request.path)}: {error}. {RESTART}") from error
+            raise DeviceError(f"{where}: {error}. {RESTART}") from error
         finally:
             self.job = None
 
@@ -174,12 +174,15 @@ class Store:
         staged = self._staged(weights, delta, staging)
         if staged.session is not None:  # a patch computes this in its commit, or when it is tried
             staged.session.run_prologues(staged.report.source)
-            staged.session.synchronize(staged.report.source)
+            staged.session.synchronize(staged.report.source)  # so that an error of the device refuses this staging
         self._verify(staged, goldens, staging)
         return staged
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
-        """Return the requester if a file is for its graph or for that of no member, else the member that it is for."""
+        """Return the requester if a file is for its graph or for that of no member, else the member that it is for.
+
+        A swap through one model changes all that share the weights, whichever of their graphs the file was packed for.
+        """
         members = list(self._members.values())
         packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
         return requester if requester in packed_for or not packed_for else packed_for[0]
@@ -198,7 +201,8 @@ class Store:
             location, staging.manifest, allow_other_graph=request.allow_other_graph, check=staging.job.check
         )
         if beside is not None:
-            # a part of a file results in other weights than those that the goldens were recorded for
+            # a part of a file results in other weights than those that the goldens were recorded for, so that outputs
+            # only have to be finite, as with the goldens that an artifact has for any weights
             goldens.append((owner, beside._replace(bundled=bool(request.only))))
         return goldens
 
@@ -269,7 +273,7 @@ class Store:
         with self._refusal_events(member, by, staged.report.kind, staged.report.source):
             before = self._current_id
             committed = self._residency.commit(staged, timeout, check)
-        return self._receipt(member, staged.report, committed, before, by)
+        return self._committed(member, staged.report, committed, before, by)
 
     @property
     def previous_id(self) -> str | None:
@@ -294,7 +298,7 @@ class Store:
                 source="rollback",
                 nonfinite=newly_nonfinite(self._weights, identity.nonfinite, old.identity.nonfinite if old else None),
             )
-            return self._receipt(member, report, committed, old.weights_id if old else None, by)
+            return self._committed(member, report, committed, old.weights_id if old else None, by)
 
     @property
     def _current_id(self) -> str | None:
@@ -305,7 +309,7 @@ class Store:
         """Emit an event for an error that ends a commit or a rollback."""
         start = time.perf_counter()
         try:
-            with _memory_errors(source):
+            with memory_errors(f"{source}: no memory for it"):
                 yield
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
@@ -319,10 +323,12 @@ class Store:
             )
             raise
 
-    def _receipt(
+    def _committed(
         self, member: Member, report: StagingReport, committed: Commit, before: str | None, by: str
     ) -> SwapReceipt:
+        """Do what follows from a commit: drop variants of other weights, and tell of it. Returns its receipt."""
         version, seconds_paused, bytes_copied = committed
+        contexts, variants = self.contexts.outdated_by(version.weights_id), self._variants_kept(version.weights_id, by)
         receipt = SwapReceipt(
             **asdict(report),
             generation=version.generation,
@@ -333,8 +339,8 @@ class Store:
             bytes_copied=bytes_copied,
             seconds_paused=seconds_paused,
             committed_at=time.time(),
-            contexts=self.contexts.outdated_by(version.weights_id),
-            variants=self._variants_kept(version.weights_id, by),
+            contexts=contexts,
+            variants=variants,
         )
         self.history.append(receipt)
         kind: EventKind = "rolled back" if receipt.kind == "rollback" else "committed"
@@ -425,28 +431,6 @@ class Turns:
             return True
 
 
-def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
-    """Raise Unsupported unless an artifact has exactly these weights, in the same layout."""
-    ours = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in weights}
-    theirs = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in artifact.manifest.weights}
-    odd = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    if odd:
-        differences = [f"expected {name}: {_text(ours.get(name))}, found {_text(theirs.get(name))}" for name in odd]
-        raise Unsupported(
-            f"{artifact.path}: cannot share weights with a model whose table of weights differs: {listed(odd)}",
-            *differences[:MOST_LISTED],
-            "share= needs weights with the same names, types, shapes, ties and order in memory: export one module for "
-            "both, including parts that only one of them calls, or load this artifact without share=.",
-        )
-
-
-def _text(weight: NamedTensor | None) -> str:
-    if weight is None:
-        return "none"
-    ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
-    return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
-
-
 def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
     """Return the request with the admitted weights id as its `expect`, so a file with other bytes is refused later.
 
@@ -470,15 +454,6 @@ def fingerprint_of(admit: Admit | None) -> Hashable:
     except Exception:  # such as AttributeError, for a function
         return None
     return value
-
-
-@contextmanager
-def _memory_errors(where: str) -> Iterator[None]:
-    """Convert a MemoryError within the block to OutOfMemory."""
-    try:
-        yield
-    except MemoryError as error:
-        raise OutOfMemory(f"{where}: no memory for it ({error})") from error
 
 
 def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -> Variants | None:

@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, list[float]]:
     values = {}
     with open_weights(path) as opened:
         for name, tensor in opened.tensors.items():
-            raw = tensor.file.path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+            raw = Path(tensor.source.where).read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
             values[name] = np.frombuffer(raw, np.float32).reshape(tensor.shape).tolist()
         opened.check_unchanged()
     assert all(file.source.fd == -1 for file in opened.files)
@@ -106,7 +106,7 @@ def test_a_shard_that_is_not_the_same_when_it_is_read_is_refused(change: str, tm
     with open_weights(index) as opened:
         tensor = opened.tensors["t199"]
         memory = memoryview(bytearray(tensor.nbytes))
-        tensor.file.source.read_into([memory], tensor.offset)
+        tensor.source.read_into([memory], tensor.offset)
         assert memory == values["t199"].tobytes()
         if change == "replaced":
             other = tmp_path / "other"
@@ -119,7 +119,7 @@ def test_a_shard_that_is_not_the_same_when_it_is_read_is_refused(change: str, tm
         else:
             last.unlink()
         with pytest.raises(WeightFileError, match=r"t199.*(while it was read|no such file|No such file)"):
-            tensor.file.source.read_into([memory], tensor.offset)
+            tensor.source.read_into([memory], tensor.offset)
         with pytest.raises(WeightFileError, match="t199"):
             opened.check_unchanged()
 

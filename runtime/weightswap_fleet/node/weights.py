@@ -1,0 +1,131 @@
+"""The weights of a node: the model in the memory that its replicas share, and the board that says which revision it is.
+
+Every change of them goes through here: stagings, whose sources another node may read, commits and rollbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from weightswap_fleet.documents import Spec
+from weightswap_runtime.errors import (
+    NothingToRollBack,
+    StageTimeout,
+    text_of,
+)
+from weightswap_runtime.following.desired_state import SHOWN, DesiredWeights
+from weightswap_runtime.following.intake import refused_weights
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.receipt import Event
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.sources.location import Url
+from weightswap_server.signed_weights import requires
+
+from .memory import NodeMemory
+from .relay import Relay
+
+_MOST_REFUSED = 20  # ids of refused weights that are remembered, with why
+
+
+class NodeWeights:
+    """The model in a node's memory, and the memory's board. One commit at a time."""
+
+    def __init__(self, spec: Spec, node: str, artifact: Artifact, memory: NodeMemory, relay: Relay | None) -> None:
+        self.node = node
+        self.model = keep(artifact, memory.segment)
+        self.board = memory.board
+        self._relay = relay
+        self._staging: Staged | None = None  # the staging that `wait` waits for
+        self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
+        self.model.listen(self._note)
+        self.deploy(spec)
+
+    def deploy(self, spec: Spec) -> None:
+        """Verify later weights as a deployment says. The served ones stay."""
+        keys = spec.require_signature
+        self.model._store.admit = requires(*keys) if keys else None
+        self.spec = spec
+
+    def _note(self, event: Event) -> None:
+        """Remember weights that are refused. The dict is replaced, as other threads read it."""
+        refused = {each: why for each, why in self.refused.items() if each != event.weights_id}
+        if weights_id := refused_weights(event):
+            refused[weights_id] = text_of(event.error) if event.error else ""
+            self.refused = dict(list(refused.items())[-_MOST_REFUSED:])
+        elif event.receipt is not None:
+            self.refused = refused
+
+    def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
+        """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
+        spec = self.spec
+        onto = [(self._routed(base.source, reader), base.weights_id) for base in weights.bases or ()]
+        return self.model.stage(
+            self._routed(path, reader),  # type: ignore[arg-type]  # all that `open_source` takes
+            onto=onto,  # type: ignore[arg-type]
+            expect=weights.weights_id,
+            allow_other_graph=weights.graph_id not in ("", spec.graph_id),
+            verify=spec.verify,  # type: ignore[arg-type]
+            allow_nonfinite=spec.allow_nonfinite,
+            by=weights.by,
+            background=True,
+        )
+
+    def _routed(self, path: str | Path, reader: str) -> str | Path | Url:
+        if self._relay is not None and self.spec.relay and isinstance(path, str):
+            return self._relay.route(path, reader)
+        return path
+
+    def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
+        """Wait until weights are staged. is_over: called in each interval; True cancels the staging.
+
+        Raises StageCancelled if it was cancelled, by `is_over` or `interrupt`.
+        """
+        self._staging = staged
+        try:
+            while not staged.done:
+                with suppress(StageTimeout):
+                    staged.wait(self.spec.interval)
+                if not staged.done and is_over():
+                    staged.cancel_soon()
+            staged.wait()
+        finally:
+            self._staging = None
+
+    def interrupt(self) -> None:
+        """Cancel the staging that `wait` waits for."""
+        if (staging := self._staging) is not None:
+            staging.cancel_soon()
+
+    def commit(self, staged: Staged, revision: int) -> None:
+        """Commit staged weights of a revision. Raises what `Staged.commit` raises."""
+        self._mark_next(revision)
+        staged.commit()
+
+    def roll_back(self, weights: DesiredWeights, revision: int) -> None:
+        """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
+        if self.model.previous_weights_id != weights.weights_id:
+            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:SHOWN]} are no longer in memory")
+        self._mark_next(revision)
+        self.model.rollback(by=weights.by)
+
+    def _mark_next(self, revision: int) -> None:
+        """Write the next revision before its commit, so that no replica answers with new weights and an older one.
+
+        A client could then go back: to a node that still serves the older weights, at the revision that it has seen.
+        """
+        generation = self.model.generation
+        self.board.set_revision(0 if generation is None else generation + 1, revision)
+
+    def mark(self, revision: int) -> None:
+        """Raise the revision of the served weights."""
+        generation = self.model.generation
+        if generation is not None and self.board.revision(generation) < revision:
+            self.board.set_revision(generation, revision)
+
+    @property
+    def revision(self) -> int:
+        """The served revision; 0 before the first."""
+        return self.board.revision(self.model.generation)
