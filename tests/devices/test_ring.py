@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import threading
 import time
-from itertools import pairwise
+from contextlib import suppress
+from itertools import count, pairwise
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from tests.support.standin import Broken, Memory, StandIn
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory import device as device_module
 from weightswap_runtime.memory.arena import (
     ArenaLayout,
     ByteRange,
@@ -62,6 +67,37 @@ def test_what_an_interrupted_thread_has_taken_comes_back() -> None:
         raise KeyboardInterrupt
     with ring.take(device.staging) as buffer:
         assert buffer.nbytes == BUFFER_BYTES
+
+
+def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:
+    """Each instruction of the ring is interrupted once; afterwards both buffers can be taken."""
+    for number in count(1):
+        ring = Ring(StandIn(0), 2)
+        ring.allocate()
+        left = [number]
+
+        def trace(frame: FrameType, event: str, _: object, left: list[int] = left) -> Any:
+            if frame.f_code.co_filename != device_module.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+            return trace
+
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                with ring.take(ring._device.staging):
+                    pass
+            finally:
+                sys.settrace(None)
+        gc.collect()
+        assert sum(not turn.is_held for turn in ring._turns) == 2
+        if left[0] > 0:
+            assert number > 100
+            return
 
 
 def test_an_error_of_the_device_is_raised() -> None:

@@ -471,6 +471,20 @@ def test_what_is_no_request_has_no_answer_after_another(server: Server) -> None:
     assert received.count(b"HTTP/1.1") == 1
 
 
+def test_what_is_no_request_is_answered_after_the_body_of_an_answered_request(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
+        received = raw.recv(4096)
+        assert received.startswith(b"HTTP/1.1 404")
+        raw.sendall(b"body")
+        time.sleep(0.1)
+        raw.sendall(b"garbage\r\n\r\n")
+        with suppress(ConnectionError):
+            while data := raw.recv(4096):
+                received += data
+    assert b"HTTP/1.1 400" in received
+
+
 def test_a_client_that_does_not_read(server: Server) -> None:
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -63,6 +63,8 @@ def scan(data: bytes, begin: int = 0) -> Scan:
         return Scan(scanner.storages, scanner.names, value, file.tell())
     except Refused:
         raise
+    except EOFError as error:  # Python's own has no text
+        raise EOFError("the end is missing") from error
     except (ValueError, LookupError, AttributeError, TypeError, pickle.UnpicklingError, StructError) as error:
         if file.tell() == len(data):
             raise EOFError("the end is missing") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from weightswap_runtime.errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy, check_timeout
 from weightswap_runtime.format.identity import Identity, Nonfinite
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, fork_safe
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, renew_in_children
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Kind, StagingReport, SwapRequest
 from weightswap_runtime.threads import Background, forget_frames, in_thread, stop_at_end
@@ -39,10 +39,15 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         super().__init__(methods)
         self._work = _Work(store, member, request, job)
         self._gate = store.gate
-        self._closing = fork_safe(threading.RLock())  # reentrant: a listener may discard during a commit
+        self._renew()
+        renew_in_children(self)
         # It is under way until `done`, then ready as long as `_work.weights` are there: until they are committed or
         # discarded. A discard during a commit, which holds `_closing`, is only requested: it happens if that fails.
         self._committing = self._discard_requested = False
+
+    def _renew(self) -> None:
+        # reentrant: a listener may discard during a commit; or fork, and not return in the child, as in `Turns`
+        self._closing = threading.RLock()
 
     def start(self) -> Staged:
         """Stage in a thread of its own, which is cancelled when the last reference to this object is dropped."""

@@ -371,9 +371,15 @@ class Turns:
     """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
 
     def __init__(self) -> None:
-        self._swap_lock = fork_safe(RLock())  # of the thread whose turn it is
+        self._renew()
+        renew_in_children(self)
         self._claim_lock = fork_safe(RLock())  # reentrant, for signal handlers
         self._staging: ClaimReference | None = None
+
+    def _renew(self) -> None:
+        # Of the thread whose turn it is. Listeners run meanwhile: where one forks, and does not return in the child,
+        # other threads there get another lock, as nobody will release this one.
+        self._swap_lock = RLock()
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -389,12 +395,13 @@ class Turns:
     @contextmanager
     def wait_for_turn(self, check: Check) -> Iterator[None]:
         """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
-        while not self._swap_lock.acquire(timeout=POLL_SECONDS):
+        lock = self._swap_lock
+        while not lock.acquire(timeout=POLL_SECONDS):
             check()
         try:
             yield
         finally:
-            self._swap_lock.release()
+            lock.release()
 
     @contextmanager
     def claimed(self, wait: float | None) -> Iterator[Claim]:

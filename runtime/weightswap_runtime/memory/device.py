@@ -6,7 +6,7 @@ page-locked buffers, which all models on a device share.
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Condition
@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
-from weightswap_runtime.jobs import POLL_SECONDS
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
 from weightswap_runtime.threads import WorkerThreads
 
 from .arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
@@ -360,9 +360,7 @@ class Ring:
         self.urgent = urgent or self
         self._device = device
         self._count = count
-        self._allocated = 0
-        # each with the mark after its last copies; first the one that was returned first, whose copies are likely done
-        self._free: deque[tuple[LockedBuffer, Event | None]] = deque()
+        self._turns: list[_Turn] = []  # first the buffer that was returned first, whose copies are likely done
         self._changed = Condition()
 
     def allocate(self) -> None:
@@ -373,14 +371,13 @@ class Ring:
         free = available()
         most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
         with self._changed:
-            while self._allocated < most:
+            while len(self._turns) < most:
                 try:
-                    self._free.appendleft((self._device.lock(BUFFER_BYTES), None))
+                    self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES)))
                 except MemoryError:
-                    if not self._allocated:
+                    if not self._turns:
                         raise
                     break
-                self._allocated += 1
         if self.urgent is not self:
             self.urgent.allocate()
 
@@ -390,25 +387,51 @@ class Ring:
 
         Raises MemoryError if there is no buffer yet and no memory can be page-locked.
         """
-        with self._changed:
-            if not self._allocated:
-                self.allocate()
-            while not self._free:
-                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
-            buffer, copied = self._free.popleft()
+        claim = Claim()
+        is_free = False
         try:
-            if copied is not None:
-                self._device.finish(copied)  # without the lock: others may find their buffer done
-            try:
-                yield buffer
-            finally:
-                copied = self._device.mark(stream)
+            turn = self._take(claim)
+            if turn.copied is not None:
+                self._device.finish(turn.copied)  # without the lock: others may find their buffer done
+            is_free = True
+            yield turn.buffer
         finally:
-            # even where the device reports an error, or nobody could ever take a buffer again; and before the lock,
-            # the wait for which an interrupt may end
-            self._free.append((buffer, copied))
-            with self._changed:
-                self._changed.notify()
+            # also where the device reports an error, or nobody could ever take a buffer again
+            self._give_back(claim, self._device.mark(stream) if is_free else None)
+
+    def _take(self, claim: Claim) -> _Turn:
+        with self._changed:
+            if not self._turns:
+                self.allocate()
+            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
+                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
+            turn = free._replace(holder=weakref.ref(claim))
+            self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
+            return turn
+
+    def _give_back(self, claim: Claim, copied: Event | None) -> None:
+        """copied: the mark after the last copies; None: as before."""
+        with self._changed:
+            held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
+            self._turns = [turn for turn in self._turns if turn not in held] + [
+                turn._replace(copied=copied or turn.copied, holder=None) for turn in held
+            ]
+            claim.end()  # not sooner, or another thread would miss the mark that it has to wait for
+            self._changed.notify()
+
+
+class _Turn(NamedTuple):
+    """A buffer of a ring. An interrupt may come between any two instructions, so nothing is ever taken out of the ring:
+    who fills a buffer is a claim, which ends with the frame that made it."""
+
+    buffer: LockedBuffer
+    copied: Event | None = None  # to be waited for before the buffer is filled again
+    holder: ClaimReference | None = None  # the claim of the thread that fills it
+
+    @property
+    def is_held(self) -> bool:
+        holder = self.holder() if self.holder else None
+        return holder is not None and holder.holds
 
 
 def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:

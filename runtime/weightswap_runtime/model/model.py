@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -164,13 +164,15 @@ class Model(ServedModel):
         return await in_thread(swap, job.cancel)
 
     @asynccontextmanager
-    async def astage(self, path: PathLike, **options: Unpack[SwapOptions]) -> AsyncIterator[Staged]:
+    async def astage(
+        self, path: PathLike, *, onto: Sequence[tuple[PathLike, str]] = (), **options: Unpack[SwapOptions]
+    ) -> AsyncIterator[Staged]:
         """Stage for asyncio: `async with model.astage(path) as staged:`; `await staged.acommit()` serves the weights.
 
-        Options and errors are those of `stage`. The block begins when the weights are staged and verified. Leaving
-        it, or cancelling the task, discards weights that were not committed.
+        Arguments and errors are those of `stage`, but for `background`. The block begins when the weights are staged
+        and verified. Leaving it, or cancelling the task, discards weights that were not committed.
         """
-        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed)
+        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed, onto)
         job = Job(request.rate_limit)
         staged = await in_thread(lambda: self._stage(request, job=job), job.cancel)
         try:
@@ -242,7 +244,7 @@ class Model(ServedModel):
         Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
-        request = self._request_of_thread({"by": "watch", "only": only, **options})
+        request = self._request_of_thread(options, {"by": "watch", "only": only})
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, request.by)
         subject = Subject(self, self._store, self._member, request)
@@ -275,16 +277,16 @@ class Model(ServedModel):
         Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
-        request = self._request_of_thread({"by": "follow", **options})
+        request = self._request_of_thread(options, {"by": "follow"})
         opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
         subject = Subject(self, self._store, self._member, request)
         return self._register(Follower(subject, opened, interval, callback))
 
-    def _request_of_thread(self, options: dict[str, Any]) -> SwapRequest:
+    def _request_of_thread(self, options: Mapping[str, Any], own: dict[str, Any]) -> SwapRequest:
         """Return the request with which a watcher or a follower stages; the path is filled in for each file."""
-        if unknown := options.keys() - {*WatchOptions.__annotations__, "only"}:
+        if unknown := options.keys() - WatchOptions.__annotations__:
             raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
-        options = {"allow_nonfinite": False, **options, "busy": "wait"}
+        options = {"allow_nonfinite": False, **own, **options, "busy": "wait"}
         return SwapRequest.of("", options, self.artifact.manifest, self._composed)
 
     def _register(self, watching: W) -> W:

@@ -103,7 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(**options)
         self._settings = settings
         self._timers: dict[Literal["request", "response"], asyncio.TimerHandle] = {}
-        self._reads_headers = False
+        self._reads_headers = self._reads_body = False  # of a request, which may be answered before its body ends
         self._header_bytes = 0  # bytes that the parser keeps, or has taken for headers or the frame of a body
 
     def connection_made(self, transport: Any) -> None:
@@ -150,14 +150,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, response: bytes) -> None:
         """Answer what is no request, and close; without an answer if it would be taken for that to another request."""
-        cycle = self.cycle
-        if cycle is not None and not (cycle.more_body or cycle.response_complete):
-            cycle.keep_alive = False  # the requests before it are answered first
+        if self._reads_body:
+            is_answerable = not (self.cycle.response_started or self.pipeline)
+            self.cycle.disconnected = True
+        elif self.cycle is None or self.cycle.response_complete:
+            is_answerable = True
+        else:
+            self.cycle.keep_alive = False  # the requests before it are answered first
             return
-        if cycle is None or not (cycle.more_body and (cycle.response_started or self.pipeline)):
+        if is_answerable:
             self.transport.write(response)
-        if cycle is not None:
-            cycle.disconnected = True
         self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -180,6 +182,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if version == "1.0":  # whose clients know no 100 Continue, and would take it for the answer
             self.expect_100_continue = False
         super().on_headers_complete()
+        self._reads_body = True
 
     def on_body(self, body: bytes) -> None:
         self._header_bytes = 0
@@ -188,7 +191,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
-            self._header_bytes = 0
+            self._header_bytes, self._reads_body = 0, False
             self._stop_timer("request")
             cast("dict[str, Any]", self.cycle.scope)[RECEIVED] = True
             super().on_message_complete()

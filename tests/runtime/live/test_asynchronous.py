@@ -59,7 +59,7 @@ def test_what_is_staged_is_committed_when_it_is_awaited(model: Model, weight_fil
             assert serves(model, 1)
             assert staged.progress.phase == "staged"
             assert (await staged.acommit()).generation == 1
-        async with model.astage(weight_file(3)) as left:
+        async with model.astage(weight_file(3), onto=()) as left:
             pass
         with pytest.raises(StageClosed):
             await left.acommit()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -336,4 +337,29 @@ def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weigh
     assert in_a_child(work)
     go_on.set()
     thread.join(60)
+    assert serves(model, 2)
+
+
+@pytest.mark.parametrize("kind", ["staging", "committed"])
+def test_where_a_listener_forks_other_threads_of_the_child_do_not_wait_for_it(
+    tiny: TinyArtifact, weight_file: WriteWeights, kind: str
+) -> None:
+    model = load(tiny.path, weight_file(1))
+    outcomes: list[bool] = []
+
+    def work() -> bool:
+        with ThreadPoolExecutor(1) as pool:  # the listener's own thread never returns
+            with pytest.raises(StagingBusy):
+                pool.submit(model.swap, weight_file(2)).result(30)
+            pool.submit(model.close).result(30)
+        return True
+
+    def fork(event: Event) -> None:
+        if event.kind == kind:
+            outcomes.append(in_a_child(work))
+
+    stop = model.listen(fork)
+    model.swap(weight_file(2))
+    stop()
+    assert outcomes == [True]
     assert serves(model, 2)

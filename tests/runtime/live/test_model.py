@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +248,13 @@ def test_a_forked_child_has_weights_of_its_own(tiny: TinyArtifact, weight_file: 
     assert serves(model, 1)
     model.rollback()
     assert serves(model, 0)
+
+
+def test_unknown_options_are_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model, file, unknown = load(tiny.path, weight_file(0)), weight_file(1), {"verfy": "off"}
+    for call in (model.swap, model.stage, model.watch, model.follow):
+        with pytest.raises(TypeError, match="'verfy'"):
+            call(file, **unknown)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="'only'"):  # a place desires whole sets
+        model.follow(tmp_path, only="bias")  # type: ignore[call-arg]
+    assert (serves(model, 0), model.watching) == (True, ())
