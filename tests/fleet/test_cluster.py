@@ -137,7 +137,10 @@ def test_metrics_are_the_fleet_s_whoever_is_asked(deployed: Deployed) -> None:
             if sample.name == "weightswap_server_requests_total" and sample.labels["weights_id"] == weights_id
         )
 
-    before = answered(fleet.metrics())
+    before, last = answered(fleet.metrics()), -1.0
+    while before != last:  # replicas report a second later what they answered, in tests before this one, too
+        time.sleep(3.0)
+        before, last = answered(fleet.metrics()), before
     with calling(deployed) as clients:
         time.sleep(2.0)
     wanted = before + sum(number == 1 for client in clients for _, number, _ in client.answers)

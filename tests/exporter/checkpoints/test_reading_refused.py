@@ -60,7 +60,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "an old file that is cut off": (
         lambda path: cut(saved_before_zip(path / "c.pth", some_state()), -20),
-        "c.pth: not a checkpoint that torch.load can open: cut off, damaged, or something else (",
+        "c.pth: not a checkpoint that torch.load can open: cut off, damaged, or something else (unexpected EOF",
+    ),
+    "an old file that is cut off before its values": (
+        lambda path: cut(saved_before_zip(path / "c.pth", some_state()), 200),
+        "c.pth: not a checkpoint that torch.load can open: cut off, damaged, or something else (the end is missing)",
     ),
     "a global that is not allowed": (
         lambda path: saved(path / "c.pt", {"a": Arbitrary()}),
