@@ -83,6 +83,13 @@ def _lines(folder: Path, role: str) -> list[tuple[str, float, int]]:
     return events
 
 
+def _has_done_enough(folder: Path, seconds: float) -> bool:
+    events = _lines(folder, "worker")
+    tried = {number for what, _, number in events if what == "trial"}
+    calls = sum(what == "call" for what, _, _ in events)
+    return calls > 10 * seconds and len(_lines(folder, "keeper")) > seconds and len(tried) > seconds
+
+
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     dice = random.Random(5)
@@ -90,7 +97,7 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
         crew = _Crew(shared, tmp_path)
         try:
             until = time.monotonic() + seconds
-            while time.monotonic() < until or min(crew.kills.values()) == 0:
+            while time.monotonic() < until or min(crew.kills.values()) == 0:  # on a busy machine it takes longer
                 time.sleep(dice.uniform(0.3, 0.8))
                 slot = dice.choice([-1, 0, 1, 2])
                 assert eventually(partial(crew.works, slot)), "stuck"
@@ -100,6 +107,7 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
             for slot in range(-1, WORKERS):
                 assert eventually(partial(crew.works, slot)), "stuck"
             assert eventually(lambda: (control.generation or 0) > last), "stuck"
+            assert eventually(lambda: _has_done_enough(tmp_path, seconds)), "slow"
         finally:
             crew.end()
     calls, commits = (
@@ -112,8 +120,8 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     times = [when for when, _ in commits]
     late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
     assert late == []  # a call that began after a commit returned got those weights, or later ones
-    # at least what the processes did that were killed
-    assert len(calls) >= crew.kills["worker"]
-    assert len(commits) >= crew.kills["keeper"]
-    assert trials
+    assert min(crew.kills.values()) > 0
+    assert len(calls) > 10 * seconds
+    assert len(commits) > seconds
+    assert len({number for _, _, number in trials}) > seconds
     print(f"{len(calls)} calls, {len(trials)} of sets on trial, {len(commits)} commits, {crew.kills} kills")
