@@ -9,9 +9,9 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -26,20 +26,22 @@ from tests.support.standin import StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import export, pack
 from weightswap_runtime import DigestMismatch, load
+from weightswap_runtime.format.identity import count_nonfinite
 from weightswap_runtime.memory import device as device_arena
-from weightswap_runtime.memory import torch_device as digests
-from weightswap_runtime.memory.arena import ByteRange
-from weightswap_runtime.memory.torch_device import SOURCE, DeviceHasher, TorchBuffer, compile_source
+from weightswap_runtime.memory import torch_device
+from weightswap_runtime.memory.arena import Block, ByteRange, Inspected
+from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors import BLOCK
+from weightswap_runtime.tensors import BLOCK, DTYPES
 
-Digest = Callable[[bytearray, Sequence[ByteRange]], list[bytes]]
+Inspect = Callable[[bytearray, Sequence[Block]], list[Inspected]]
 SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]
 SIZES += [BLOCK - 1025, BLOCK - 1024, BLOCK - 1, BLOCK]
+FLOATS = ["F16", "BF16", "F32", "F64", "C64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def compiled(folder: Path) -> Digest:
+def compiled(folder: Path) -> Inspect:
     """Compile the kernel with the host's compiler."""
     library = folder / "blake3.so"
     shim = Path(__file__).with_name("blake3_on_host.cpp")
@@ -57,42 +59,73 @@ def compiled(folder: Path) -> Digest:
     subprocess.run(["g++", *options, f'-DSOURCE="{SOURCE}"', str(shim), "-o", str(library)], check=True)
     run = ctypes.CDLL(str(library)).run
 
-    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
-        found = (ctypes.c_ubyte * (32 * len(parts)))()
-        table = (ctypes.c_ulonglong * (2 * len(parts)))(*[number for part in parts for number in part])
-        run((ctypes.c_ubyte * len(memory)).from_buffer(memory), table, found, len(parts))
-        return [bytes(found[32 * index : 32 * index + 32]) for index in range(len(parts))]
+    def inspect(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
+        table = np.array([torch_device._part(*block) for block in blocks], torch_device._PART)
+        results = np.zeros(len(blocks), torch_device._RESULT)
+        content = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+        run(content, ctypes.c_void_p(table.ctypes.data), ctypes.c_void_p(results.ctypes.data), len(blocks), 3)
+        return [Inspected(bytes(digest), bool(flag)) for digest, flag in results]
 
-    return digest
+    return inspect
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Digest:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
     return compiled(tmp_path_factory.mktemp("kernel"))
 
 
-def expected(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
-    return [blake3(memory[part.offset : part.end]).digest() for part in parts]
+def expected(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
+    contents = [memoryview(memory)[block.slot.offset : block.slot.end] for block in blocks]
+    return [
+        Inspected(blake3(content).digest(), count_nonfinite(block.dtype, content) is not None)
+        for block, content in zip(blocks, contents, strict=True)
+    ]
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_kernel_is_blake3(kernel: Digest) -> None:
-    memory, parts = bytearray(), []
+def test_the_kernel_is_blake3(kernel: Inspect) -> None:
+    memory, blocks = bytearray(), []
     for size in SIZES:
         memory += bytes(-len(memory) % 256)
-        parts.append(ByteRange(len(memory), size))
+        blocks.append(Block(ByteRange(len(memory), size), "U8"))
         memory += random.Random(size).randbytes(size)
-    assert kernel(memory, parts) == expected(memory, parts)
+    assert kernel(memory, blocks) == expected(memory, blocks)
 
 
 @needs_compiler
 @settings(max_examples=15)
 @given(chunks=st.integers(0, 1023), rest=st.integers(0, 1024), seed=st.integers(0, 2**32))
-def test_the_kernel_is_blake3_for_any_size(kernel: Digest, chunks: int, rest: int, seed: int) -> None:
+def test_the_kernel_is_blake3_for_any_size(kernel: Inspect, chunks: int, rest: int, seed: int) -> None:
     memory = bytearray(random.Random(seed).randbytes(chunks * 1024 + rest) + b"\0")
-    parts = [ByteRange(0, len(memory) - 1)]
-    assert kernel(memory, parts) == expected(memory, parts)
+    blocks = [Block(ByteRange(0, len(memory) - 1), "I8")]
+    assert kernel(memory, blocks) == expected(memory, blocks)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_kernel_finds_what_is_not_finite(kernel: Inspect, dtype: str) -> None:
+    """Patterns of up to 16 bits, and of the upper 16 of longer elements, each alone somewhere among finite values."""
+    size = DTYPES[dtype].bits // 8 // (2 if dtype == "C64" else 1)
+    patterns = range(256) if size == 1 else [*range(0, 1 << 16, 1021), 0x7C00, 0x7F80, 0x7F81, 0x7FF0, 0xFFF0, 0xFFFF]
+    slot, memory, blocks = 256, bytearray(), []
+    for pattern in patterns:
+        content = bytearray(b"\1" * slot if dtype.startswith("F8_E8") else slot)
+        at = random.Random(pattern).randrange(slot // size) * size
+        content[at : at + size] = (pattern << 8 * size - min(8 * size, 16)).to_bytes(size, "little")
+        blocks.append(Block(ByteRange(len(memory), slot), dtype))
+        memory += content
+    found, wanted = kernel(memory, blocks), expected(memory, blocks)
+    assert found == wanted
+    assert {block.has_nonfinite for block in wanted} == {True, False}
+
+
+@needs_compiler
+@given(data=st.binary(max_size=3000), dtype=st.sampled_from(["F64", "F32", "F16", "F8_E5M2"]))
+def test_random_bytes_are_judged_as_on_the_host(kernel: Inspect, data: bytes, dtype: str) -> None:
+    memory = bytearray(data[: len(data) // 8 * 8] + bytes(8))
+    blocks = [Block(ByteRange(0, len(memory) - 8), dtype)]
+    assert kernel(memory, blocks) == expected(memory, blocks)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -108,23 +141,37 @@ def test_the_kernel_is_cuda(tmp_path: Path) -> None:
 def test_the_kernel_needs_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no folder of the toolkit: servers have wheels."""
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
-    assert b"digest_blocks" in compile_source(SOURCE.read_text(), (9, 0))
+    assert b"inspect_parts" in compile_source(SOURCE.read_text(), (9, 0))
     with pytest.raises(RuntimeError, match=r"NVRTC: source\.cu.*undefined"):
         compile_source("__global__ void run() { undefined(); }", (9, 0))
 
 
 class OnDevice:
-    """A hasher of the stand-in's memory, which waits for the copies."""
+    """An inspector of the stand-in's memory, which waits for the copies."""
 
-    def __init__(self, device: StandIn, digest: Digest = expected) -> None:
+    def __init__(self, device: StandIn, inspect: Inspect = expected) -> None:
         self._device = device
-        self._digest = digest
-        self.parts = 0
+        self._inspect = inspect
+        self.blocks = 0
 
-    def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
+    def __call__(self, buffer: Any, blocks: Sequence[Block]) -> OnDevice:
+        assert self._device.current() is self._device.inspecting
+        self._memory, self._asked, self._found = buffer.content, blocks, dict[int, Inspected]()
+        return self
+
+    def inspect(self, first: int, count: int) -> None:
+        def work() -> bool:
+            some = self._asked[first : first + count]
+            self._found |= dict(zip(range(first, first + count), self._inspect(self._memory, some), strict=True))
+            return True
+
+        assert self._device.current() is self._device.inspecting
+        self._device.ask(work)
+        self.blocks += count
+
+    def results(self) -> list[Inspected]:
         self._device.finish(self._device.mark(self._device.current()))
-        self.parts += len(parts)
-        return self._digest(buffer.content, parts)
+        return [self._found[index] for index in range(len(self._asked))]
 
 
 @pytest.fixture
@@ -145,20 +192,39 @@ def serves(model: Served, seed: int) -> bool:
 
 @needs_compiler
 def test_the_host_does_not_hash_what_the_device_hashes(
-    kernel: Digest,
+    kernel: Inspect,
     device: StandIn,
     residency: str,
     tiny: TinyArtifact,
     weight_file: WriteWeights,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device.hashing = hasher = OnDevice(device, kernel)
+    device.inspection = inspector = OnDevice(device, kernel)
     monkeypatch.setattr(reading, "blake3", None)
     model = served(tiny, device, residency)
     for seed in range(3):
         model.model.swap(weight_file(seed))
     assert serves(model, 2)
-    assert hasher.parts == 3 * len(tiny.values(0))
+    assert inspector.blocks == 3 * len(tiny.values(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_are_inspected_while_others_are_copied(
+    seed: int, device: StandIn, residency: str, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block once, after its copy, whatever the order in which threads read and streams work."""
+    monkeypatch.setattr(device_arena, "WINDOW", 1)
+    device.inspection = inspector = OnDevice(device)
+    model = served(tiny, device, residency)
+    values = tiny.values(seed)
+    values["weight"][0, 1], values["bias"][0] = torch.nan, torch.inf
+    path = tiny.write(tiny.path.parent / f"{seed}.safetensors", values)
+    receipt = model.model.swap(path, allow_nonfinite=True)
+    assert inspector.blocks == len(values)
+    device.inspection = None
+    by_host = served(tiny, device, residency).model.swap(path, allow_nonfinite=True)
+    assert (receipt.weights_id, receipt.nonfinite) == (by_host.weights_id, by_host.nonfinite)
+    assert receipt.nonfinite["weight"].nan == 1
 
 
 def test_the_device_refuses_a_damaged_file_as_the_host_does(
@@ -169,8 +235,8 @@ def test_the_device_refuses_a_damaged_file_as_the_host_does(
     content[-3] ^= 1
     damaged.write_bytes(content)
     messages = []
-    for hasher in (None, OnDevice(device)):
-        device.hashing = hasher
+    for inspector in (None, OnDevice(device)):
+        device.inspection = inspector
         model = served(tiny, device, residency)
         model.model.swap(good)
         with pytest.raises(DigestMismatch) as refused:
@@ -188,11 +254,11 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
     model.model.swap(weight_file(0))
     slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
 
-    def turning(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+    def turning(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
         memory[slot.offset] ^= 4
-        return expected(memory, parts)
+        return expected(memory, blocks)
 
-    device.hashing = OnDevice(device, turning)
+    device.inspection = OnDevice(device, turning)
     with pytest.raises(DigestMismatch, match="bias: the file records the digest"):
         model.model.swap(weight_file(1))
     assert serves(model, 0)
@@ -200,173 +266,94 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wrong_kernel_is_not_used_again(seed: int, device: StandIn, residency: str, tiny: TinyArtifact) -> None:
-    device.hashing = hasher = OnDevice(device, lambda memory, parts: [bytes(32) for _ in parts])
+    device.inspection = inspector = OnDevice(device, lambda memory, blocks: [Inspected(bytes(32), False)] * len(blocks))
     model = served(tiny, device, residency)
     values = tiny.values(seed)
     values["bias"][1] = torch.nan
     path = tiny.write(tiny.path.parent / f"nan{seed}.safetensors", values)
     receipt = model.model.swap(path, allow_nonfinite=True)
-    assert device.hashing is None
+    assert device.inspection is None
     assert receipt.nonfinite["bias"].nan == 1
     model.model.swap(path, allow_nonfinite=True)
-    assert hasher.parts == len(values)  # once, and never again
+    assert inspector.blocks == len(values)  # once, and never again
 
 
-def test_the_host_computes_digests_if_the_device_lacks_memory(
-    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+class Refusing(OnDevice):
+    """An inspector that raises in one of its methods."""
+
+    def __init__(self, device: StandIn, method: str, error: Exception) -> None:
+        super().__init__(device)
+        self.asked = 0
+
+        def refuse(*_: object) -> None:
+            self.asked += 1
+            raise error
+
+        setattr(self, method, refuse)
+        self._refuses_at_once = refuse if method == "inspector" else None
+
+    def __call__(self, buffer: Any, blocks: Sequence[Block]) -> OnDevice:
+        if self._refuses_at_once is not None:
+            self._refuses_at_once()
+        return super().__call__(buffer, blocks)
+
+
+@pytest.mark.parametrize("method", ["inspector", "inspect", "results"])
+@pytest.mark.parametrize("lacks_memory", [True, False])
+def test_an_inspector_that_fails_refuses_no_weights(
+    method: str, lacks_memory: bool, device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
-    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    device.hashing = hasher = OnDevice(device, digest)
+    error = "CUDA out of memory" if lacks_memory else "CUDA error: no kernel image is available for execution"
+    device.inspection = inspector = Refusing(
+        device, method, torch.OutOfMemoryError(error) if lacks_memory else RuntimeError(error)
+    )
     model = served(tiny, device, residency)
     model.model.swap(weight_file(1))
     assert serves(model, 1)
-    assert hasher.parts
-    assert device.hashing is hasher  # the next attempt may have more memory
-
-
-def test_a_kernel_that_cannot_run_refuses_no_weights(
-    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
-) -> None:
-    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    device.hashing = OnDevice(device, digest)
-    model = served(tiny, device, residency)
-    model.model.swap(weight_file(1))
-    assert serves(model, 1)
-    assert device.hashing is None
-
-
-def test_the_hasher_is_measured_in_a_stream_without_calls(
-    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the measured time would include the work in the caller's stream."""
-    streams = []
-    monkeypatch.setattr(device, "hasher", lambda buffer: streams.append(device.current()))
-    model = served(tiny, device, residency)
-    model.model.swap(weight_file(1))
-    assert streams
-    assert set(streams) == {device.staging}
+    assert inspector.asked
+    assert (device.inspection is inspector) == lacks_memory  # the next attempt may have more memory
 
 
 def test_the_host_hashes_small_sets(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     device = StandIn(0)
-    device.hashing = hasher = OnDevice(device)
+    device.inspection = inspector = OnDevice(device)
     model = served(tiny, device, "double")
     model.model.swap(weight_file(1))
-    assert hasher.parts == 0
+    assert inspector.blocks == 0
     assert serves(model, 1)
-
-
-class Clock:
-    """A clock that only work advances."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(digests.time, "perf_counter", lambda: self.now)
-
-
-@pytest.mark.parametrize("nbytes", [64 * BLOCK + 5, 5000 * BLOCK])
-def test_a_device_is_measured_warm_and_with_enough_blocks(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pauses = iter([100.0, 3.0, 2.0, 4.0])  # the first one loads the kernel and locks pages
-    requests: list[Sequence[ByteRange]] = []
-
-    class Timed:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
-            requests.append(parts)
-            clock.now += next(pauses)
-            return []
-
-    def on_host(block: bytes) -> Any:
-        clock.now += 0.125
-        return blake3(b"")
-
-    monkeypatch.setattr(digests, "DeviceHasher", Timed)
-    monkeypatch.setattr(digests, "blake3", on_host)
-    monkeypatch.setattr(digests, "WorkerThreads", lambda: SimpleNamespace(threads=2))
-    buffer: Any = SimpleNamespace(nbytes=nbytes)
-    count = min(nbytes // BLOCK, 1024)
-    assert digests._seconds(Timed(torch.device("cpu")), buffer, count) == (2.0, count / 16)  # type: ignore[arg-type]
-    assert requests == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
-
-
-def test_a_device_that_was_slower_is_measured_again_until_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock, made = Clock(monkeypatch), list[torch.device]()
-    pause = 1000.0
-
-    class Timed(DeviceHasher):
-        def __init__(self, device: torch.device) -> None:
-            made.append(device)
-
-        def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
-            clock.now += pause
-            return []
-
-    def on_host(block: bytes) -> Any:
-        clock.now += 1.0
-        return blake3(b"")
-
-    monkeypatch.setattr(digests, "_hashers", {})
-    monkeypatch.setattr(digests, "DeviceHasher", Timed)
-    monkeypatch.setattr(digests, "blake3", on_host)
-    monkeypatch.setattr(digests, "WorkerThreads", lambda: SimpleNamespace(threads=2))
-    device = torch.device("cpu")
-    small, large = (cast("Any", SimpleNamespace(nbytes=count * BLOCK)) for count in (64, 5000))
-    assert [digests.hasher_of(device, buffer) for buffer in (small, large)] == [None, None]
-    assert caplog.text.count("the host computes the digests of this set") == 2
-    pause = 1.0
-    hasher = digests.hasher_of(device, small)
-    assert hasher is not None
-    pause = 1000.0
-    assert digests.hasher_of(device, large) is hasher  # and not measured any more
-    assert made == [device]
-    assert caplog.text.count("the host computes") == 2
-
-
-def test_the_kernel_is_tried_again_after_a_lack_of_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no kernel image")]
-    tried = []
-
-    def made(device: torch.device) -> Any:
-        tried.append(device)
-        raise errors[len(tried) - 1]
-
-    monkeypatch.setattr(digests, "_hashers", {})
-    monkeypatch.setattr(digests, "DeviceHasher", made)
-    buffer: Any = SimpleNamespace(nbytes=64 * BLOCK)
-    assert [digests.hasher_of(torch.device("cpu"), buffer) for _ in range(4)] == [None] * 4
-    assert len(tried) == 2
-    assert "cpu: the host computes digests: OutOfMemoryError: CUDA out of memory" in caplog.text
 
 
 @on_accelerator
 @pytest.mark.skipif("EMULATED_OPERATORS" in os.environ, reason="the emulated device runs no kernels")
 def test_the_kernel_is_blake3_on_a_gpu(device: str) -> None:
     memory = torch.randint(0, 256, (96 * BLOCK + 12345,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    memory[64 * BLOCK : 80 * BLOCK] = 0
     starts = [random.Random(size).randrange(64 * BLOCK) // 256 * 256 for size in SIZES]
-    parts = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
-    parts += [ByteRange(index * BLOCK, min(BLOCK, len(memory) - index * BLOCK)) for index in range(97)]
-    hasher, buffer = DeviceHasher(torch.device(device, 0)), TorchBuffer(memory.to(device))
-    with torch.device(device):  # a mode of the thread that swaps
-        found = hasher.digests(buffer, parts)
-    assert found == expected(bytearray(memory.numpy().tobytes()), parts)
+    slots = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
+    blocks = [Block(slot, "U8") for slot in slots]
+    for index in range(97):
+        slot = ByteRange(index * BLOCK, min(BLOCK, (len(memory) - index * BLOCK) // 8 * 8))
+        blocks.append(Block(slot, [*FLOATS, "U8"][index % 11]))
+    found = on_gpu(device, memory, blocks)
+    assert found == expected(bytearray(memory.numpy().tobytes()), blocks)
+    assert {block.has_nonfinite for block in found} == {True, False}
+
+
+def on_gpu(device: str, memory: torch.Tensor, blocks: Sequence[Block]) -> list[Inspected]:
+    accelerator = torch_device.open_accelerator(device)
+    with torch.device(device), accelerator.on(accelerator.inspecting):  # a mode of the thread that swaps
+        inspector = accelerator.inspector(TorchBuffer(memory.to(device)), blocks)
+        assert inspector is not None
+        for first in range(0, len(blocks), 50):
+            inspector.inspect(first, min(50, len(blocks) - first))
+        return inspector.results()
 
 
 @on_accelerator
 def test_large_sets_swap_or_are_refused_with_either_hasher(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "_hashers", {})  # or the result of an earlier test is not logged again
+    monkeypatch.setattr(torch_device, "_kernels", {})  # or the result of an earlier test is not logged again
     models = [different(lambda: nn.Linear(4096, 4608), seed) for seed in range(2)]  # 75 MB
     artifact = export(models[0], (torch.ones(1, 4096),), out=tmp_path / "a")
     files = [pack(each, artifact, out=tmp_path / f"v{seed}.safetensors").path for seed, each in enumerate(models)]
@@ -380,10 +367,9 @@ def test_large_sets_swap_or_are_refused_with_either_hasher(
     assert torch.allclose(model(x.to(device)).cpu(), models[0](x), rtol=1e-4, atol=1e-4)
     model.swap(files[1])
     assert torch.allclose(model(x.to(device)).cpu(), models[1](x), rtol=1e-4, atol=1e-4)
-    [hasher] = digests._hashers.values()
+    [kernel] = torch_device._kernels.values()
     if "EMULATED_OPERATORS" in os.environ:  # which computes a wrong digest
-        assert hasher is None
+        assert kernel is None
         assert "the host computes digests" in caplog.text
     else:
-        assert hasher is not None
-        assert hasher.was_faster, caplog.text
+        assert kernel is not None, caplog.text

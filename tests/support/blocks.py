@@ -11,7 +11,6 @@ from weightswap_runtime import tensors as digests
 from weightswap_runtime.format import delta as deltas
 from weightswap_runtime.format.safetensors import TensorRow, canonical_order, write_weight_file
 from weightswap_runtime.memory import arena as patches
-from weightswap_runtime.sources import byte_source as local
 from weightswap_runtime.staging import delta as overlay
 from weightswap_runtime.staging import reading
 
@@ -23,7 +22,7 @@ def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
     for module in MODULES:
         patch.setattr(module, "BLOCK", size)
     patch.setattr(deltas, "FEWEST", 1)
-    patch.setattr(local.LocalFile, "unit", 3 * size)
+    patch.setattr(reading, "IN_CACHE", 3 * size)
 
 
 def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:

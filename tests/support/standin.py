@@ -61,14 +61,14 @@ class StandIn:
 
     def __init__(self, seed: int, capacity: int = 1 << 30, lockable: int = 1 << 30) -> None:
         self.name = "standin:0"
-        self.staging, self.commits, self.default = Queue(), Queue(), Queue()
+        self.staging, self.inspecting, self.commits, self.default = Queue(), Queue(), Queue(), Queue()
         self.capacity, self.lockable = capacity, lockable
         self.copies = 0
         self.for_calls = 0  # bytes reserved for calls
         self.broken = False
-        self.hashing: Any = None  # computes digests on the device
+        self.inspection: Any = None  # makes inspectors of a buffer's blocks
         self.slow: Queue | None = None  # this stream works only when no other can
-        self._queues = [self.staging, self.commits, self.default]
+        self._queues = [self.staging, self.inspecting, self.commits, self.default]
         self._here = threading.local()
         self._lock = threading.RLock()
         self._random = random.Random(seed)
@@ -110,11 +110,11 @@ class StandIn:
     def is_capturing_here(self) -> bool:
         return self.current().capturing
 
-    def hasher(self, buffer: Any) -> Any:
-        return self.hashing
+    def inspector(self, buffer: Any, blocks: Any) -> Any:
+        return self.inspection and self.inspection(buffer, blocks)
 
-    def distrust_hasher(self, reason: str) -> None:
-        self.hashing = None
+    def distrust_inspector(self, reason: str) -> None:
+        self.inspection = None
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         assert 0 <= at <= at + nbytes <= target.nbytes

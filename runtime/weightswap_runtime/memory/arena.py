@@ -40,6 +40,32 @@ class ByteRange(NamedTuple):
         return (ByteRange(start, min(most, self.end - start)) for start in range(self.offset, self.end, most))
 
 
+class Block(NamedTuple):
+    """A block of a weight, of at most BLOCK bytes: where it is in an arena, and its elements' dtype."""
+
+    slot: ByteRange
+    dtype: str
+
+
+class Inspected(NamedTuple):
+    """What an arena has found in a block."""
+
+    digest: bytes
+    has_nonfinite: bool
+
+
+class Inspection(Protocol):
+    """Blocks that an arena inspects where they are, while others are still being written."""
+
+    def written(self, first: int, count: int) -> None:
+        """Note that so many blocks from an index on are written, or enqueued to be. Called in any thread."""
+        ...
+
+    def results(self) -> list[Inspected] | None:
+        """Return what was found, in the order of the blocks; None if it could not be, or turns out to be wrong."""
+        ...
+
+
 class ArenaLayout:
     """Offsets of weights in an arena, in the order of the canonical file layout, each a multiple of 256 bytes."""
 
@@ -60,8 +86,11 @@ class Destination(Protocol):
 
     most: int  # bytes that `buffers` should be asked for at once
 
-    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
-        """Return a context with writable host memory for each slot; at its end the content is in the slot."""
+    def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> AbstractContextManager[list[memoryview]]:
+        """Return a context with writable host memory for each slot; at its end the content is in the slot.
+
+        slow: the block waits for a network or a rate limit, and shares what others need with other slow ones.
+        """
         ...
 
 
@@ -112,13 +141,8 @@ class Arena(Destination, Protocol):
         """Raise DeviceError if `writing` would, with nothing done."""
         ...
 
-    @property
-    def computes_digests(self) -> bool:
-        """True if `digests` computes them, and faster than the host would."""
-        ...
-
-    def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
-        """Return the digests of parts of at most a block each; None if they turn out to be wrong."""
+    def inspecting(self, blocks: Sequence[Block]) -> AbstractContextManager[Inspection | None]:
+        """Return a context in which the arena inspects what is written; with None, who writes has to."""
         ...
 
 
@@ -144,7 +168,7 @@ class HostArena:
         """Return the bytes of one weight, writable."""
         return self.fetch(*self.layout.slots[name])
 
-    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> AbstractContextManager[list[memoryview]]:
         """Return the arena's own memory."""
         return nullcontext([self.fetch(*slot) for slot in slots])
 
@@ -179,10 +203,9 @@ class HostArena:
     def check_streams(self) -> None:
         """Do nothing: there are no streams."""
 
-    computes_digests = False
-
-    def digests(self, parts: Sequence[ByteRange]) -> None:
-        """Return None: the threads that read compute digests."""
+    def inspecting(self, blocks: Sequence[Block]) -> AbstractContextManager[None]:
+        """Return None: the threads that read inspect what is in their caches."""
+        return nullcontext()
 
 
 class Scratch:
@@ -200,7 +223,7 @@ class Scratch:
         offset, size = self.slots[index]
         return self.memory[offset : offset + size]
 
-    def buffers(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> AbstractContextManager[list[memoryview]]:
         """Return this memory itself."""
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 

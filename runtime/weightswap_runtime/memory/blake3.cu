@@ -1,6 +1,6 @@
 // BLAKE3 of blocks of at most 1 MiB, each by the threads of one thread block: a thread hashes chunks of 1 KiB, and the
 // tree above them is made in shared memory. https://github.com/BLAKE3-team/BLAKE3-specs/blob/master/blake3.pdf
-//
+// The words pass through registers anyway, so each is also compared with the bit patterns that are not finite.
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -62,14 +62,23 @@ __device__ __forceinline__ void compress(u32 *value, u32 *message, u32 counter, 
   for (int i = 0; i < 8; i++) value[i] = state[i] ^ state[i + 8];
 }
 
-// Little-endian words of up to 64 bytes; what lies beyond them is zero. `data` is at a multiple of four if there are 64.
+struct __align__(16) Quad {
+  u32 word[4];
+};
+
+// Little-endian words of up to 64 bytes; what lies beyond them is zero. `data` is at a multiple of 16 if there are 64.
 __device__ __forceinline__ void load(const u8 *data, u32 length, u32 *message) {
+  if (length == 64) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      const Quad quad = ((const Quad *)data)[i];
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) message[4 * i + j] = quad.word[j];
+    }
+    return;
+  }
 #pragma unroll
   for (u32 i = 0; i < 16; i++) {
-    if (length == 64) {
-      message[i] = ((const u32 *)data)[i];
-      continue;
-    }
     message[i] = 0;
 #pragma unroll
     for (u32 byte = 0; byte < 4; byte++)
@@ -77,8 +86,24 @@ __device__ __forceinline__ void load(const u8 *data, u32 length, u32 *message) {
   }
 }
 
-// The chaining value of a chunk of at most 1024 bytes; `flags` is ROOT where there is no other.
-__device__ __forceinline__ void hash_chunk(const u8 *data, u32 length, u32 counter, u32 flags, u32 *value) {
+// A block in memory, and which of its elements are not finite: those whose bits in `mask` are those of `value`. A word
+// has one to four elements, in lanes; `even` and `odd` are the highest bits of the lanes that count in words with an even
+// and an odd index, and `ones` the lowest bits of all lanes.
+struct Part {
+  u64 offset, length;
+  u32 value, mask, even, odd, ones, unused;
+};
+
+// Nonzero if a lane of a word is not finite. https://graphics.stanford.edu/~seander/bithacks.html#ZeroInWord
+__device__ __forceinline__ u32 not_finite(u32 word, const Part &part, u32 lanes) {
+  const u32 differing = (word ^ part.value) & part.mask;
+  return (differing - part.ones) & ~differing & lanes;
+}
+
+// The chaining value of a chunk of at most 1024 bytes; `flags` is ROOT where there is no other. Sets bits of `found` if
+// an element is not finite.
+__device__ __forceinline__ void hash_chunk(const u8 *data, u32 length, u32 counter, u32 flags, const Part &part,
+                                           u32 *found, u32 *value) {
 #pragma unroll
   for (int i = 0; i < 8; i++) value[i] = INITIAL_VALUE(i);
   u32 done = 0, start = CHUNK_START;
@@ -86,6 +111,8 @@ __device__ __forceinline__ void hash_chunk(const u8 *data, u32 length, u32 count
     const u32 left = length - done, step = left < 64 ? left : 64;
     u32 message[16];
     load(data + done, step, message);
+#pragma unroll
+    for (int i = 0; i < 16; i++) *found |= not_finite(message[i], part, i % 2 ? part.odd : part.even);
     compress(value, message, counter, step, start | (done + step == length ? CHUNK_END | flags : 0));
     done += step;
     start = 0;
@@ -104,20 +131,24 @@ __device__ __forceinline__ void join(const u32 *pair, u32 flags, u32 *value) {
 
 __device__ __forceinline__ u32 chunks_of(u32 length) { return length ? (length + CHUNK - 1) / CHUNK : 1; }
 
-__device__ __forceinline__ void hash_one(const u8 *data, u32 length, u32 chunks, u32 index, u32 *values) {
-  const u32 begin = index * CHUNK, left = length - begin;
-  hash_chunk(data + begin, left < CHUNK ? left : CHUNK, index, chunks == 1 ? ROOT : 0, values + 8 * index);
+__device__ __forceinline__ void hash_one(const u8 *data, u32 chunks, u32 index, const Part &part, u32 *found,
+                                         u32 *values) {
+  const u32 begin = index * CHUNK, left = (u32)part.length - begin, flags = chunks == 1 ? ROOT : 0;
+  hash_chunk(data + begin, left < CHUNK ? left : CHUNK, index, flags, part, found, values + 8 * index);
 }
 
-// parts: offset and length of each block. digests: 32 bytes for each. One thread block of THREADS threads for each.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    digest_blocks(const u8 *memory, const u64 *parts, u8 *digests) {
-  __shared__ u32 values[8 * MOST_CHUNKS];
-  const u8 *data = memory + parts[2 * blockIdx.x];
-  const u32 length = (u32)parts[2 * blockIdx.x + 1];
-  const u32 chunks = chunks_of(length);
-  for (u32 index = threadIdx.x; index < chunks; index += THREADS) hash_one(data, length, chunks, index, values);
-  __syncthreads();
+// What is found in a part: its digest, and 1 if elements are not finite.
+struct Result {
+  u8 digest[32];
+  u32 has_nonfinite;
+};
+
+__device__ __forceinline__ void inspect(const u8 *memory, const Part &part, u32 *values, Result *result) {
+  const u8 *data = memory + part.offset;
+  const u32 chunks = chunks_of((u32)part.length);
+  u32 found = 0;
+  for (u32 index = threadIdx.x; index < chunks; index += THREADS) hash_one(data, chunks, index, part, &found, values);
+  found = __syncthreads_or(found != 0);
   for (u32 count = chunks; count > 1; count = (count + 1) / 2) { // one level of the tree; a last odd one goes up
     u32 joined[MOST_CHUNKS / 2 / THREADS][8];
 #pragma unroll
@@ -137,5 +168,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
   }
-  if (threadIdx.x < 32) digests[32 * blockIdx.x + threadIdx.x] = (u8)(values[threadIdx.x / 4] >> (8 * (threadIdx.x % 4)));
+  if (threadIdx.x < 32) result->digest[threadIdx.x] = (u8)(values[threadIdx.x / 4] >> (8 * (threadIdx.x % 4)));
+  if (threadIdx.x == 0) result->has_nonfinite = found ? 1 : 0;
+  __syncthreads(); // before `values` is used again
+}
+
+// Any number of thread blocks of THREADS threads each: few of them leave the GPU to others for as long as it takes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    inspect_parts(const u8 *memory, const Part *parts, Result *results, int count) {
+  __shared__ u32 values[8 * MOST_CHUNKS];
+  for (int index = blockIdx.x; index < count; index += gridDim.x) {
+    const Part part = parts[index]; // in registers
+    inspect(memory, part, values, results + index);
+  }
 }

@@ -7,9 +7,11 @@ page-locked buffers, which all models on a device share.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from threading import Condition
+from itertools import pairwise
+from threading import Condition, Lock, RLock
 from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
@@ -19,12 +21,13 @@ from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
+from .arena import Arena, ArenaLayout, Block, ByteRange, Inspected, Inspection, allocate, copy_bytes
 from .host import available
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
 SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
-LEAST = 64 << 20  # bytes of the smallest set whose digests the device computes
+LEAST = 64 << 20  # bytes of the smallest set that the device inspects
+WINDOW = 256 << 20  # bytes that are inspected at once, while more are copied
 
 Event = Any  # a mark in a stream; opaque except to the device
 Stream = Any  # a queue of asynchronous work that a device does in order; opaque except to the device
@@ -44,11 +47,15 @@ class LockedBuffer(Buffer, Protocol):
     def view(self) -> memoryview: ...
 
 
-class Hasher(Protocol):
-    """Computes BLAKE3 digests on the device."""
+class Inspector(Protocol):
+    """Inspects blocks of a buffer on the device. Its work is enqueued in the current stream."""
 
-    def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
-        """Return the digests of parts of at most a block each, computed in the current stream. The host waits."""
+    def inspect(self, first: int, count: int) -> None:
+        """Inspect so many blocks from an index on."""
+        ...
+
+    def results(self) -> list[Inspected]:
+        """Return what was found in all blocks. The host waits."""
         ...
 
 
@@ -57,6 +64,7 @@ class Device(Protocol):
 
     name: str  # such as "cuda:0"
     staging: Stream  # for work that no call waits for
+    inspecting: Stream  # for work beside that
     commits: Stream  # for work that calls wait for
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -119,12 +127,12 @@ class Device(Protocol):
         """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
         ...
 
-    def hasher(self, buffer: Buffer) -> Hasher | None:
-        """Return the device's hasher if it is faster than the host. buffer: many blocks, to measure it with."""
+    def inspector(self, buffer: Buffer, blocks: Sequence[Block]) -> Inspector | None:
+        """Return an inspector of blocks; None if the device has none. Raises what the device reports."""
         ...
 
-    def distrust_hasher(self, reason: str) -> None:
-        """Make `hasher` return None from now on."""
+    def distrust_inspector(self, reason: str) -> None:
+        """Make `inspector` return None from now on."""
         ...
 
 
@@ -225,16 +233,16 @@ class Region:
         """Return a context whose current stream is that of `writing`."""
         return self.device.on(self._stream)
 
-    def _take(self) -> AbstractContextManager[LockedBuffer]:
+    def _take(self, slow: bool = False) -> AbstractContextManager[LockedBuffer]:
         ring = self._ring.urgent if self._stream is self.device.commits else self._ring
-        return ring.take(self._stream)
+        return ring.take(self._stream, slow)
 
     @property
     def _stream(self) -> Stream:
         return self._writer or self.device.staging
 
     @contextmanager
-    def buffers(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
+    def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> Iterator[list[memoryview]]:
         """Yield page-locked memory, whose content is copied to the slots at the end; more than `most` is ordinary."""
         begins, runs = plan_runs(slots)
         if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
@@ -243,7 +251,7 @@ class Region:
             for slot, data in zip(slots, large, strict=True):
                 self.write(slot.offset, data)
             return
-        with self._take() as buffer:
+        with self._take(slow) as buffer:
             yield [buffer.view[begin : begin + slot.nbytes] for begin, slot in zip(begins, slots, strict=True)]
             with self.stream():
                 for offset, begin, nbytes in runs:
@@ -316,37 +324,87 @@ class DeviceArena(Region):
         else:
             self.write(begin, other.fetch(begin, end - begin))
 
-    @property
-    def computes_digests(self) -> bool:
-        """True if the device computes digests of this set faster than the host would."""
-        if self.layout.nbytes < LEAST:
-            return False
-        with self.stream():  # the hasher may be measured, which must not wait for calls
-            self.use()
-            return self.device.hasher(self.buffer) is not None
+    @contextmanager
+    def inspecting(self, blocks: Sequence[Block]) -> Iterator[Inspection | None]:
+        if self.layout.nbytes < LEAST or not blocks:
+            yield None
+            return
+        inspection = _DeviceInspection(self, blocks)
+        try:
+            yield inspection if inspection.error is None else None
+        finally:  # what comes next in this memory
+            self.device.wait(self._stream, self.device.mark(self.device.inspecting))
 
-    def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
-        """Return the digests of parts of at most a block each.
 
-        None if they cannot be computed, or if the host computes another digest for one of the largest parts.
-        """
-        hasher = self.device.hasher(self.buffer)
-        if hasher is None:
+class _DeviceInspection:
+    """Inspection of an arena in a stream of its own, beside copies to the device: each window once it is complete."""
+
+    def __init__(self, arena: DeviceArena, blocks: Sequence[Block]) -> None:
+        self._arena, self._device, self._blocks = arena, arena.device, blocks
+        self.error: str | None = None  # why there will be no results
+        self._inspector: Inspector | None = None
+        self._ends = _windows(blocks)
+        self._missing = [end - begin for begin, end in pairwise([0, *self._ends])]
+        self._lock = Lock()
+        self._device.wait(self._device.inspecting, self._device.mark(arena._stream))  # the memory is ours by then
+        with self._reporting(), self._device.on(self._device.inspecting):
+            self._inspector = self._device.inspector(arena.buffer, blocks)
+        if self._inspector is None:
+            self.error = self.error or "the device has no inspector"
+
+    def written(self, first: int, count: int) -> None:
+        window, end = bisect_right(self._ends, first), first + count
+        while first < end:
+            stop = min(end, self._ends[window])
+            with self._lock:
+                self._missing[window] -= stop - first
+                is_complete = not self._missing[window]
+            if is_complete:
+                self._inspect(window)
+            first, window = stop, window + 1
+
+    def _inspect(self, window: int) -> None:
+        begin, end = self._ends[window - 1] if window else 0, self._ends[window]
+        # threads note blocks after they have enqueued the copies, so a mark from now on is behind all of them
+        self._device.wait(self._device.inspecting, self._device.mark(self._arena._stream))
+        with self._reporting(), self._device.on(self._device.inspecting):
+            if self._inspector is not None:
+                self._inspector.inspect(begin, end - begin)
+
+    def results(self) -> list[Inspected] | None:
+        found: list[Inspected] = []
+        with self._reporting(), self._device.on(self._device.inspecting):
+            if self._inspector is not None and self.error is None:
+                found = self._inspector.results()
+        if self.error is not None:
             return None
-        with self.stream():
-            self.use()
-            try:
-                digests = hasher.digests(self.buffer, parts)
-            except Exception as error:
-                if not lacks_memory(error):  # the next attempt may have more memory
-                    self.device.distrust_hasher(f"{type(error).__name__}: {error}")
-                return None
         # the kernel was compiled for whatever GPU this is: one block that the host hashes, too, shows that it works
-        index, part = max(enumerate(parts), key=lambda item: item[1].nbytes)
-        if digests[index] == blake3(self.fetch(*part)).digest():
-            return digests
-        self.device.distrust_hasher("the device computed a wrong digest for a block of weights")
+        index, block = max(enumerate(self._blocks), key=lambda item: item[1].slot.nbytes)
+        if found[index].digest == blake3(self._arena.fetch(*block.slot)).digest():
+            return found
+        self._device.distrust_inspector("the device computed a wrong digest for a block of weights")
         return None
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Keep an error of the block: the host inspects instead."""
+        try:
+            yield
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            if not lacks_memory(error):  # the next attempt may have more memory
+                self._device.distrust_inspector(self.error)
+
+
+def _windows(blocks: Sequence[Block]) -> list[int]:
+    """Return the ends of windows of about WINDOW bytes, as indices of blocks."""
+    ends, size = list[int](), 0
+    for index, block in enumerate(blocks, 1):
+        size += block.slot.nbytes
+        if size >= WINDOW or index == len(blocks):
+            ends.append(index)
+            size = 0
+    return ends
 
 
 class Ring:
@@ -361,7 +419,8 @@ class Ring:
         self._device = device
         self._count = count
         self._turns: list[_Turn] = []  # first the buffer that was returned first, whose copies are likely done
-        self._changed = Condition()
+        self._lock = RLock()  # a signal handler may swap, too
+        self._changed = {is_slow: Condition(self._lock) for is_slow in (False, True)}
 
     def allocate(self) -> None:
         """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
@@ -370,7 +429,7 @@ class Ring:
         """
         free = available()
         most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
-        with self._changed:
+        with self._lock:
             while len(self._turns) < most:
                 try:
                     self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES)))
@@ -382,15 +441,17 @@ class Ring:
             self.urgent.allocate()
 
     @contextmanager
-    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
+    def take(self, stream: Stream, slow: bool = False) -> Iterator[LockedBuffer]:
         """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
+
+        slow: the block may take long. Such blocks have half of the buffers together, so that others have the rest.
 
         Raises MemoryError if there is no buffer yet and no memory can be page-locked.
         """
         claim = Claim()
         is_free = False
         try:
-            turn = self._take(claim)
+            turn = self._take(claim, slow)
             if turn.copied is not None:
                 self._device.finish(turn.copied)  # without the lock: others may find their buffer done
             is_free = True
@@ -399,25 +460,32 @@ class Ring:
             # also where the device reports an error, or nobody could ever take a buffer again
             self._give_back(claim, self._device.mark(stream) if is_free else None)
 
-    def _take(self, claim: Claim) -> _Turn:
-        with self._changed:
+    def _take(self, claim: Claim, slow: bool) -> _Turn:
+        with self._lock:
             if not self._turns:
                 self.allocate()
-            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
-                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
-            turn = free._replace(holder=weakref.ref(claim))
+            while (free := self._free(slow)) is None:
+                # not for ever: an interrupted thread does not pass the notice on
+                self._changed[slow].wait(POLL_SECONDS)
+            turn = free._replace(holder=weakref.ref(claim), slow=slow)
             self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
             return turn
 
+    def _free(self, slow: bool) -> _Turn | None:
+        if slow and sum(turn.slow and turn.is_held for turn in self._turns) >= max(1, len(self._turns) // 2):
+            return None
+        return next((turn for turn in self._turns if not turn.is_held), None)
+
     def _give_back(self, claim: Claim, copied: Event | None) -> None:
         """copied: the mark after the last copies; None: as before."""
-        with self._changed:
+        with self._lock:
             held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
             self._turns = [turn for turn in self._turns if turn not in held] + [
                 turn._replace(copied=copied or turn.copied, holder=None) for turn in held
             ]
             claim.end()  # not sooner, or another thread would miss the mark that it has to wait for
-            self._changed.notify()
+            for changed in self._changed.values():
+                changed.notify()
 
 
 class _Turn(NamedTuple):
@@ -427,6 +495,7 @@ class _Turn(NamedTuple):
     buffer: LockedBuffer
     copied: Event | None = None  # to be waited for before the buffer is filled again
     holder: ClaimReference | None = None  # the claim of the thread that fills it
+    slow: bool = False  # whether it takes long
 
     @property
     def is_held(self) -> bool:

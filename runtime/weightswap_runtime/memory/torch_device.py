@@ -16,32 +16,32 @@ except ImportError as error:
 import ctypes
 import functools
 import logging
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock, RLock
-from timeit import repeat
 from typing import Any
 
-from blake3 import blake3
+import numpy as np
 
-from weightswap_runtime.errors import Unsupported, lacks_memory
-from weightswap_runtime.tensors import BLOCK
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.identity import nonfinite_pattern
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
-from .arena import ByteRange
-from .device import Buffer, Hasher, Ring
+from .arena import Block, ByteRange, Inspected
+from .device import Inspector, Ring
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 URGENT = 8  # buffers for copies that calls wait for
 SOURCE = Path(__file__).with_name("blake3.cu")
-AT_ONCE = 512  # blocks of one launch: kernels of calls wait for its end, and so many keep any GPU busy
-MOST_MEASURED = 1024  # blocks with which the speed is measured: a few would leave most of a GPU idle
-_KERNEL, _THREADS = "digest_blocks", 256  # as in the source
+_KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and _RESULT
+_PART = np.dtype(
+    [("offset", "<u8"), ("length", "<u8"), *((name, "<u4") for name in ("value", "mask", "even", "odd", "ones", "_"))]
+)
+_RESULT = np.dtype([("digest", "V32"), ("has_nonfinite", "<u4")])
 _LOW, _HIGH = 0, -1  # priorities of streams
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the default stream
 _SPECIAL_HANDLES = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # which stand for other streams
@@ -115,9 +115,9 @@ class Accelerator:
         self._on_cuda = device.type == "cuda"
         sleeping = functools.partial(torch.cuda.Event, blocking=True)  # a wait for it uses no processor
         self._new_event: Callable[[], torch.Event] = sleeping if self._on_cuda else torch.Event
-        self.staging, self.commits = (
+        self.staging, self.inspecting, self.commits = (
             lend_stream(self, device, priority) if self._on_cuda else torch.Stream(device, priority=priority)
-            for priority in (_LOW, _HIGH)
+            for priority in (_LOW, _LOW, _HIGH)
         )
         self._account = _accounts[device.index]
         self._dropped = 0  # bytes of freed arenas; torch's allocator may have returned some to the driver
@@ -190,12 +190,14 @@ class Accelerator:
         except RuntimeError:  # raised by an allocator that replaces torch's
             return {}
 
-    def hasher(self, buffer: Any) -> Hasher | None:
-        return hasher_of(self.torch, buffer) if self._on_cuda else None
+    @default_torch_modes()
+    def inspector(self, buffer: Any, blocks: Sequence[Block]) -> Inspector | None:
+        kernel = _kernel_of(self.torch) if self._on_cuda else None
+        return None if kernel is None else TorchInspector(self.torch, kernel, buffer, blocks)
 
-    def distrust_hasher(self, reason: str) -> None:
-        _hashers[self.torch] = None
-        _log.warning("%s: the host computes digests: %s", self.name, reason)
+    def distrust_inspector(self, reason: str) -> None:
+        _kernels[self.torch] = None
+        _log.warning("%s: the host computes digests from now on: %s", self.name, reason)
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
@@ -320,80 +322,62 @@ _spare: dict[tuple[int, int], list[torch.Stream]] = {}
 _created: set[int] = set()  # handles
 
 
-def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    """Return the hasher of a device, compiled on first use; None if it fails, or is slower than the host just now.
+class TorchInspector:
+    """Inspector of blocks in a CUDA buffer: BLAKE3 digests, and whether values are not finite."""
 
-    It is measured for each set until it has been faster once: a device that was busy, or few blocks, say little about
-    the next set. buffer: memory to measure it with, of at least a block; many blocks are more like a staging.
-    """
-    with _compiling:
-        try:
-            if device not in _hashers:
-                _hashers[device] = DeviceHasher(device)
-            hasher = _hashers[device]
-            if hasher is not None and not hasher.was_faster:
-                hasher.was_faster = _is_faster(hasher, device, buffer)
-        except Exception as error:
-            _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
-            if not lacks_memory(error):  # the next attempt may have more memory
-                _hashers[device] = None
-            return None
-        return hasher if hasher is not None and hasher.was_faster else None
-
-
-class DeviceHasher:
-    """The kernel, compiled for a device."""
-
-    was_faster = False  # it has been measured, and was faster than the host
-
-    def __init__(self, device: torch.device) -> None:
-        """Raises whatever torch, NVRTC and the driver raise if compiling or loading fails."""
-        from torch.cuda._utils import _cuda_load_module
-
-        self._device = device
-        with torch.cuda.device(device):
-            code = compile_source(SOURCE.read_text(), torch.cuda.get_device_capability(device))
-            self._kernel = getattr(_cuda_load_module(code), _KERNEL)
+    def __init__(self, device: torch.device, kernel: Kernel, buffer: TorchBuffer, blocks: Sequence[Block]) -> None:
+        self._device, self._kernel, self._buffer = device, kernel, buffer
+        table = np.array([_part(*block) for block in blocks], _PART)
+        self._parts = torch.from_numpy(table.view(np.uint8)).pin_memory().to(device, non_blocking=True)
+        self._results = torch.empty(len(blocks) * _RESULT.itemsize, dtype=torch.uint8, device=device)
+        # half of the processors are faster than any bus, and leave the others, and half of the time, to calls
+        self._grid = max(1, torch.cuda.get_device_properties(device).multi_processor_count // 2)
 
     @default_torch_modes()
-    def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
-        """Return the digests of parts of at most a block each, computed in the current stream. The host waits."""
-        table = torch.tensor(parts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-        digests = torch.empty(len(parts), 32, dtype=torch.uint8, device=self._device)
+    def inspect(self, first: int, count: int) -> None:
+        parts, results = self._parts[first * _PART.itemsize :], self._results[first * _RESULT.itemsize :]
         with torch.cuda.device(self._device):
-            for first in range(0, len(parts), AT_ONCE):
-                grid = min(AT_ONCE, len(parts) - first), 1, 1
-                self._kernel(grid, (_THREADS, 1, 1), [buffer.tensor, table[first:], digests[first:]])  # type: ignore[attr-defined]
-        on_host = torch.empty(digests.shape, dtype=torch.uint8, pin_memory=True).copy_(digests, non_blocking=True)
+            self._kernel((min(self._grid, count), 1, 1), (_THREADS, 1, 1), [self._buffer.tensor, parts, results, count])
+
+    @default_torch_modes()
+    def results(self) -> list[Inspected]:
+        found = torch.empty(self._results.shape, dtype=torch.uint8, pin_memory=True)
+        found.copy_(self._results, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
         done.synchronize()
-        return [row.tobytes() for row in on_host.numpy()]
+        return [Inspected(bytes(digest), bool(flag)) for digest, flag in found.numpy().view(_RESULT)]
 
 
-_hashers: dict[torch.device, DeviceHasher | None] = {}  # None: it cannot be used
+def _part(slot: ByteRange, dtype: str) -> tuple[int, ...]:
+    """Return a block as the kernel takes it: for each lane of a 32-bit word the value and mask that are not finite."""
+    pattern = nonfinite_pattern(dtype)
+    if pattern is None:
+        return (*slot, 0, 0, 0, 0, 0, 0)
+    size, value, mask = pattern
+    if size == 8:  # the upper half, in every second word, decides
+        assert not mask & 0xFFFF_FFFF
+        return (*slot, value >> 32, mask >> 32, 0, 1 << 31, 1, 0)
+    ones = sum(1 << 8 * at for at in range(0, 4, size))
+    highest = ones << (8 * size - 1)
+    return (*slot, value * ones, mask * ones, highest, highest, ones, 0)
+
+
+Kernel = Callable[..., None]
+_kernels: dict[torch.device, Kernel | None] = {}  # None: it cannot be used
 _compiling = Lock()
 
 
-def _is_faster(hasher: DeviceHasher, device: torch.device, buffer: Buffer) -> bool:
-    count = min(buffer.nbytes // BLOCK, MOST_MEASURED)
-    on_device, on_host = _seconds(hasher, buffer, count)
-    figures = f"digests of {count} MiB take {on_device:.2g} s on the device, {on_host:.2g} s on the host"
-    if on_device < on_host:
-        _log.info("%s: the device computes digests: %s", device, figures)
-        return True
-    _log.warning("%s: the host computes the digests of this set: %s; the next set is measured again", device, figures)
-    return False
+def _kernel_of(device: torch.device) -> Kernel | None:
+    """Return the kernel, compiled on first use. Raises whatever torch, NVRTC and the driver raise."""
+    from torch.cuda._utils import _cuda_load_module
 
-
-def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, float]:
-    """Measure the seconds that the device, and all threads of the host together, take for `count` blocks."""
-    parts = [ByteRange(index * BLOCK, BLOCK) for index in range(count)]
-    hasher.digests(buffer, parts)  # loads the kernel and locks the pages that it needs
-    block = bytes(BLOCK)
-    runs = (lambda: blake3(block).digest(), lambda: hasher.digests(buffer, parts))
-    on_host, on_device = (min(repeat(run, timer=time.perf_counter, number=1, repeat=3)) for run in runs)
-    return on_device, on_host * count / WorkerThreads().threads
+    with _compiling:
+        if device not in _kernels:
+            with torch.cuda.device(device):
+                code = compile_source(SOURCE.read_text(), torch.cuda.get_device_capability(device))
+                _kernels[device] = getattr(_cuda_load_module(code), _KERNEL)
+        return _kernels[device]
 
 
 def compile_source(source: str, capability: tuple[int, int]) -> bytes:

@@ -34,7 +34,11 @@ class ByteSource(Protocol):
 
     where: str  # its name in messages: a path or a URL
     size: int  # bytes
-    unit: int  # preferred size of a read in bytes
+
+    @property
+    def unit(self) -> int | None:
+        """Preferred bytes of a read, where each waits for a network; None: as many as suit the reader."""
+        ...
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill all the buffers, at most MOST_BUFFERS, with the bytes from `offset` on. Raises WeightFileError.
@@ -64,7 +68,7 @@ class ByteSource(Protocol):
 class LocalFile:
     """Regular file as a ByteSource. It stays readable when its name is replaced, unless it rests."""
 
-    unit = 1 << 20  # small enough to stay in the cache until it is hashed
+    unit: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +25,16 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.names import patterns, select
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, ByteRange, Destination, Scratch, allocate
+from weightswap_runtime.memory.arena import (
+    Arena,
+    Block,
+    ByteRange,
+    Destination,
+    Inspected,
+    Inspection,
+    Scratch,
+    allocate,
+)
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
 from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
@@ -38,6 +47,7 @@ if TYPE_CHECKING:
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
+IN_CACHE = 1 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
 _BLANK = b""
 
@@ -49,7 +59,8 @@ Scratched = tuple[NamedTensor | None, str]
 class Piece(NamedTuple):
     """Tensor of a file, and the slot to read it into. `begin` is its offset in the file.
 
-    `nonfinite` gets an entry for each block that has NaN or infinities.
+    `nonfinite` gets an entry for each block that has NaN or infinities. `first`: the index of the first block among
+    those that the arena inspects.
     """
 
     key: str
@@ -60,6 +71,7 @@ class Piece(NamedTuple):
     slot: ByteRange
     digests: list[bytes]
     nonfinite: list[Counts]
+    first: int = 0
 
 
 class Findings(NamedTuple):
@@ -119,22 +131,43 @@ def read_tensors(
 
 
 def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, job: Job) -> None:
-    """Read tensors that the arena keeps in the file's order; if it can, the arena hashes the bytes that arrived."""
-    if pieces and arena.computes_digests:
-        read_pieces(pieces, workers, job, hashing=False)
-        blocks = [list(_blocks(piece)) for piece in pieces]
-        digests = arena.digests([block for of_piece in blocks for block in of_piece])
-        if digests is not None:
-            remaining = iter(digests)
-            for piece, of_piece in zip(pieces, blocks, strict=True):
-                piece.digests[:] = [next(remaining) for _ in of_piece]
-            return
-        for piece in pieces:  # the arena could not: everything is read once more, and hashed here
-            piece.nonfinite.clear()
-    read_pieces(pieces, workers, job)
+    """Read tensors that the arena keeps in the file's order; if it can, it inspects the bytes that arrived."""
+    ordered, blocks = list[Piece](), list[Block]()
+    for piece in _in_file_order(pieces):
+        ordered.append(piece._replace(first=len(blocks)))
+        blocks += [Block(slot, piece.dtype) for slot in _slots(piece)]
+    with arena.inspecting(blocks) as inspection:
+        if inspection is not None:
+            read_pieces(ordered, workers, job, inspection)
+            found = inspection.results()
+            if found is not None:
+                _take_over(ordered, found, arena, workers, job)
+                return
+    read_pieces(ordered, workers, job)  # once more, if the arena could not inspect it
 
 
-def _blocks(piece: Piece) -> Iterator[ByteRange]:
+def _take_over(
+    pieces: Sequence[Piece], found: Sequence[Inspected], arena: Arena, workers: WorkerThreads, job: Job
+) -> None:
+    """Take over what an arena has found; values that are not finite are counted here."""
+    suspects: list[tuple[Piece, ByteRange]] = []
+    for piece in pieces:
+        slots = list(_slots(piece))
+        of_piece = found[piece.first : piece.first + len(slots)]
+        piece.digests[:] = [block.digest for block in of_piece]
+        suspects += [(piece, slot) for slot, block in zip(slots, of_piece, strict=True) if block.has_nonfinite]
+
+    def count(suspect: tuple[Piece, ByteRange]) -> None:
+        job.check()
+        piece, slot = suspect
+        if counts := count_nonfinite(piece.dtype, arena.fetch(*slot)):
+            piece.nonfinite.append(counts)
+
+    workers.run_all(count, suspects)
+
+
+def _slots(piece: Piece) -> Iterator[ByteRange]:
+    """Return the slots of a piece's blocks; an empty tensor has one."""
     return piece.slot.split(BLOCK) if piece.slot.nbytes else iter([piece.slot])
 
 
@@ -183,16 +216,24 @@ def new_piece(weights: WeightSet, key: str, destination: Destination, slot: Byte
     return Piece(key, stored.dtype, stored.source, stored.offset, destination, slot, blanks, [])
 
 
-def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, hashing: bool = True) -> None:
-    """Read every piece into its slot, count its non-finite values, and hash it if `hashing`."""
-    ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
-    reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
-    workers.run_all(_reader(job, hashing), _groups(reads))
+def read_pieces(
+    pieces: Iterable[Piece], workers: WorkerThreads, job: Job, inspection: Inspection | None = None
+) -> None:
+    """Read every piece into its slot. Hash it and count its non-finite values, unless the arena inspects it."""
+    unit = partial(_unit, job=job, inspected=inspection is not None)
+    reads = list(_reads((part for piece in _in_file_order(pieces) for part in _parts(piece, unit(piece))), unit))
+    workers.run_all(_reader(job, inspection), _groups(reads))
 
 
-def _unit(piece: Piece, job: Job) -> int:
-    """Return the bytes per read that suit the file, the memory and the job."""
-    return job.unit(min(piece.source.unit, piece.destination.most))
+def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
+    return sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
+
+
+def _unit(piece: Piece, job: Job, inspected: bool) -> int:
+    """Return the bytes per read that suit the file, the memory and the job. inspected: not by the thread that reads."""
+    # what is hashed by the thread that has read it should still be in its cache
+    unit = piece.source.unit or (piece.destination.most if inspected else IN_CACHE)
+    return job.unit(min(unit, piece.destination.most))
 
 
 def _parts(piece: Piece, unit: int) -> Iterator[Part]:
@@ -202,7 +243,7 @@ def _parts(piece: Piece, unit: int) -> Iterator[Part]:
         yield Part(piece, start, min(start + unit, size))
 
 
-def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
+def _reads(parts: Iterable[Part], unit: Callable[[Piece], int]) -> Iterator[list[Part]]:
     """Yield groups of adjacent parts, each for one scattered read of about the preferred size."""
     read: list[Part] = []
     remaining = end = 0
@@ -213,7 +254,7 @@ def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
         if not (follows and length <= remaining and len(read) < MOST_BUFFERS):
             if read:
                 yield read
-            read, remaining = [], max(_unit(part.piece, job), length)
+            read, remaining = [], max(unit(part.piece), length)
         read.append(part)
         remaining -= length
         end = begin + length
@@ -237,29 +278,34 @@ def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
         yield group
 
 
-def _reader(job: Job, hashing: bool) -> Callable[[Sequence[list[Part]]], None]:
+def _reader(job: Job, inspection: Inspection | None) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
-        destination = reads[0][0].piece.destination
-        with destination.buffers([part.slot for read in reads for part in read]) as memory:
+        first = reads[0][0].piece
+        is_slow = first.source.unit is not None or job.rate_limit is not None
+        slots = [part.slot for read in reads for part in read]
+        with first.destination.buffers(slots, is_slow) as memory:
             buffers = iter(memory)
             for read in reads:
                 piece, start, _ = read[0]
                 targets = [next(buffers) for _ in read]
                 for low, high in job.steps(0, sum(map(len, targets))):
                     piece.source.read_into(between(targets, low, high), piece.begin + start + low)
-                for part, target in zip(read, targets, strict=True):
-                    _inspect(part, target, hashing)
+                if inspection is None:
+                    for part, target in zip(read, targets, strict=True):
+                        _inspect(part, target)
+        if inspection is not None:
+            for piece, start, stop in (part for read in reads for part in read):
+                inspection.written(piece.first + start // BLOCK, block_count(stop - start))
 
     return work
 
 
-def _inspect(part: Part, target: memoryview, hashing: bool) -> None:
+def _inspect(part: Part, target: memoryview) -> None:
     """Hash each block of a part that was read, and count its non-finite values while it is in the cache."""
     first = part.start // BLOCK
     for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
         block = target[start : start + BLOCK]
-        if hashing:
-            part.piece.digests[index] = blake3(block).digest()
+        part.piece.digests[index] = blake3(block).digest()
         if counts := count_nonfinite(part.piece.dtype, block):
             part.piece.nonfinite.append(counts)
 

@@ -16,7 +16,6 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.sources import byte_source as local
 from weightswap_runtime.staging import reading
 from weightswap_runtime.threads import WorkerThreads
 
@@ -32,7 +31,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the code paths of gigabytes for small tensors."""
     for module in (reading, digests):
         monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setattr(local.LocalFile, "unit", 200)
+    monkeypatch.setattr(reading, "IN_CACHE", 200)
     monkeypatch.setattr(reading, "MOST_BUFFERS", 3)
 
 
