@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from itertools import count
 from threading import Thread
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from tests.support.standin import Queue, StandIn
-from weightswap_runtime.engines.cuda_graphs import MOST_STREAMS, CudaRecorder, Passing, streams_of
+from weightswap_runtime.engines import cuda_graphs
+from weightswap_runtime.engines.cuda_graphs import CudaRecorder
 from weightswap_runtime.errors import Unsupported
 
 Pool = tuple[int, int]
@@ -87,16 +89,20 @@ class Accelerator(StandIn):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.torch = SimpleNamespace(type="cuda", made=self.made)
+        self.torch = SimpleNamespace(type="cuda", lend=self.lend_stream)
         self.index = next(self.indices)
-        self.pool = [self.stream() for _ in range(MOST_STREAMS)]
-        self.handed = count()
+        self.spare: list[Queue] = []
+        self.lent = 0
 
     indices = count()
 
-    def made(self) -> Queue:
-        """Return the streams of the pool in turn, as torch does."""
-        return self.pool[next(self.handed) % MOST_STREAMS]
+    def lend_stream(self, owner: Any, priority: int) -> Queue:
+        """Lend a stream for as long as `owner` lives."""
+        assert priority == 0
+        self.lent += not self.spare
+        stream = self.spare.pop() if self.spare else self.stream()
+        weakref.finalize(owner, self.spare.append, stream)
+        return stream
 
 
 @pytest.fixture
@@ -105,7 +111,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(Graph, "cuda", made, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.new_pool)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: device.made())
+    monkeypatch.setattr(cuda_graphs, "lend_stream", lambda owner, device, priority: device.lend(owner, priority))
+    monkeypatch.setattr(cuda_graphs, "is_ours", lambda handle: True)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
     monkeypatch.setattr("weightswap_runtime.engines.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
@@ -114,6 +121,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def recorder(accelerator: Accelerator) -> CudaRecorder:
     return CudaRecorder(accelerator)  # type: ignore[arg-type]
+
+
+def warm_ups(accelerator: Accelerator) -> Any:
+    return cuda_graphs._shared_stream("warm-ups", accelerator)  # type: ignore[arg-type]
 
 
 def returning(value: Any) -> Any:
@@ -128,16 +139,15 @@ def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cu
         assert one.record(returning(value))[1] == [value]
         assert one.record(returning(value + 10))[1] == [value + 10]
     assert sorted(cuda.graphs.values()) == [2, 2]
-    assert next(accelerator.handed) == 4  # one each, one for warm-ups, and one for repairs
+    assert accelerator.lent == 3  # one each, and one for warm-ups
     assert cuda.in_order
 
 
-def test_a_stream_is_leased_again_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_lent_again_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator()
     seen: list[int] = []
     free_at_ends: list[int] = []
-    streams = streams_of(accelerator)  # type: ignore[arg-type]
-    monkeypatch.setattr(Graph, "__del__", lambda _: free_at_ends.append(len(streams._free)), raising=False)
+    monkeypatch.setattr(Graph, "__del__", lambda _: free_at_ends.append(len(accelerator.spare)), raising=False)
 
     def record(one: CudaRecorder) -> Any:
         return one.record(lambda: seen.append(accelerator.current_key()) or [])[0]  # type: ignore[func-returns-value]
@@ -156,18 +166,10 @@ def test_a_stream_is_leased_again_once_its_graphs_are_gone(cuda: Cuda, monkeypat
     del second, third
 
 
-def test_a_missing_stream_is_an_error_until_a_session_ends(cuda: Cuda) -> None:
-    accelerator = Accelerator()
-    others = [recorder(accelerator) for _ in range(MOST_STREAMS - 2)]
-    for each in others:
-        each.record(returning(0))
-    last = recorder(accelerator)
-    with pytest.raises(Passing, match="all of torch's 32 streams of priority -2 are taken"):
-        last.record(returning(0))
-    del each
-    others.pop()
-    assert last.record(returning(3))[1] == [3]
-    assert cuda.in_order
+def test_without_streams_of_our_own_graphs_are_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "is_ours", lambda handle: False)
+    with pytest.raises(Unsupported, match="cuda_graphs: CUDA is linked into this build of torch"):
+        recorder(Accelerator())
 
 
 def test_no_garbage_is_collected_while_a_graph_is_captured(cuda: Cuda) -> None:
@@ -230,10 +232,8 @@ def test_the_repairing_capture_has_a_stream_of_its_own(cuda: Cuda, monkeypatch: 
     other.record(returning(0))
     with pytest.raises(torch.AcceleratorError, match="operation not permitted"):
         one.record(refused)
-    streams = streams_of(accelerator)  # type: ignore[arg-type]
     assert len(began) == 3
-    assert began[2] is streams.repairs
-    assert not {id(began[2])} & {id(began[0]), id(began[1]), id(streams.warm_up), id(accelerator.default)}
+    assert not {id(began[2])} & {id(began[0]), id(began[1]), id(warm_ups(accelerator)), id(accelerator.default)}
 
 
 def test_an_error_that_is_not_cuda_s_ends_the_capture(cuda: Cuda) -> None:
@@ -261,7 +261,7 @@ def test_work_of_a_failed_warm_up_precedes_later_work(cuda: Cuda) -> None:
         ask("warm-up")
         raise ValueError("an operator of a package")
 
-    accelerator.slow = streams_of(accelerator).warm_up  # type: ignore[arg-type]
+    accelerator.slow = warm_ups(accelerator)
     ask("before")
     with pytest.raises(ValueError, match="of a package"):
         recorder(accelerator).record(wrong)

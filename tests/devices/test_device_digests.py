@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from weightswap_runtime import DigestMismatch, load
 from weightswap_runtime.format.identity import count_nonfinite
 from weightswap_runtime.memory import device as device_arena
 from weightswap_runtime.memory import torch_device
-from weightswap_runtime.memory.arena import Block, ByteRange, Inspected
+from weightswap_runtime.memory.arena import ByteRange, Content, Inspected
+from weightswap_runtime.memory.device import Blocks
 from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors import BLOCK, DTYPES
 
-Inspect = Callable[[bytearray, Sequence[Block]], list[Inspected]]
+Inspect = Callable[[bytearray, Blocks], Inspected]
 SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]
 SIZES += [BLOCK - 1025, BLOCK - 1024, BLOCK - 1, BLOCK]
 FLOATS = ["F16", "BF16", "F32", "F64", "C64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
@@ -59,12 +60,11 @@ def compiled(folder: Path) -> Inspect:
     subprocess.run(["g++", *options, f'-DSOURCE="{SOURCE}"', str(shim), "-o", str(library)], check=True)
     run = ctypes.CDLL(str(library)).run
 
-    def inspect(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
-        table = np.array([torch_device._part(*block) for block in blocks], torch_device._PART)
-        results = np.zeros(len(blocks), torch_device._RESULT)
+    def inspect(memory: bytearray, blocks: Blocks) -> Inspected:
+        parts, results = torch_device.parts_of(blocks), np.zeros(len(blocks.kinds), torch_device.RESULT)
         content = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
-        run(content, ctypes.c_void_p(table.ctypes.data), ctypes.c_void_p(results.ctypes.data), len(blocks), 3)
-        return [Inspected(bytes(digest), bool(flag)) for digest, flag in results]
+        run(content, ctypes.c_void_p(parts.ctypes.data), ctypes.c_void_p(results.ctypes.data), len(parts), 3)
+        return torch_device.inspected(results)
 
     return inspect
 
@@ -74,22 +74,29 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
     return compiled(tmp_path_factory.mktemp("kernel"))
 
 
-def expected(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
-    contents = [memoryview(memory)[block.slot.offset : block.slot.end] for block in blocks]
-    return [
-        Inspected(blake3(content).digest(), count_nonfinite(block.dtype, content) is not None)
-        for block, content in zip(blocks, contents, strict=True)
-    ]
+def expected(memory: bytearray, blocks: Blocks) -> Inspected:
+    found = Inspected([], [])
+    for index, (offset, length, kind) in enumerate(zip(*blocks[:3], strict=True)):
+        content = memoryview(memory)[offset : offset + length]
+        found.digests.append(blake3(content).digest())
+        if count_nonfinite(blocks.dtypes[kind], content):
+            found.nonfinite.append(index)
+    return found
+
+
+def some(blocks: Blocks, first: int, count: int) -> Blocks:
+    return Blocks(*(column[first : first + count] for column in blocks[:3]), blocks.dtypes)
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_the_kernel_is_blake3(kernel: Inspect) -> None:
-    memory, blocks = bytearray(), []
+    memory, contents = bytearray(), []
     for size in SIZES:
         memory += bytes(-len(memory) % 256)
-        blocks.append(Block(ByteRange(len(memory), size), "U8"))
+        contents.append(Content(ByteRange(len(memory), size), "U8"))
         memory += random.Random(size).randbytes(size)
+    blocks = Blocks.of(contents)
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -98,7 +105,7 @@ def test_the_kernel_is_blake3(kernel: Inspect) -> None:
 @given(chunks=st.integers(0, 1023), rest=st.integers(0, 1024), seed=st.integers(0, 2**32))
 def test_the_kernel_is_blake3_for_any_size(kernel: Inspect, chunks: int, rest: int, seed: int) -> None:
     memory = bytearray(random.Random(seed).randbytes(chunks * 1024 + rest) + b"\0")
-    blocks = [Block(ByteRange(0, len(memory) - 1), "I8")]
+    blocks = Blocks.of([Content(ByteRange(0, len(memory) - 1), "I8")])
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -108,23 +115,24 @@ def test_the_kernel_finds_what_is_not_finite(kernel: Inspect, dtype: str) -> Non
     """Patterns of up to 16 bits, and of the upper 16 of longer elements, each alone somewhere among finite values."""
     size = DTYPES[dtype].bits // 8 // (2 if dtype == "C64" else 1)
     patterns = range(256) if size == 1 else [*range(0, 1 << 16, 1021), 0x7C00, 0x7F80, 0x7F81, 0x7FF0, 0xFFF0, 0xFFFF]
-    slot, memory, blocks = 256, bytearray(), []
+    slot, memory, contents = 256, bytearray(), []
     for pattern in patterns:
         content = bytearray(b"\1" * slot if dtype.startswith("F8_E8") else slot)
         at = random.Random(pattern).randrange(slot // size) * size
         content[at : at + size] = (pattern << 8 * size - min(8 * size, 16)).to_bytes(size, "little")
-        blocks.append(Block(ByteRange(len(memory), slot), dtype))
+        contents.append(Content(ByteRange(len(memory), slot), dtype))
         memory += content
+    blocks = Blocks.of(contents)
     found, wanted = kernel(memory, blocks), expected(memory, blocks)
     assert found == wanted
-    assert {block.has_nonfinite for block in wanted} == {True, False}
+    assert 0 < len(wanted.nonfinite) < len(contents)
 
 
 @needs_compiler
 @given(data=st.binary(max_size=3000), dtype=st.sampled_from(["F64", "F32", "F16", "F8_E5M2"]))
 def test_random_bytes_are_judged_as_on_the_host(kernel: Inspect, data: bytes, dtype: str) -> None:
     memory = bytearray(data[: len(data) // 8 * 8] + bytes(8))
-    blocks = [Block(ByteRange(0, len(memory) - 8), dtype)]
+    blocks = Blocks.of([Content(ByteRange(0, len(memory) - 8), dtype)])
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -154,24 +162,26 @@ class OnDevice:
         self._inspect = inspect
         self.blocks = 0
 
-    def __call__(self, buffer: Any, blocks: Sequence[Block]) -> OnDevice:
+    def __call__(self, buffer: Any, blocks: Blocks) -> OnDevice:
         assert self._device.current() is self._device.inspecting
-        self._memory, self._asked, self._found = buffer.content, blocks, dict[int, Inspected]()
+        self._memory, self._asked = buffer.content, blocks
+        self._digests, self._nonfinite = dict[int, bytes](), list[int]()
         return self
 
     def inspect(self, first: int, count: int) -> None:
         def work() -> bool:
-            some = self._asked[first : first + count]
-            self._found |= dict(zip(range(first, first + count), self._inspect(self._memory, some), strict=True))
+            found = self._inspect(self._memory, some(self._asked, first, count))
+            self._digests |= dict(enumerate(found.digests, first))
+            self._nonfinite += [first + index for index in found.nonfinite]
             return True
 
         assert self._device.current() is self._device.inspecting
         self._device.ask(work)
         self.blocks += count
 
-    def results(self) -> list[Inspected]:
+    def results(self) -> Inspected:
         self._device.finish(self._device.mark(self._device.current()))
-        return [self._found[index] for index in range(len(self._asked))]
+        return Inspected([self._digests[index] for index in range(len(self._asked.kinds))], sorted(self._nonfinite))
 
 
 @pytest.fixture
@@ -254,7 +264,7 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
     model.model.swap(weight_file(0))
     slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
 
-    def turning(memory: bytearray, blocks: Sequence[Block]) -> list[Inspected]:
+    def turning(memory: bytearray, blocks: Blocks) -> Inspected:
         memory[slot.offset] ^= 4
         return expected(memory, blocks)
 
@@ -266,7 +276,9 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wrong_kernel_is_not_used_again(seed: int, device: StandIn, residency: str, tiny: TinyArtifact) -> None:
-    device.inspection = inspector = OnDevice(device, lambda memory, blocks: [Inspected(bytes(32), False)] * len(blocks))
+    device.inspection = inspector = OnDevice(
+        device, lambda memory, blocks: Inspected([bytes(32)] * len(blocks.kinds), [])
+    )
     model = served(tiny, device, residency)
     values = tiny.values(seed)
     values["bias"][1] = torch.nan
@@ -292,7 +304,7 @@ class Refusing(OnDevice):
         setattr(self, method, refuse)
         self._refuses_at_once = refuse if method == "inspector" else None
 
-    def __call__(self, buffer: Any, blocks: Sequence[Block]) -> OnDevice:
+    def __call__(self, buffer: Any, blocks: Blocks) -> OnDevice:
         if self._refuses_at_once is not None:
             self._refuses_at_once()
         return super().__call__(buffer, blocks)
@@ -329,23 +341,23 @@ def test_the_kernel_is_blake3_on_a_gpu(device: str) -> None:
     memory = torch.randint(0, 256, (96 * BLOCK + 12345,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     memory[64 * BLOCK : 80 * BLOCK] = 0
     starts = [random.Random(size).randrange(64 * BLOCK) // 256 * 256 for size in SIZES]
-    slots = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
-    blocks = [Block(slot, "U8") for slot in slots]
-    for index in range(97):
-        slot = ByteRange(index * BLOCK, min(BLOCK, (len(memory) - index * BLOCK) // 8 * 8))
-        blocks.append(Block(slot, [*FLOATS, "U8"][index % 11]))
+    contents = [Content(ByteRange(start, size), "U8") for start, size in zip(starts, SIZES, strict=True)]
+    for index, dtype in enumerate([*FLOATS, "U8"]):
+        contents.append(Content(ByteRange(index * 8 * BLOCK, 8 * BLOCK), dtype))
+    contents.append(Content(ByteRange(80 * BLOCK, 16 * BLOCK + 12344), "F32"))
+    blocks = Blocks.of(contents)
     found = on_gpu(device, memory, blocks)
     assert found == expected(bytearray(memory.numpy().tobytes()), blocks)
-    assert {block.has_nonfinite for block in found} == {True, False}
+    assert 0 < len(found.nonfinite) < len(found.digests)
 
 
-def on_gpu(device: str, memory: torch.Tensor, blocks: Sequence[Block]) -> list[Inspected]:
+def on_gpu(device: str, memory: torch.Tensor, blocks: Blocks) -> Inspected:
     accelerator = torch_device.open_accelerator(device)
     with torch.device(device), accelerator.on(accelerator.inspecting):  # a mode of the thread that swaps
         inspector = accelerator.inspector(TorchBuffer(memory.to(device)), blocks)
         assert inspector is not None
-        for first in range(0, len(blocks), 50):
-            inspector.inspect(first, min(50, len(blocks) - first))
+        for first in range(0, len(blocks.kinds), 50):
+            inspector.inspect(first, min(50, len(blocks.kinds) - first))
         return inspector.results()
 
 

@@ -8,11 +8,9 @@ when new weights are copied there; inputs are copied to where a graph expects th
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
-from threading import Lock, RLock
+from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,15 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_runtime.errors import Unsupported, lacks_memory
 from weightswap_runtime.memory.device import Device, Stream, check_not_capturing
-from weightswap_runtime.memory.torch_device import Accelerator
+from weightswap_runtime.memory.torch_device import Accelerator, is_ours, lend_stream
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_runtime.torch_tensors import default_torch_modes
 
 from .torch_calls import writes_to
 
 MOST = 64  # shapes that are captured at most, unless they are named: each keeps its inputs, outputs and kernels
-MOST_STREAMS = 32  # of one priority in torch
-_PRIORITY = -2  # torch's own code and most applications use no streams of this priority
+_PRIORITY = 0  # of replayed kernels, as of those of other calls
 WARM_UPS = 2  # in their first calls libraries allocate and choose kernels, which a capture does not allow
 _log = logging.getLogger("weightswap.captures")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
@@ -36,10 +33,6 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 Inputs = list[Any]  # flat inputs of a method
 Function = Callable[[], list[Any]]
 Recorded = tuple[Callable[[], object], list[Any]]
-
-
-class Passing(Exception):
-    """A call cannot be captured now, but perhaps after the next swap."""
 
 
 class GraphRecorder(Protocol):
@@ -86,7 +79,7 @@ class Shapes:
         _log.warning("%s: calls run without a CUDA graph: %s", method, reason)
 
     def try_again(self) -> None:
-        """Forget failures that were due to a lack of memory or streams."""
+        """Forget failures that were due to a lack of memory."""
         while self._passing:
             self.failures.pop(self._passing.pop(), None)
 
@@ -119,10 +112,11 @@ class Captures:
         self._run = run
         self._lock = RLock()  # a signal handler may call the model
         self._captured: dict[Hashable, _CapturedCall] = {}
-        self._last = device.current()  # the stream of the last replay: one of torch's, which are never destroyed
+        # the stream of the last replay: one of torch's, which are never destroyed
+        self._last, self._last_key = device.current(), device.current_key()
 
     def try_again(self) -> None:
-        """Let the next calls try the captures again that failed for lack of memory or streams."""
+        """Let the next calls try the captures again that failed for lack of memory."""
         self._shapes.try_again()
 
     def capture_named(self) -> None:
@@ -151,11 +145,11 @@ class Captures:
 
     def _follow(self) -> None:
         """Let the current stream wait for the last replay, if that was in another stream."""
-        stream, last = self._device.current(), self._last
-        if stream != last:
-            check_not_capturing(self._device, last)
-            self._device.wait(stream, self._device.mark(last))
-            self._last = stream
+        if (key := self._device.current_key()) != self._last_key:
+            check_not_capturing(self._device, self._last)
+            stream = self._device.current()
+            self._device.wait(stream, self._device.mark(self._last))
+            self._last, self._last_key = stream, key
 
     def _lend(self, captured: _CapturedCall) -> None:
         key = self._device.current_key()
@@ -172,8 +166,8 @@ class Captures:
                     self._captured[key] = self._record(method, inputs, last)
                     self._shapes.note(key, method, inputs)
         except Exception as error:
-            passing = isinstance(error, Passing) or lacks_memory(error)
-            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}", passing)
+            reason = f"{last.name}: {type(error).__name__}: {error}"
+            self._shapes.failed(key, method, reason, passing=lacks_memory(error))
         return self._captured.get(key)
 
     def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
@@ -214,8 +208,6 @@ class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _capturing = RLock()  # torch's generator of a device knows of one capture at a time; a signal handler may call a model
 _failed: list[torch.cuda.CUDAGraph] = []  # kept alive, as torch's host allocator never stops querying them
-_streams_by_device: dict[int, CaptureStreams] = {}
-_creating = Lock()
 
 
 class CudaRecorder:
@@ -226,12 +218,8 @@ class CudaRecorder:
         if accelerator.torch.type != "cuda":
             raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: CUDA graphs need a CUDA device")
         self._accelerator = accelerator
-        self._streams = streams_of(accelerator)
+        self._stream = OwnStream(accelerator)
         self._pool = torch.cuda.graph_pool_handle()
-
-    @cached_property
-    def _lease(self) -> _StreamLease:
-        return self._streams.take()  # not before the first capture, as there are few
 
     def record(self, function: Function) -> Recorded:
         """Warm the function up, then record it. Unlike with `torch.cuda.graph`, other threads and streams keep running.
@@ -240,7 +228,7 @@ class CudaRecorder:
         """
         outer = self._accelerator.current()
         with _capturing:
-            stream = self._lease.stream
+            stream = self._stream.stream
             self._warm_up(function, outer)
             with self._accelerator.on(stream), without_garbage_collection():  # which may unload kernels
                 try:
@@ -255,7 +243,7 @@ class CudaRecorder:
 
     def _warm_up(self, function: Function, outer: Stream) -> None:
         """Run in a stream that all recorders share: torch's allocator caches memory per stream."""
-        stream = self._streams.warm_up
+        stream = _shared_stream("warm-ups", self._accelerator)
         with self._accelerator.on(stream):
             self._accelerator.wait(stream, self._accelerator.mark(outer))
             try:
@@ -275,7 +263,7 @@ class CudaRecorder:
         except BaseException:
             self._recover(graph)
             raise
-        return _Replay(graph, self._lease), outputs
+        return _Replay(graph, self._stream), outputs
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that has failed: `capture_end` raises before it has reset the allocator and the generator.
@@ -302,7 +290,7 @@ class CudaRecorder:
 
         The stream is one in which nothing else is captured: with the graph, torch drops cuBLAS's memory of the stream.
         """
-        with self._accelerator.on(self._streams.repairs):
+        with self._accelerator.on(_shared_stream("repairs", self._accelerator)):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self._accelerator.torch)  # torch warns of an empty one
@@ -310,11 +298,11 @@ class CudaRecorder:
 
 
 class _Replay:
-    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is leased again."""
+    """A graph. Its destructor drops cuBLAS's memory of the stream, so it must run before the stream is lent again."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, lease: _StreamLease) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: OwnStream) -> None:
         self._graph = graph
-        self._lease = lease
+        self._stream = stream
         self._replay = graph.replay
 
     def __call__(self) -> None:
@@ -324,48 +312,26 @@ class _Replay:
         del self._replay, self._graph
 
 
-class _StreamLease:
-    """A stream that nobody else captures in, as long as this object lives."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-
-class CaptureStreams:
-    """Streams of one device, each leased to one session at a time, and one shared stream for warm-ups.
+class OwnStream:
+    """A stream in which nobody else captures, as long as this object lives.
 
     A graph keeps the scratch memory of cuBLAS for the recording thread and stream. If two sessions shared a stream,
     their replays, which are not in order with each other, would share that memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._lock = Lock()
-        self._free: list[Stream] = []
-        self._used_ids: set[int] = set()
-        self._torch = accelerator.torch
-        self.warm_up = self._new()
-        self.repairs = self._new()
-
-    def take(self) -> _StreamLease:
-        """Lease a stream. Raises Passing if sessions that capture use all of them."""
-        with self._lock:
-            lease = _StreamLease(self._free.pop() if self._free else self._new())
-        weakref.finalize(lease, self._free.append, lease.stream).atexit = False
-        return lease
-
-    def _new(self) -> Stream:
-        for _ in range(MOST_STREAMS):
-            stream = torch.cuda.Stream(self._torch, priority=_PRIORITY)  # type: ignore[no-untyped-call]
-            if stream.stream_id not in self._used_ids:  # torch hands them out round-robin
-                self._used_ids.add(stream.stream_id)
-                return stream
-        streams = f"all of torch's {MOST_STREAMS} streams of priority {_PRIORITY}"
-        raise Passing(f"{streams} are taken by sessions that capture; close some")
+        """Raises Unsupported where only torch itself can create streams, as it deals the same ones to others."""
+        self.stream: Stream = lend_stream(self, accelerator.torch, _PRIORITY)
+        if not is_ours(self.stream.stream_id):
+            raise Unsupported("cuda_graphs: CUDA is linked into this build of torch, so no stream is ours alone")
 
 
-def streams_of(accelerator: Accelerator) -> CaptureStreams:
-    """Return the streams of a device, which all models share."""
-    with _creating:
-        if accelerator.index not in _streams_by_device:
-            _streams_by_device[accelerator.index] = CaptureStreams(accelerator)
-        return _streams_by_device[accelerator.index]
+_shared: dict[tuple[str, int], OwnStream] = {}
+
+
+def _shared_stream(purpose: str, accelerator: Accelerator) -> Stream:
+    """Return a stream of a device that all recorders share, one at a time."""
+    key = purpose, accelerator.index
+    if key not in _shared:
+        _shared[key] = OwnStream(accelerator)
+    return _shared[key].stream

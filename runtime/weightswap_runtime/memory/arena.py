@@ -40,29 +40,29 @@ class ByteRange(NamedTuple):
         return (ByteRange(start, min(most, self.end - start)) for start in range(self.offset, self.end, most))
 
 
-class Block(NamedTuple):
-    """A block of a weight, of at most BLOCK bytes: where it is in an arena, and its elements' dtype."""
+class Content(NamedTuple):
+    """A tensor in an arena: where it is, and the dtype of its elements."""
 
     slot: ByteRange
     dtype: str
 
 
 class Inspected(NamedTuple):
-    """What an arena has found in a block."""
+    """What an arena has found in the blocks of some tensors."""
 
-    digest: bytes
-    has_nonfinite: bool
+    digests: list[bytes]
+    nonfinite: list[int]  # the indices of blocks with values that are not finite
 
 
 class Inspection(Protocol):
-    """Blocks that an arena inspects where they are, while others are still being written."""
+    """Blocks of tensors that an arena inspects where they are, while others are still being written."""
 
     def written(self, first: int, count: int) -> None:
         """Note that so many blocks from an index on are written, or enqueued to be. Called in any thread."""
         ...
 
-    def results(self) -> list[Inspected] | None:
-        """Return what was found, in the order of the blocks; None if it could not be, or turns out to be wrong."""
+    def results(self) -> Inspected | None:
+        """Return what was found; None if it could not be, or turns out to be wrong."""
         ...
 
 
@@ -141,8 +141,8 @@ class Arena(Destination, Protocol):
         """Raise DeviceError if `writing` would, with nothing done."""
         ...
 
-    def inspecting(self, blocks: Sequence[Block]) -> AbstractContextManager[Inspection | None]:
-        """Return a context in which the arena inspects what is written; with None, who writes has to."""
+    def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[Inspection | None]:
+        """Return a context in which the arena inspects tensors' blocks, in this order; with None, who writes has to."""
         ...
 
 
@@ -203,7 +203,7 @@ class HostArena:
     def check_streams(self) -> None:
         """Do nothing: there are no streams."""
 
-    def inspecting(self, blocks: Sequence[Block]) -> AbstractContextManager[None]:
+    def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[None]:
         """Return None: the threads that read inspect what is in their caches."""
         return nullcontext()
 

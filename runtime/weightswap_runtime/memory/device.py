@@ -14,14 +14,16 @@ from itertools import pairwise
 from threading import Condition, Lock, RLock
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from blake3 import blake3
 
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
+from weightswap_runtime.tensors import BLOCK
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, Block, ByteRange, Inspected, Inspection, allocate, copy_bytes
+from .arena import Arena, ArenaLayout, ByteRange, Content, Inspected, Inspection, allocate, copy_bytes
 from .host import available
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
@@ -54,9 +56,33 @@ class Inspector(Protocol):
         """Inspect so many blocks from an index on."""
         ...
 
-    def results(self) -> list[Inspected]:
+    def results(self) -> Inspected:
         """Return what was found in all blocks. The host waits."""
         ...
+
+
+class Blocks(NamedTuple):
+    """Blocks of tensors in a buffer, one row for each; a Python object for each would take longer than its copy."""
+
+    offsets: np.ndarray  # int64, in bytes
+    lengths: np.ndarray  # int64, in bytes
+    kinds: np.ndarray  # indices of their dtypes
+    dtypes: list[str]
+
+    @classmethod
+    def of(cls, contents: Sequence[Content]) -> Blocks:
+        slots = np.array([content.slot for content in contents], np.int64)
+        dtypes = sorted({content.dtype for content in contents})
+        kinds = np.array([dtypes.index(content.dtype) for content in contents])
+        counts = np.maximum(1, -(-slots[:, 1] // BLOCK))  # an empty tensor has one block
+        starts = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK
+        lengths = np.minimum(BLOCK, np.repeat(slots[:, 1], counts) - starts)
+        return cls(np.repeat(slots[:, 0], counts) + starts, lengths, np.repeat(kinds, counts), dtypes)
+
+    def windows(self, nbytes: int) -> list[int]:
+        """Return the ends of windows of about so many bytes, as indices."""
+        numbers = (self.lengths.cumsum() - self.lengths) // nbytes
+        return [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
 
 
 class Device(Protocol):
@@ -127,7 +153,7 @@ class Device(Protocol):
         """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
         ...
 
-    def inspector(self, buffer: Buffer, blocks: Sequence[Block]) -> Inspector | None:
+    def inspector(self, buffer: Buffer, blocks: Blocks) -> Inspector | None:
         """Return an inspector of blocks; None if the device has none. Raises what the device reports."""
         ...
 
@@ -325,11 +351,11 @@ class DeviceArena(Region):
             self.write(begin, other.fetch(begin, end - begin))
 
     @contextmanager
-    def inspecting(self, blocks: Sequence[Block]) -> Iterator[Inspection | None]:
-        if self.layout.nbytes < LEAST or not blocks:
+    def inspecting(self, contents: Sequence[Content]) -> Iterator[Inspection | None]:
+        if self.layout.nbytes < LEAST or not contents:
             yield None
             return
-        inspection = _DeviceInspection(self, blocks)
+        inspection = _DeviceInspection(self, Blocks.of(contents))
         try:
             yield inspection if inspection.error is None else None
         finally:  # what comes next in this memory
@@ -339,11 +365,11 @@ class DeviceArena(Region):
 class _DeviceInspection:
     """Inspection of an arena in a stream of its own, beside copies to the device: each window once it is complete."""
 
-    def __init__(self, arena: DeviceArena, blocks: Sequence[Block]) -> None:
+    def __init__(self, arena: DeviceArena, blocks: Blocks) -> None:
         self._arena, self._device, self._blocks = arena, arena.device, blocks
         self.error: str | None = None  # why there will be no results
         self._inspector: Inspector | None = None
-        self._ends = _windows(blocks)
+        self._ends = blocks.windows(WINDOW)
         self._missing = [end - begin for begin, end in pairwise([0, *self._ends])]
         self._lock = Lock()
         self._device.wait(self._device.inspecting, self._device.mark(arena._stream))  # the memory is ours by then
@@ -371,16 +397,17 @@ class _DeviceInspection:
             if self._inspector is not None:
                 self._inspector.inspect(begin, end - begin)
 
-    def results(self) -> list[Inspected] | None:
-        found: list[Inspected] = []
+    def results(self) -> Inspected | None:
+        found: Inspected | None = None
         with self._reporting(), self._device.on(self._device.inspecting):
             if self._inspector is not None and self.error is None:
                 found = self._inspector.results()
-        if self.error is not None:
+        if found is None:
             return None
         # the kernel was compiled for whatever GPU this is: one block that the host hashes, too, shows that it works
-        index, block = max(enumerate(self._blocks), key=lambda item: item[1].slot.nbytes)
-        if found[index].digest == blake3(self._arena.fetch(*block.slot)).digest():
+        index = int(self._blocks.lengths.argmax())
+        content = self._arena.fetch(int(self._blocks.offsets[index]), int(self._blocks.lengths[index]))
+        if found.digests[index] == blake3(content).digest():
             return found
         self._device.distrust_inspector("the device computed a wrong digest for a block of weights")
         return None
@@ -394,17 +421,6 @@ class _DeviceInspection:
             self.error = f"{type(error).__name__}: {error}"
             if not lacks_memory(error):  # the next attempt may have more memory
                 self._device.distrust_inspector(self.error)
-
-
-def _windows(blocks: Sequence[Block]) -> list[int]:
-    """Return the ends of windows of about WINDOW bytes, as indices of blocks."""
-    ends, size = list[int](), 0
-    for index, block in enumerate(blocks, 1):
-        size += block.slot.nbytes
-        if size >= WINDOW or index == len(blocks):
-            ends.append(index)
-            size = 0
-    return ends
 
 
 class Ring:

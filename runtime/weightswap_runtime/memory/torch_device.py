@@ -18,7 +18,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock, RLock
@@ -31,17 +31,17 @@ from weightswap_runtime.format.identity import nonfinite_pattern
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
-from .arena import Block, ByteRange, Inspected
-from .device import Inspector, Ring
+from .arena import Inspected
+from .device import Blocks, Inspector, Ring
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 URGENT = 8  # buffers for copies that calls wait for
 SOURCE = Path(__file__).with_name("blake3.cu")
-_KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and _RESULT
+_KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and RESULT
 _PART = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), *((name, "<u4") for name in ("value", "mask", "even", "odd", "ones", "_"))]
 )
-_RESULT = np.dtype([("digest", "V32"), ("has_nonfinite", "<u4")])
+RESULT = np.dtype([("digest", "V32"), ("has_nonfinite", "<u4")])
 _LOW, _HIGH = 0, -1  # priorities of streams
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the default stream
 _SPECIAL_HANDLES = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # which stand for other streams
@@ -191,7 +191,7 @@ class Accelerator:
             return {}
 
     @default_torch_modes()
-    def inspector(self, buffer: Any, blocks: Sequence[Block]) -> Inspector | None:
+    def inspector(self, buffer: Any, blocks: Blocks) -> Inspector | None:
         kernel = _kernel_of(self.torch) if self._on_cuda else None
         return None if kernel is None else TorchInspector(self.torch, kernel, buffer, blocks)
 
@@ -325,42 +325,59 @@ _created: set[int] = set()  # handles
 class TorchInspector:
     """Inspector of blocks in a CUDA buffer: BLAKE3 digests, and whether values are not finite."""
 
-    def __init__(self, device: torch.device, kernel: Kernel, buffer: TorchBuffer, blocks: Sequence[Block]) -> None:
+    def __init__(self, device: torch.device, kernel: Kernel, buffer: TorchBuffer, blocks: Blocks) -> None:
         self._device, self._kernel, self._buffer = device, kernel, buffer
-        table = np.array([_part(*block) for block in blocks], _PART)
-        self._parts = torch.from_numpy(table.view(np.uint8)).pin_memory().to(device, non_blocking=True)
-        self._results = torch.empty(len(blocks) * _RESULT.itemsize, dtype=torch.uint8, device=device)
+        parts = torch.from_numpy(parts_of(blocks).view(np.uint8))
+        self._parts = parts.pin_memory().to(device, non_blocking=True)
+        self._results = torch.empty(len(blocks.kinds) * RESULT.itemsize, dtype=torch.uint8, device=device)
         # half of the processors are faster than any bus, and leave the others, and half of the time, to calls
         self._grid = max(1, torch.cuda.get_device_properties(device).multi_processor_count // 2)
 
     @default_torch_modes()
     def inspect(self, first: int, count: int) -> None:
-        parts, results = self._parts[first * _PART.itemsize :], self._results[first * _RESULT.itemsize :]
+        parts, results = self._parts[first * _PART.itemsize :], self._results[first * RESULT.itemsize :]
         with torch.cuda.device(self._device):
             self._kernel((min(self._grid, count), 1, 1), (_THREADS, 1, 1), [self._buffer.tensor, parts, results, count])
 
     @default_torch_modes()
-    def results(self) -> list[Inspected]:
+    def results(self) -> Inspected:
         found = torch.empty(self._results.shape, dtype=torch.uint8, pin_memory=True)
         found.copy_(self._results, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
         done.synchronize()
-        return [Inspected(bytes(digest), bool(flag)) for digest, flag in found.numpy().view(_RESULT)]
+        return inspected(found.numpy().view(RESULT))
 
 
-def _part(slot: ByteRange, dtype: str) -> tuple[int, ...]:
-    """Return a block as the kernel takes it: for each lane of a 32-bit word the value and mask that are not finite."""
+def inspected(results: np.ndarray) -> Inspected:
+    """Return what the kernel has written."""
+    digests = results["digest"].tobytes()
+    nonfinite = np.flatnonzero(results["has_nonfinite"]).tolist()
+    return Inspected([digests[at : at + 32] for at in range(0, len(digests), 32)], nonfinite)
+
+
+def parts_of(blocks: Blocks) -> np.ndarray:
+    """Return blocks as the kernel takes them."""
+    parts = np.zeros(len(blocks.kinds), _PART)
+    parts["offset"], parts["length"] = blocks.offsets, blocks.lengths
+    patterns = np.array([_lanes(dtype) for dtype in blocks.dtypes], np.uint32)[blocks.kinds]
+    for column, name in enumerate(("value", "mask", "even", "odd", "ones")):
+        parts[name] = patterns[:, column]
+    return parts
+
+
+def _lanes(dtype: str) -> tuple[int, int, int, int, int]:
+    """Return which elements in the lanes of a 32-bit word are not finite, as the kernel takes it."""
     pattern = nonfinite_pattern(dtype)
     if pattern is None:
-        return (*slot, 0, 0, 0, 0, 0, 0)
+        return 0, 0, 0, 0, 0
     size, value, mask = pattern
     if size == 8:  # the upper half, in every second word, decides
         assert not mask & 0xFFFF_FFFF
-        return (*slot, value >> 32, mask >> 32, 0, 1 << 31, 1, 0)
+        return value >> 32, mask >> 32, 0, 1 << 31, 1
     ones = sum(1 << 8 * at for at in range(0, 4, size))
     highest = ones << (8 * size - 1)
-    return (*slot, value * ones, mask * ones, highest, highest, ones, 0)
+    return value * ones, mask * ones, highest, highest, ones
 
 
 Kernel = Callable[..., None]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,8 +30,8 @@ from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import (
     Arena,
-    Block,
     ByteRange,
+    Content,
     Destination,
     Inspected,
     Inspection,
@@ -132,11 +135,10 @@ def read_tensors(
 
 def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, job: Job) -> None:
     """Read tensors that the arena keeps in the file's order; if it can, it inspects the bytes that arrived."""
-    ordered, blocks = list[Piece](), list[Block]()
-    for piece in _in_file_order(pieces):
-        ordered.append(piece._replace(first=len(blocks)))
-        blocks += [Block(slot, piece.dtype) for slot in _slots(piece)]
-    with arena.inspecting(blocks) as inspection:
+    ordered = _in_file_order(pieces)
+    firsts = accumulate((block_count(piece.slot.nbytes) for piece in ordered), initial=0)
+    ordered = [piece._replace(first=first) for piece, first in zip(ordered, firsts, strict=False)]
+    with arena.inspecting([Content(piece.slot, piece.dtype) for piece in ordered]) as inspection:
         if inspection is not None:
             read_pieces(ordered, workers, job, inspection)
             found = inspection.results()
@@ -146,29 +148,20 @@ def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, j
     read_pieces(ordered, workers, job)  # once more, if the arena could not inspect it
 
 
-def _take_over(
-    pieces: Sequence[Piece], found: Sequence[Inspected], arena: Arena, workers: WorkerThreads, job: Job
-) -> None:
+def _take_over(pieces: Sequence[Piece], found: Inspected, arena: Arena, workers: WorkerThreads, job: Job) -> None:
     """Take over what an arena has found; values that are not finite are counted here."""
-    suspects: list[tuple[Piece, ByteRange]] = []
     for piece in pieces:
-        slots = list(_slots(piece))
-        of_piece = found[piece.first : piece.first + len(slots)]
-        piece.digests[:] = [block.digest for block in of_piece]
-        suspects += [(piece, slot) for slot, block in zip(slots, of_piece, strict=True) if block.has_nonfinite]
+        piece.digests[:] = found.digests[piece.first : piece.first + len(piece.digests)]
 
-    def count(suspect: tuple[Piece, ByteRange]) -> None:
+    def count(index: int) -> None:
         job.check()
-        piece, slot = suspect
-        if counts := count_nonfinite(piece.dtype, arena.fetch(*slot)):
+        piece = pieces[bisect_right(pieces, index, key=attrgetter("first")) - 1]
+        start = (index - piece.first) * BLOCK
+        block = arena.fetch(piece.slot.offset + start, min(BLOCK, piece.slot.nbytes - start))
+        if counts := count_nonfinite(piece.dtype, block):
             piece.nonfinite.append(counts)
 
-    workers.run_all(count, suspects)
-
-
-def _slots(piece: Piece) -> Iterator[ByteRange]:
-    """Return the slots of a piece's blocks; an empty tensor has one."""
-    return piece.slot.split(BLOCK) if piece.slot.nbytes else iter([piece.slot])
+    workers.run_all(count, found.nonfinite)
 
 
 def batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
