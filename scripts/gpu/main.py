@@ -65,7 +65,7 @@ def _prepare(site: Path) -> None:
     """Set the environment of the steps' processes: paths of the sources, and of packages that the interpreter lacks."""
     site.mkdir()
     paths = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", ROOT / "scripts" / "gpu", site)]
-    sys.path += paths  # the steps' needs are looked for there
+    sys.path[:0] = paths  # the steps' needs are looked for there first, as their processes do
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # with it results differ from the CPU's
