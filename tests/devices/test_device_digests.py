@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from torch import nn
 
 from tests.devices.test_standin_storm import Served, values_of
@@ -27,13 +29,18 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import export, pack
 from weightswap_runtime import DigestMismatch, load
 from weightswap_runtime.format.identity import count_nonfinite
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory import device as device_arena
 from weightswap_runtime.memory import torch_device
-from weightswap_runtime.memory.arena import ByteRange, Content, Inspected
-from weightswap_runtime.memory.device import Blocks
+from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, Content, Inspected
+from weightswap_runtime.memory.device import Blocks, DeviceArena, Ring
 from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
+from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging import reading
-from weightswap_runtime.tensors import BLOCK, DTYPES
+from weightswap_runtime.tensors import BLOCK, DTYPES, block_digests
+from weightswap_runtime.threads import WorkerThreads
 
 Inspect = Callable[[bytearray, Blocks], Inspected]
 SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]
@@ -235,6 +242,51 @@ def test_windows_are_inspected_while_others_are_copied(
     by_host = served(tiny, device, residency).model.swap(path, allow_nonfinite=True)
     assert (receipt.weights_id, receipt.nonfinite) == (by_host.weights_id, by_host.nonfinite)
     assert receipt.nonfinite["weight"].nan == 1
+
+
+def test_what_the_device_inspects_is_read_in_large_pieces(
+    device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read costs the interpreter as much as a fraction of a MiB."""
+    layout = ArenaLayout([NamedTensor(name=name, dtype="U8", shape=(20 * BLOCK + 5,)) for name in "ab"])
+    path = tmp_path / "w.safetensors"
+    save_file({name: np.full(20 * BLOCK + 5, ord(name), np.uint8) for name in "ab"}, path)
+    reads: list[int] = []
+    read_into = LocalFile.read_into
+
+    def counted(file: LocalFile, buffers: list[memoryview], offset: int) -> None:
+        reads.append(sum(map(len, buffers)))
+        read_into(file, buffers, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    device.inspection = OnDevice(device)
+    arena = DeviceArena(device, layout, Ring(device, 4), serves=True)
+    with open_weights(path) as weights, arena.writing():
+        found = reading.read_tensors(weights, {name: (name,) for name in "ab"}, arena, WorkerThreads(2), Job())
+    large = [size for size in reads if size > BLOCK]  # all but the header
+    assert len(large) == 4
+    assert sum(large) == 2 * (20 * BLOCK + 5)
+    for name in "ab":
+        content = bytes([ord(name)]) * (20 * BLOCK + 5)
+        assert found.digests[name] == block_digests(memoryview(content))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5 * BLOCK), st.sampled_from(FLOATS)), min_size=1, max_size=20), st.data())
+def test_blocks_are_those_of_each_tensor(tensors: list[tuple[int, str]], data: st.DataObject) -> None:
+    offset, contents, wanted = 0, [], []
+    for size, dtype in tensors:
+        slot = ByteRange(offset, size)
+        contents.append(Content(slot, dtype))
+        wanted += [(*part, dtype) for part in (slot.split(BLOCK) if size else [slot])]
+        offset += -(-size // 256) * 256
+    blocks = Blocks.of(contents)
+    assert [(*row[:2], blocks.dtypes[row[2]]) for row in zip(*blocks[:3], strict=True)] == wanted
+    window = data.draw(st.integers(1, 8 * BLOCK))
+    ends = blocks.windows(window)
+    assert ends[-1] == len(wanted)
+    assert ends == sorted(set(ends))
+    sizes = [sum(size for _, size, _ in wanted[begin:end]) for begin, end in pairwise([0, *ends])]
+    assert max(sizes) < window + BLOCK
 
 
 def test_the_device_refuses_a_damaged_file_as_the_host_does(

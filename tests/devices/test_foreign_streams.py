@@ -105,6 +105,41 @@ def test_an_application_s_capture_contains_no_part_of_a_swap(
     assert served.weights(last.content) == values_of(0)
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_capture_that_begins_while_calls_are_held_refuses_the_commit_alone(
+    failed: bool, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "device", device, "host")
+    served.model.swap(weight_file(0))
+    stream = device.stream()
+    with device.on(stream):
+        served.call()
+    gate = served.model._store._residency._gate  # type: ignore[attr-defined]
+    if failed:
+        gate.fail("an earlier commit has failed")
+    fail = gate.fail
+
+    def begin(reason: str) -> None:  # the last thing that a commit does before it writes
+        stream.capturing = True
+        fail(reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "fail", begin)
+        with pytest.raises(DeviceError, match="is being captured"):
+            served.model.swap(weight_file(1))
+    stream.capturing = False
+    assert served.model.failed == failed
+    if not failed:
+        found = served.call()
+        device.drain()
+        assert served.weights(found.content) == values_of(0)
+    served.model.swap(weight_file(1))
+    last = served.call()
+    device.drain()
+    assert served.weights(last.content) == values_of(1)
+
+
 def a_stream(stream_id: int, handle: int = 0) -> Any:
     return SimpleNamespace(stream_id=stream_id, cuda_stream=handle)
 

@@ -7,15 +7,18 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count, pairwise
+from threading import Thread
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from tests.support.standin import Broken, Memory, StandIn
-from weightswap_runtime.errors import OutOfMemory
+from tests.support.standin import Broken, Mark, Memory, Queue, StandIn
+from weightswap_runtime.errors import OutOfMemory, StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory import device as device_module
@@ -31,6 +34,8 @@ from weightswap_runtime.memory.arena import (
 )
 from weightswap_runtime.memory.device import BUFFER_BYTES, SHARE, DeviceArena, Region, Ring, plan_runs
 from weightswap_runtime.memory.device_memory import DeviceMemory, DevicePatch
+from weightswap_runtime.staging.reading import Piece, read_pieces
+from weightswap_runtime.tensors import BLOCK
 from weightswap_runtime.threads import WorkerThreads
 
 SIZE = 3 * BUFFER_BYTES + 12345
@@ -67,6 +72,74 @@ def test_what_an_interrupted_thread_has_taken_comes_back() -> None:
         raise KeyboardInterrupt
     with ring.take(device.staging) as buffer:
         assert buffer.nbytes == BUFFER_BYTES
+
+
+def test_what_is_slow_shares_half_of_the_buffers() -> None:
+    """Two stagings at a low rate, each with more threads than buffers, leave some to one that is not limited."""
+    device, workers = AtOnce(0), WorkerThreads(8)
+    ring = Ring(device, 4)
+    ring.allocate()
+    slow = [Job(rate_limit=1e6) for _ in range(2)]
+    threads = [Thread(target=partial(stage, device, ring, workers, job)) for job in slow]
+    for thread in threads:
+        thread.start()
+    try:
+        soon = time.monotonic() + 30
+        while sum(turn.is_held for turn in ring._turns) < 2 and time.monotonic() < soon:
+            time.sleep(0.001)
+        assert stage(device, ring, workers, Job())
+        assert sum(turn.is_held for turn in ring._turns) == 2
+        assert all(thread.is_alive() for thread in threads)
+    finally:
+        for job in slow:
+            job.cancel()
+        for thread in threads:
+            thread.join()
+    assert not any(turn.is_held for turn in ring._turns)
+
+
+class AtOnce(StandIn):
+    """A device that has done its work when it is asked for it."""
+
+    def ask(self, work: Callable[[], bool]) -> None:
+        work()
+
+    def mark(self, stream: Queue) -> Mark:
+        mark = Mark()
+        mark.done = True
+        return mark
+
+    def wait(self, stream: Queue, mark: Mark) -> None:
+        pass
+
+
+def stage(device: StandIn, ring: Ring, workers: WorkerThreads, job: Job) -> bool:
+    """Read 64 MiB through a ring. Return False if the job was cancelled."""
+    total = 64 << 20
+    region = Region(device, total, ring)
+    piece = Piece("w", "I8", Zeros(), 0, region, ByteRange(0, total), [b""] * (total // BLOCK), [])
+    with suppress(StageCancelled), region.writing():
+        read_pieces([piece], workers, job)
+        return True
+    return False
+
+
+class Zeros:
+    """A source that needs no time."""
+
+    where, size, unit = "zeros", 64 << 20, None
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        pass
+
+    def await_stable_mtime(self) -> None:
+        pass
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:

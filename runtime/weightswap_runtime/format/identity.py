@@ -20,7 +20,7 @@ from .manifest import Manifest, NamedTensor
 from .names import part_of, patterns
 from .safetensors import weights_id
 
-STEP = 1 << 20  # bytes that are inspected at a time: they stay in the cache
+STEP = 4 << 20  # bytes that are inspected at a time: they stay in the cache
 Allowed = bool | frozenset[str] | None  # all, none, or the names of some weights
 _ADVICE = (
     "Do not serve them; check the training that wrote them. If they are intended, allow_nonfinite=True accepts them, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn, Protocol, get_args
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
     RESTART,
+    DeviceError,
     ModelClosed,
     ModelFailed,
     NothingToRollBack,
@@ -327,15 +328,16 @@ class Single:
         kept = self._snapshot(source)
         undo = self._undo(source, staged, kept)
         with self._gate.hold(self._live, timeout, check) as hold:
-            self._live.arena.check_streams()  # a refusal here leaves the model as it is
+            served, broken = self._gate.current, self._gate.broken
             with self._failed_until_exchange():
                 before, self._previous = self._previous, kept
                 refusal = self._copy(source, version, staged, undo)
-                if refusal is None or undo is None:
-                    self._gate.exchange(version)
-                else:
+                if refusal is not None:
                     self._previous = before
-                    self._gate.exchange(undo.version)
+                if refusal is not None and broken is not None:
+                    self._gate.fail(broken)  # as it was
+                else:
+                    self._gate.exchange(version if refusal is None or served is None else served)
         self._synchronize()
         try:
             if refusal is not None:
@@ -364,9 +366,16 @@ class Single:
     def _copy(
         self, source: Arena | Patch, version: Version[Session], staged: Session | None, undo: _Undo | None
     ) -> SwapError | None:
-        """Copy the weights and what depends on them alone; return the error if `undo` has restored the old ones."""
+        """Copy the weights and what depends on them alone.
+
+        Return the error if nothing was written, or if `undo` has restored the old weights.
+        """
         where = f"the weights {version.weights_id[:12]}"
-        with self._live.arena.writing(urgent=True):
+        with ExitStack() as writing:
+            try:
+                writing.enter_context(self._live.arena.writing(urgent=True))
+            except DeviceError as error:  # the application captures a stream of calls
+                return error
             source.write_to(self._live.arena, self._workers)
             try:
                 if staged is None:
@@ -398,7 +407,7 @@ class Single:
             content = kept[0]
         else:
             return None
-        return _Undo(content, self._live.keep_prologues(), current)
+        return _Undo(content, self._live.keep_prologues())
 
     def _synchronize(self) -> None:
         """Wait for the device, while calls go on: after that the source of the copy may be freed."""
@@ -443,7 +452,6 @@ class _Undo(NamedTuple):
 
     content: Arena | Patch  # the old weights
     restore_prologues: Callable[[], None]
-    version: Version[Session]
 
 
 class Ended:

@@ -126,6 +126,7 @@ class Arena(Destination, Protocol):
 
         It does not hold calls; the gate does. On an accelerator the host does not wait: streams keep the order.
         urgent: calls are held meanwhile. join: the block may be nested in another such block, and run beside calls.
+        Raises DeviceError, with nothing done, while the application captures a stream that calls have used.
         """
         ...
 
@@ -135,10 +136,6 @@ class Arena(Destination, Protocol):
 
     def synchronize(self) -> None:
         """Wait until all writes are done. Raises what the device reports."""
-        ...
-
-    def check_streams(self) -> None:
-        """Raise DeviceError if `writing` would, with nothing done."""
         ...
 
     def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[Inspection | None]:
@@ -199,9 +196,6 @@ class HostArena:
 
     def synchronize(self) -> None:
         """Do nothing: writes are done when they return."""
-
-    def check_streams(self) -> None:
-        """Do nothing: there are no streams."""
 
     def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[None]:
         """Return None: the threads that read inspect what is in their caches."""

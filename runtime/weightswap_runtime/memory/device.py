@@ -218,22 +218,18 @@ class Region:
         for stream in (self.device.staging, self.device.commits):
             self.device.wait(stream, mark)
 
-    def check_streams(self) -> None:
-        """Raise DeviceError if a write would become a part of a CUDA graph that the application captures."""
-        for stream, _ in list(self._users.values()):
-            check_not_capturing(self.device, stream)
-
     @contextmanager
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
         """Let the block write, in a stream in order with all calls, which does not become the thread's current stream.
 
-        join: within another such block do nothing; elsewhere calls may begin and run meanwhile. Raises what
-        `check_streams` raises, with nothing done.
+        join: within another such block do nothing; elsewhere calls may begin and run meanwhile. Raises DeviceError,
+        with nothing done, if a write would become a part of a CUDA graph that the application captures.
         """
         if join and self._writer is not None:
             yield
             return
-        self.check_streams()
+        for user, _ in list(self._users.values()):
+            check_not_capturing(self.device, user)
         stream = self.device.commits if urgent else self.device.staging
         try:
             self._writer = stream

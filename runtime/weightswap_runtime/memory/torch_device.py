@@ -35,7 +35,6 @@ from .arena import Inspected
 from .device import Blocks, Inspector, Ring
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
-URGENT = 8  # buffers for copies that calls wait for
 SOURCE = Path(__file__).with_name("blake3.cu")
 _KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and RESULT
 _PART = np.dtype(
@@ -79,11 +78,9 @@ def ring_of(accelerator: Accelerator) -> Ring:
     with _opening:
         ring = _rings.get(accelerator.index)
         if ring is None:
-            owner = Accelerator(
-                accelerator.torch
-            )  # the model's would keep its streams, and what they reserve, for ever
-            urgent = Ring(owner, URGENT)
-            ring = _rings[owner.index] = Ring(owner, WorkerThreads().threads + SPARE, urgent)
+            owner = Accelerator(accelerator.torch)  # the model's would keep its streams for ever
+            count = WorkerThreads().threads + SPARE
+            ring = _rings[owner.index] = Ring(owner, count, urgent=Ring(owner, count))
         return ring
 
 

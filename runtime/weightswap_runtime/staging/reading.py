@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
-IN_CACHE = 1 << 20  # bytes that are read before they are hashed
+IN_CACHE = 4 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
 _BLANK = b""
 
@@ -297,10 +297,9 @@ def _inspect(part: Part, target: memoryview) -> None:
     """Hash each block of a part that was read, and count its non-finite values while it is in the cache."""
     first = part.start // BLOCK
     for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
-        block = target[start : start + BLOCK]
-        part.piece.digests[index] = blake3(block).digest()
-        if counts := count_nonfinite(part.piece.dtype, block):
-            part.piece.nonfinite.append(counts)
+        part.piece.digests[index] = blake3(target[start : start + BLOCK]).digest()
+    if counts := count_nonfinite(part.piece.dtype, target):
+        part.piece.nonfinite.append(counts)
 
 
 def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
