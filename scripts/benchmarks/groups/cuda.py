@@ -82,9 +82,9 @@ def _parts(nbytes: int) -> Iterator[Callable[[str, int], Iterator[Row]]]:
     """Yield what is measured, what matters most first: functions of a device and the number of rounds."""
     yield _encoder
     with stored(nbytes, pickling=False) as large:
-        yield from (partial(part, large) for part in (_in_place, _across, _staging, _commits))
-        yield from _larger_parts(LARGER * nbytes)
-        yield from (partial(part, large) for part in (_from_host, _calls, _whole))
+        parts = (_staging, _calls, _whole, _in_place, _across, _commits, _from_host)
+        yield from (partial(part, large) for part in parts)
+    yield from _larger_parts(LARGER * nbytes)  # last, as its files take longest to write
 
 
 def _larger_parts(nbytes: int) -> Iterator[Callable[[str, int], Iterator[Row]]]:
