@@ -35,14 +35,14 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory import device as device_arena
 from weightswap_runtime.memory import torch_device
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, Content, Inspected
-from weightswap_runtime.memory.device import Blocks, DeviceArena, Ring
+from weightswap_runtime.memory.device import BlockTable, DeviceArena, Ring
 from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors import BLOCK, DTYPES, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
-Inspect = Callable[[bytearray, Blocks], Inspected]
+Inspect = Callable[[bytearray, BlockTable], Inspected]
 SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]
 SIZES += [BLOCK - 1025, BLOCK - 1024, BLOCK - 1, BLOCK]
 FLOATS = ["F16", "BF16", "F32", "F64", "C64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
@@ -67,7 +67,7 @@ def compiled(folder: Path) -> Inspect:
     subprocess.run(["g++", *options, f'-DSOURCE="{SOURCE}"', str(shim), "-o", str(library)], check=True)
     run = ctypes.CDLL(str(library)).run
 
-    def inspect(memory: bytearray, blocks: Blocks) -> Inspected:
+    def inspect(memory: bytearray, blocks: BlockTable) -> Inspected:
         parts, results = torch_device.parts_of(blocks), np.zeros(len(blocks.kinds), torch_device.RESULT)
         content = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
         run(content, ctypes.c_void_p(parts.ctypes.data), ctypes.c_void_p(results.ctypes.data), len(parts), 3)
@@ -81,7 +81,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
     return compiled(tmp_path_factory.mktemp("kernel"))
 
 
-def expected(memory: bytearray, blocks: Blocks) -> Inspected:
+def expected(memory: bytearray, blocks: BlockTable) -> Inspected:
     found = Inspected([], [])
     for index, (offset, length, kind) in enumerate(zip(*blocks[:3], strict=True)):
         content = memoryview(memory)[offset : offset + length]
@@ -91,8 +91,8 @@ def expected(memory: bytearray, blocks: Blocks) -> Inspected:
     return found
 
 
-def some(blocks: Blocks, first: int, count: int) -> Blocks:
-    return Blocks(*(column[first : first + count] for column in blocks[:3]), blocks.dtypes)
+def some(blocks: BlockTable, first: int, count: int) -> BlockTable:
+    return BlockTable(*(column[first : first + count] for column in blocks[:3]), blocks.dtypes)
 
 
 @needs_compiler
@@ -103,7 +103,7 @@ def test_the_kernel_is_blake3(kernel: Inspect) -> None:
         memory += bytes(-len(memory) % 256)
         contents.append(Content(ByteRange(len(memory), size), "U8"))
         memory += random.Random(size).randbytes(size)
-    blocks = Blocks.of(contents)
+    blocks = BlockTable.of(contents)
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -112,7 +112,7 @@ def test_the_kernel_is_blake3(kernel: Inspect) -> None:
 @given(chunks=st.integers(0, 1023), rest=st.integers(0, 1024), seed=st.integers(0, 2**32))
 def test_the_kernel_is_blake3_for_any_size(kernel: Inspect, chunks: int, rest: int, seed: int) -> None:
     memory = bytearray(random.Random(seed).randbytes(chunks * 1024 + rest) + b"\0")
-    blocks = Blocks.of([Content(ByteRange(0, len(memory) - 1), "I8")])
+    blocks = BlockTable.of([Content(ByteRange(0, len(memory) - 1), "I8")])
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -129,7 +129,7 @@ def test_the_kernel_finds_what_is_not_finite(kernel: Inspect, dtype: str) -> Non
         content[at : at + size] = (pattern << 8 * size - min(8 * size, 16)).to_bytes(size, "little")
         contents.append(Content(ByteRange(len(memory), slot), dtype))
         memory += content
-    blocks = Blocks.of(contents)
+    blocks = BlockTable.of(contents)
     found, wanted = kernel(memory, blocks), expected(memory, blocks)
     assert found == wanted
     assert 0 < len(wanted.nonfinite) < len(contents)
@@ -139,7 +139,7 @@ def test_the_kernel_finds_what_is_not_finite(kernel: Inspect, dtype: str) -> Non
 @given(data=st.binary(max_size=3000), dtype=st.sampled_from(["F64", "F32", "F16", "F8_E5M2"]))
 def test_random_bytes_are_judged_as_on_the_host(kernel: Inspect, data: bytes, dtype: str) -> None:
     memory = bytearray(data[: len(data) // 8 * 8] + bytes(8))
-    blocks = Blocks.of([Content(ByteRange(0, len(memory) - 8), dtype)])
+    blocks = BlockTable.of([Content(ByteRange(0, len(memory) - 8), dtype)])
     assert kernel(memory, blocks) == expected(memory, blocks)
 
 
@@ -169,7 +169,7 @@ class OnDevice:
         self._inspect = inspect
         self.blocks = 0
 
-    def __call__(self, buffer: Any, blocks: Blocks) -> OnDevice:
+    def __call__(self, buffer: Any, blocks: BlockTable) -> OnDevice:
         assert self._device.current() is self._device.inspecting
         self._memory, self._asked = buffer.content, blocks
         self._digests, self._nonfinite = dict[int, bytes](), list[int]()
@@ -279,7 +279,7 @@ def test_blocks_are_those_of_each_tensor(tensors: list[tuple[int, str]], data: s
         contents.append(Content(slot, dtype))
         wanted += [(*part, dtype) for part in (slot.split(BLOCK) if size else [slot])]
         offset += -(-size // 256) * 256
-    blocks = Blocks.of(contents)
+    blocks = BlockTable.of(contents)
     assert [(*row[:2], blocks.dtypes[row[2]]) for row in zip(*blocks[:3], strict=True)] == wanted
     window = data.draw(st.integers(1, 8 * BLOCK))
     ends = blocks.windows(window)
@@ -316,7 +316,7 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
     model.model.swap(weight_file(0))
     slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
 
-    def turning(memory: bytearray, blocks: Blocks) -> Inspected:
+    def turning(memory: bytearray, blocks: BlockTable) -> Inspected:
         memory[slot.offset] ^= 4
         return expected(memory, blocks)
 
@@ -356,7 +356,7 @@ class Refusing(OnDevice):
         setattr(self, method, refuse)
         self._refuses_at_once = refuse if method == "inspector" else None
 
-    def __call__(self, buffer: Any, blocks: Blocks) -> OnDevice:
+    def __call__(self, buffer: Any, blocks: BlockTable) -> OnDevice:
         if self._refuses_at_once is not None:
             self._refuses_at_once()
         return super().__call__(buffer, blocks)
@@ -397,13 +397,13 @@ def test_the_kernel_is_blake3_on_a_gpu(device: str) -> None:
     for index, dtype in enumerate([*FLOATS, "U8"]):
         contents.append(Content(ByteRange(index * 8 * BLOCK, 8 * BLOCK), dtype))
     contents.append(Content(ByteRange(80 * BLOCK, 16 * BLOCK + 12344), "F32"))
-    blocks = Blocks.of(contents)
+    blocks = BlockTable.of(contents)
     found = on_gpu(device, memory, blocks)
     assert found == expected(bytearray(memory.numpy().tobytes()), blocks)
     assert 0 < len(found.nonfinite) < len(found.digests)
 
 
-def on_gpu(device: str, memory: torch.Tensor, blocks: Blocks) -> Inspected:
+def on_gpu(device: str, memory: torch.Tensor, blocks: BlockTable) -> Inspected:
     accelerator = torch_device.open_accelerator(device)
     with torch.device(device), accelerator.on(accelerator.inspecting):  # a mode of the thread that swaps
         inspector = accelerator.inspector(TorchBuffer(memory.to(device)), blocks)

@@ -113,8 +113,9 @@ class StandIn:
     def inspector(self, buffer: Any, blocks: Any) -> Any:
         return self.inspection and self.inspection(buffer, blocks)
 
-    def distrust_inspector(self, reason: str) -> None:
-        self.inspection = None
+    def distrust_inspector(self, reason: str, lasting: bool) -> None:
+        if lasting:
+            self.inspection = None
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         assert 0 <= at <= at + nbytes <= target.nbytes

@@ -61,7 +61,7 @@ class Inspector(Protocol):
         ...
 
 
-class Blocks(NamedTuple):
+class BlockTable(NamedTuple):
     """Blocks of tensors in a buffer, one row for each; a Python object for each would take longer than its copy."""
 
     offsets: np.ndarray  # int64, in bytes
@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
     dtypes: list[str]
 
     @classmethod
-    def of(cls, contents: Sequence[Content]) -> Blocks:
+    def of(cls, contents: Sequence[Content]) -> BlockTable:
         slots = np.array([content.slot for content in contents], np.int64)
         dtypes = sorted({content.dtype for content in contents})
         kinds = np.array([dtypes.index(content.dtype) for content in contents])
@@ -153,12 +153,12 @@ class Device(Protocol):
         """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
         ...
 
-    def inspector(self, buffer: Buffer, blocks: Blocks) -> Inspector | None:
+    def inspector(self, buffer: Buffer, blocks: BlockTable) -> Inspector | None:
         """Return an inspector of blocks; None if the device has none. Raises what the device reports."""
         ...
 
-    def distrust_inspector(self, reason: str) -> None:
-        """Make `inspector` return None from now on."""
+    def distrust_inspector(self, reason: str, lasting: bool) -> None:
+        """Log that the host inspects a set. lasting: `inspector` returns None from now on."""
         ...
 
 
@@ -351,17 +351,17 @@ class DeviceArena(Region):
         if self.layout.nbytes < LEAST or not contents:
             yield None
             return
-        inspection = _DeviceInspection(self, Blocks.of(contents))
+        inspection = DeviceInspection(self, BlockTable.of(contents))
         try:
             yield inspection if inspection.error is None else None
         finally:  # what comes next in this memory
             self.device.wait(self._stream, self.device.mark(self.device.inspecting))
 
 
-class _DeviceInspection:
+class DeviceInspection:
     """Inspection of an arena in a stream of its own, beside copies to the device: each window once it is complete."""
 
-    def __init__(self, arena: DeviceArena, blocks: Blocks) -> None:
+    def __init__(self, arena: DeviceArena, blocks: BlockTable) -> None:
         self._arena, self._device, self._blocks = arena, arena.device, blocks
         self.error: str | None = None  # why there will be no results
         self._inspector: Inspector | None = None
@@ -405,7 +405,7 @@ class _DeviceInspection:
         content = self._arena.fetch(int(self._blocks.offsets[index]), int(self._blocks.lengths[index]))
         if found.digests[index] == blake3(content).digest():
             return found
-        self._device.distrust_inspector("the device computed a wrong digest for a block of weights")
+        self._device.distrust_inspector("the device computed a wrong digest for a block of weights", lasting=True)
         return None
 
     @contextmanager
@@ -415,8 +415,8 @@ class _DeviceInspection:
             yield
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-            if not lacks_memory(error):  # the next attempt may have more memory
-                self._device.distrust_inspector(self.error)
+            # the next attempt may have more memory
+            self._device.distrust_inspector(self.error, lasting=not lacks_memory(error))
 
 
 class Ring:

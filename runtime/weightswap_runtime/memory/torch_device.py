@@ -32,7 +32,7 @@ from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
 from .arena import Inspected
-from .device import Blocks, Inspector, Ring
+from .device import BlockTable, Inspector, Ring
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")
@@ -188,13 +188,14 @@ class Accelerator:
             return {}
 
     @default_torch_modes()
-    def inspector(self, buffer: Any, blocks: Blocks) -> Inspector | None:
+    def inspector(self, buffer: Any, blocks: BlockTable) -> Inspector | None:
         kernel = _kernel_of(self.torch) if self._on_cuda else None
         return None if kernel is None else TorchInspector(self.torch, kernel, buffer, blocks)
 
-    def distrust_inspector(self, reason: str) -> None:
-        _kernels[self.torch] = None
-        _log.warning("%s: the host computes digests from now on: %s", self.name, reason)
+    def distrust_inspector(self, reason: str, lasting: bool) -> None:
+        if lasting:
+            _kernels[self.torch] = None
+        _log.warning("%s: the host computes %s: %s", self.name, "digests" if lasting else "these digests", reason)
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
@@ -322,7 +323,7 @@ _created: set[int] = set()  # handles
 class TorchInspector:
     """Inspector of blocks in a CUDA buffer: BLAKE3 digests, and whether values are not finite."""
 
-    def __init__(self, device: torch.device, kernel: Kernel, buffer: TorchBuffer, blocks: Blocks) -> None:
+    def __init__(self, device: torch.device, kernel: Kernel, buffer: TorchBuffer, blocks: BlockTable) -> None:
         self._device, self._kernel, self._buffer = device, kernel, buffer
         parts = torch.from_numpy(parts_of(blocks).view(np.uint8))
         self._parts = parts.pin_memory().to(device, non_blocking=True)
@@ -353,7 +354,7 @@ def inspected(results: np.ndarray) -> Inspected:
     return Inspected([digests[at : at + 32] for at in range(0, len(digests), 32)], nonfinite)
 
 
-def parts_of(blocks: Blocks) -> np.ndarray:
+def parts_of(blocks: BlockTable) -> np.ndarray:
     """Return blocks as the kernel takes them."""
     parts = np.zeros(len(blocks.kinds), _PART)
     parts["offset"], parts["length"] = blocks.offsets, blocks.lengths

@@ -28,7 +28,7 @@ from timing import calling, in_turn, per_call, percentile, seconds
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
 from weightswap_runtime.memory.arena import Inspected
-from weightswap_runtime.memory.device import BUFFER_BYTES, _DeviceInspection
+from weightswap_runtime.memory.device import BUFFER_BYTES, DeviceInspection
 from weightswap_runtime.memory.host import available
 from weightswap_runtime.memory.torch_device import Accelerator
 from weightswap_runtime.threads import WorkerThreads
@@ -114,14 +114,14 @@ def _lacks(nbytes: int) -> str | None:
 def _hashers() -> Iterator[set[str]]:
     """Yield the set of who has computed the digests of the block's stagings."""
     found: set[str] = set()
-    results = _DeviceInspection.results
+    results = DeviceInspection.results
 
-    def asked(inspection: _DeviceInspection) -> Inspected | None:
+    def asked(inspection: DeviceInspection) -> Inspected | None:
         result = results(inspection)
         found.add("the host" if result is None else "the device's kernel")
         return result
 
-    with mock.patch.object(_DeviceInspection, "results", asked):
+    with mock.patch.object(DeviceInspection, "results", asked):
         yield found
     if not found:
         found.add("the host")
