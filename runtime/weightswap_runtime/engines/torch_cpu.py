@@ -289,10 +289,11 @@ class BoundTorch:
                 call.run_prologue()
             self._owned.update(tensor.untyped_storage().data_ptr() for tensor in call.hoisted)
 
-    @default_torch_modes()
     def copy_prologue_from(self, other: Bound) -> bool:
-        if type(other) is not type(self):
-            return False
+        return type(other) is type(self) and (not self.has_prologue or self._copy_prologue_from(other))
+
+    @default_torch_modes()
+    def _copy_prologue_from(self, other: BoundTorch) -> bool:
         pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
         if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
             return False

@@ -240,7 +240,7 @@ class BoundAccelerated(BoundTorch):
 
     def copy_prologue_from(self, other: Bound) -> bool:
         """As on the CPU. The other's memory is kept until the copies are done."""
-        if isinstance(other, BoundAccelerated):
+        if self.has_prologue and isinstance(other, BoundAccelerated):
             other._lend()
         copied = super().copy_prologue_from(other)
         if copied:

@@ -335,9 +335,11 @@ class DeviceArena(Region):
         self.serves = serves
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        step = self.layout.nbytes if isinstance(other, DeviceArena) else BUFFER_BYTES
-        parts = self.layout.whole.split(max(1, step))
-        workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
+        if isinstance(other, DeviceArena):  # at once: calls wait meanwhile
+            other.copy_part(self, 0, self.layout.nbytes)
+        else:
+            parts = self.layout.whole.split(BUFFER_BYTES)
+            workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of an arena of the same layout. The host waits only for pageable memory."""
