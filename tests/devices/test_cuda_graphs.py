@@ -96,9 +96,9 @@ class Accelerator(StandIn):
 
     indices = count()
 
-    def lend_stream(self, owner: Any, priority: int) -> Queue:
+    def lend_stream(self, owner: Any, priority: int, purpose: str) -> Queue:
         """Lend a stream for as long as `owner` lives."""
-        assert priority == 0
+        assert (priority, purpose) == (0, "captures")
         self.lent += not self.spare
         stream = self.spare.pop() if self.spare else self.stream()
         weakref.finalize(owner, self.spare.append, stream)
@@ -111,7 +111,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(Graph, "cuda", made, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.new_pool)
-    monkeypatch.setattr(cuda_graphs, "lend_stream", lambda owner, device, priority: device.lend(owner, priority))
+    monkeypatch.setattr(cuda_graphs, "lend_stream", lambda owner, device, *which: device.lend(owner, *which))
     monkeypatch.setattr(cuda_graphs, "is_ours", lambda handle: True)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
@@ -168,7 +168,7 @@ def test_a_stream_is_lent_again_once_its_graphs_are_gone(cuda: Cuda, monkeypatch
 
 def test_without_streams_of_our_own_graphs_are_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "is_ours", lambda handle: False)
-    with pytest.raises(Unsupported, match="cuda_graphs: CUDA is linked into this build of torch"):
+    with pytest.raises(Unsupported, match="cuda_graphs: CUDA creates no stream that is ours alone"):
         recorder(Accelerator())
 
 

@@ -106,7 +106,7 @@ def test_an_application_s_capture_contains_no_part_of_a_swap(
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_capture_that_begins_while_calls_are_held_refuses_the_commit_alone(
+def test_a_capture_that_begins_while_a_commit_waits_for_calls_refuses_it_alone(
     failed: bool, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = StandIn(0)
@@ -115,26 +115,29 @@ def test_a_capture_that_begins_while_calls_are_held_refuses_the_commit_alone(
     stream = device.stream()
     with device.on(stream):
         served.call()
-    gate = served.model._store._residency._gate  # type: ignore[attr-defined]
+    gate = served.model._store.gate
     if failed:
         gate.fail("an earlier commit has failed")
-    fail = gate.fail
+    hold = gate._hold_idle
 
-    def begin(reason: str) -> None:  # the last thing that a commit does before it writes
+    def begin(*args: Any) -> bool:
         stream.capturing = True
-        fail(reason)
+        monkeypatch.setattr(device, "finish", None)  # in a capture the host must not wait for the device
+        return hold(*args)
 
+    staged = served.model.stage(weight_file(1))
     with monkeypatch.context() as patch:
-        patch.setattr(gate, "fail", begin)
+        patch.setattr(gate, "_hold_idle", begin)
         with pytest.raises(DeviceError, match="is being captured"):
-            served.model.swap(weight_file(1))
+            staged.commit()
     stream.capturing = False
+    monkeypatch.undo()
     assert served.model.failed == failed
     if not failed:
         found = served.call()
         device.drain()
         assert served.weights(found.content) == values_of(0)
-    served.model.swap(weight_file(1))
+    staged.commit()
     last = served.call()
     device.drain()
     assert served.weights(last.content) == values_of(1)

@@ -321,9 +321,12 @@ class OwnStream:
 
     def __init__(self, accelerator: Accelerator) -> None:
         """Raises Unsupported where only torch itself can create streams, as it deals the same ones to others."""
-        self.stream: Stream = lend_stream(self, accelerator.torch, _PRIORITY)
+        # not one that was used for something else, in which cuBLAS may have memory that is not the graph's
+        self.stream: Stream = lend_stream(self, accelerator.torch, _PRIORITY, "captures")
         if not is_ours(self.stream.stream_id):
-            raise Unsupported("cuda_graphs: CUDA is linked into this build of torch, so no stream is ours alone")
+            raise Unsupported(
+                "cuda_graphs: CUDA creates no stream that is ours alone; it may be linked into this build of torch"
+            )
 
 
 _shared: dict[tuple[str, int], OwnStream] = {}

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
     RESTART,
-    DeviceError,
     ModelClosed,
     ModelFailed,
     NothingToRollBack,
@@ -327,17 +326,17 @@ class Single:
         """
         kept = self._snapshot(source)
         undo = self._undo(source, staged, kept)
-        with self._gate.hold(self._live, timeout, check) as hold:
-            served, broken = self._gate.current, self._gate.broken
+        with self._gate.hold(self._live, timeout, check) as hold, ExitStack() as writing:
+            writing.enter_context(self._live.arena.writing(urgent=True))  # a refusal here leaves the model as it is
             with self._failed_until_exchange():
                 before, self._previous = self._previous, kept
                 refusal = self._copy(source, version, staged, undo)
-                if refusal is not None:
-                    self._previous = before
-                if refusal is not None and broken is not None:
-                    self._gate.fail(broken)  # as it was
+                writing.close()  # not later: calls that follow the exchange wait for this mark
+                if refusal is None or undo is None:
+                    self._gate.exchange(version)
                 else:
-                    self._gate.exchange(version if refusal is None or served is None else served)
+                    self._previous = before
+                    self._gate.exchange(undo.version)
         self._synchronize()
         try:
             if refusal is not None:
@@ -366,28 +365,20 @@ class Single:
     def _copy(
         self, source: Arena | Patch, version: Version[Session], staged: Session | None, undo: _Undo | None
     ) -> SwapError | None:
-        """Copy the weights and what depends on them alone.
-
-        Return the error if nothing was written, or if `undo` has restored the old weights.
-        """
+        """Copy the weights and what depends on them alone; return the error if `undo` has restored the old ones."""
         where = f"the weights {version.weights_id[:12]}"
-        with ExitStack() as writing:
-            try:
-                writing.enter_context(self._live.arena.writing(urgent=True))
-            except DeviceError as error:  # the application captures a stream of calls
-                return error
-            source.write_to(self._live.arena, self._workers)
-            try:
-                if staged is None:
-                    self._live.run_prologues(where)
-                else:
-                    self._live.copy_prologues_from(staged, where)
-            except (WeightsMismatch, OutOfMemory) as error:
-                if undo is None:
-                    raise
-                undo.content.write_to(self._live.arena, self._workers)
-                undo.restore_prologues()
-                return error
+        source.write_to(self._live.arena, self._workers)
+        try:
+            if staged is None:
+                self._live.run_prologues(where)
+            else:
+                self._live.copy_prologues_from(staged, where)
+        except (WeightsMismatch, OutOfMemory) as error:
+            if undo is None:
+                raise
+            undo.content.write_to(self._live.arena, self._workers)
+            undo.restore_prologues()
+            return error
         return None
 
     def _undo(
@@ -407,7 +398,7 @@ class Single:
             content = kept[0]
         else:
             return None
-        return _Undo(content, self._live.keep_prologues())
+        return _Undo(content, self._live.keep_prologues(), current)
 
     def _synchronize(self) -> None:
         """Wait for the device, while calls go on: after that the source of the copy may be freed."""
@@ -452,6 +443,7 @@ class _Undo(NamedTuple):
 
     content: Arena | Patch  # the old weights
     restore_prologues: Callable[[], None]
+    version: Version[Session]
 
 
 class Ended:

@@ -89,7 +89,7 @@ class Destination(Protocol):
     def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> AbstractContextManager[list[memoryview]]:
         """Return a context with writable host memory for each slot; at its end the content is in the slot.
 
-        slow: the block waits for a network or a rate limit, and shares what others need with other slow ones.
+        slow: the block waits for a network or a rate limit, so its memory should be none that others wait for.
         """
         ...
 

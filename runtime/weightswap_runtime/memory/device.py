@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from threading import Condition, Lock, RLock
+from threading import Condition, Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -255,9 +255,9 @@ class Region:
         """Return a context whose current stream is that of `writing`."""
         return self.device.on(self._stream)
 
-    def _take(self, slow: bool = False) -> AbstractContextManager[LockedBuffer]:
+    def _take(self) -> AbstractContextManager[LockedBuffer]:
         ring = self._ring.urgent if self._stream is self.device.commits else self._ring
-        return ring.take(self._stream, slow)
+        return ring.take(self._stream)
 
     @property
     def _stream(self) -> Stream:
@@ -265,7 +265,17 @@ class Region:
 
     @contextmanager
     def buffers(self, slots: Sequence[ByteRange], slow: bool = False) -> Iterator[list[memoryview]]:
-        """Yield page-locked memory, whose content is copied to the slots at the end; more than `most` is ordinary."""
+        """Yield page-locked memory, whose content is copied to the slots at the end; more than `most` is ordinary.
+
+        slow: the memory is ordinary, too, as others would wait for the ring's buffer meanwhile.
+        """
+        if slow:
+            memory = [memoryview(allocate(slot.nbytes)) for slot in slots]
+            yield memory
+            with self.buffers(slots) as targets:
+                for target, data in zip(targets, memory, strict=True):
+                    copy_bytes(target, data)
+            return
         begins, runs = plan_runs(slots)
         if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
             large = [memoryview(allocate(slot.nbytes)) for slot in slots]
@@ -273,7 +283,7 @@ class Region:
             for slot, data in zip(slots, large, strict=True):
                 self.write(slot.offset, data)
             return
-        with self._take(slow) as buffer:
+        with self._take() as buffer:
             yield [buffer.view[begin : begin + slot.nbytes] for begin, slot in zip(begins, slots, strict=True)]
             with self.stream():
                 for offset, begin, nbytes in runs:
@@ -355,7 +365,7 @@ class DeviceArena(Region):
             return
         inspection = DeviceInspection(self, BlockTable.of(contents))
         try:
-            yield inspection if inspection.error is None else None
+            yield inspection if inspection.is_possible else None
         finally:  # what comes next in this memory
             self.device.wait(self._stream, self.device.mark(self.device.inspecting))
 
@@ -365,7 +375,6 @@ class DeviceInspection:
 
     def __init__(self, arena: DeviceArena, blocks: BlockTable) -> None:
         self._arena, self._device, self._blocks = arena, arena.device, blocks
-        self.error: str | None = None  # why there will be no results
         self._inspector: Inspector | None = None
         self._ends = blocks.windows(WINDOW)
         self._missing = [end - begin for begin, end in pairwise([0, *self._ends])]
@@ -373,8 +382,11 @@ class DeviceInspection:
         self._device.wait(self._device.inspecting, self._device.mark(arena._stream))  # the memory is ours by then
         with self._reporting(), self._device.on(self._device.inspecting):
             self._inspector = self._device.inspector(arena.buffer, blocks)
-        if self._inspector is None:
-            self.error = self.error or "the device has no inspector"
+
+    @property
+    def is_possible(self) -> bool:
+        """False if there will be no results."""
+        return self._inspector is not None
 
     def written(self, first: int, count: int) -> None:
         window, end = bisect_right(self._ends, first), first + count
@@ -392,13 +404,13 @@ class DeviceInspection:
         # threads note blocks after they have enqueued the copies, so a mark from now on is behind all of them
         self._device.wait(self._device.inspecting, self._device.mark(self._arena._stream))
         with self._reporting(), self._device.on(self._device.inspecting):
-            if self._inspector is not None:
-                self._inspector.inspect(begin, end - begin)
+            if (inspector := self._inspector) is not None:
+                inspector.inspect(begin, end - begin)
 
     def results(self) -> Inspected | None:
         found: Inspected | None = None
         with self._reporting(), self._device.on(self._device.inspecting):
-            if self._inspector is not None and self.error is None:
+            if self._inspector is not None:
                 found = self._inspector.results()
         if found is None:
             return None
@@ -412,13 +424,13 @@ class DeviceInspection:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Keep an error of the block: the host inspects instead."""
+        """After an error of the block the host inspects."""
         try:
             yield
         except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+            self._inspector = None
             # the next attempt may have more memory
-            self._device.distrust_inspector(self.error, lasting=not lacks_memory(error))
+            self._device.distrust_inspector(f"{type(error).__name__}: {error}", lasting=not lacks_memory(error))
 
 
 class Ring:
@@ -433,8 +445,7 @@ class Ring:
         self._device = device
         self._count = count
         self._turns: list[_Turn] = []  # first the buffer that was returned first, whose copies are likely done
-        self._lock = RLock()  # a signal handler may swap, too
-        self._changed = {is_slow: Condition(self._lock) for is_slow in (False, True)}
+        self._changed = Condition()
 
     def allocate(self) -> None:
         """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
@@ -443,7 +454,7 @@ class Ring:
         """
         free = available()
         most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
-        with self._lock:
+        with self._changed:
             while len(self._turns) < most:
                 try:
                     self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES)))
@@ -455,17 +466,15 @@ class Ring:
             self.urgent.allocate()
 
     @contextmanager
-    def take(self, stream: Stream, slow: bool = False) -> Iterator[LockedBuffer]:
+    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
         """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
-
-        slow: the block may take long. Such blocks have half of the buffers together, so that others have the rest.
 
         Raises MemoryError if there is no buffer yet and no memory can be page-locked.
         """
         claim = Claim()
         is_free = False
         try:
-            turn = self._take(claim, slow)
+            turn = self._take(claim)
             if turn.copied is not None:
                 self._device.finish(turn.copied)  # without the lock: others may find their buffer done
             is_free = True
@@ -474,32 +483,25 @@ class Ring:
             # also where the device reports an error, or nobody could ever take a buffer again
             self._give_back(claim, self._device.mark(stream) if is_free else None)
 
-    def _take(self, claim: Claim, slow: bool) -> _Turn:
-        with self._lock:
+    def _take(self, claim: Claim) -> _Turn:
+        with self._changed:
             if not self._turns:
                 self.allocate()
-            while (free := self._free(slow)) is None:
-                # not for ever: an interrupted thread does not pass the notice on
-                self._changed[slow].wait(POLL_SECONDS)
-            turn = free._replace(holder=weakref.ref(claim), slow=slow)
+            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
+                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
+            turn = free._replace(holder=weakref.ref(claim))
             self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
             return turn
 
-    def _free(self, slow: bool) -> _Turn | None:
-        if slow and sum(turn.slow and turn.is_held for turn in self._turns) >= max(1, len(self._turns) // 2):
-            return None
-        return next((turn for turn in self._turns if not turn.is_held), None)
-
     def _give_back(self, claim: Claim, copied: Event | None) -> None:
         """copied: the mark after the last copies; None: as before."""
-        with self._lock:
+        with self._changed:
             held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
             self._turns = [turn for turn in self._turns if turn not in held] + [
                 turn._replace(copied=copied or turn.copied, holder=None) for turn in held
             ]
             claim.end()  # not sooner, or another thread would miss the mark that it has to wait for
-            for changed in self._changed.values():
-                changed.notify()
+            self._changed.notify()
 
 
 class _Turn(NamedTuple):
@@ -509,7 +511,6 @@ class _Turn(NamedTuple):
     buffer: LockedBuffer
     copied: Event | None = None  # to be waited for before the buffer is filled again
     holder: ClaimReference | None = None  # the claim of the thread that fills it
-    slow: bool = False  # whether it takes long
 
     @property
     def is_held(self) -> bool:

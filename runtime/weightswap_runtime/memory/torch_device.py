@@ -284,13 +284,13 @@ class _Account:
 _accounts: defaultdict[int, _Account] = defaultdict(_Account)  # by index of the device
 
 
-def lend_stream(owner: object, device: torch.device, priority: int) -> torch.Stream:
-    """Lend a stream for as long as `owner` lives.
+def lend_stream(owner: object, device: torch.device, priority: int, purpose: str = "copies") -> torch.Stream:
+    """Lend a stream for as long as `owner` lives. It is never lent for another purpose.
 
     Torch deals its own streams, 32 of each priority, in turns: another part of the application would get the same ones,
     and could wait for a staging, or capture it. If CUDA is linked into torch itself, it is one of torch's streams.
     """
-    spare = _spare.setdefault((device.index, priority), [])
+    spare = _spare.setdefault((device.index, priority, purpose), [])
     try:
         stream = spare.pop()
     except IndexError:
@@ -315,8 +315,8 @@ def _new_stream(device: torch.device, priority: int) -> torch.Stream:
     return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
 
 
-# by device and priority. Streams are lent again, not destroyed: the allocator keeps what was freed in them for them
-_spare: dict[tuple[int, int], list[torch.Stream]] = {}
+# by device, priority and purpose; lent again, never destroyed, as the allocator keeps what was freed in them for them
+_spare: dict[tuple[int, int, str], list[torch.Stream]] = {}
 _created: set[int] = set()  # handles
 
 

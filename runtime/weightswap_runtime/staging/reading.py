@@ -62,8 +62,8 @@ Scratched = tuple[NamedTensor | None, str]
 class Piece(NamedTuple):
     """Tensor of a file, and the slot to read it into. `begin` is its offset in the file.
 
-    `nonfinite` gets an entry for each block that has NaN or infinities. `first`: the index of the first block among
-    those that the arena inspects.
+    `nonfinite` gets an entry for each part or block that has NaN or infinities. `first`: the index of the first block
+    among those that the arena inspects.
     """
 
     key: str
