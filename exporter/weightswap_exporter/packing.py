@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from weightswap_runtime.errors import (
     WeightswapError,
     listed,
 )
-from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
+from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
 from weightswap_runtime.format.safetensors import canonical_order, label_problem, new_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
@@ -63,6 +64,8 @@ class Packed:
     """Place of the weights in the checkpoint, such as `model`; empty for its top."""
     cast: dict[str, list[str]]
     """Weights that were cast, by their dtype in the checkpoint."""
+    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
+    """Weights with NaN, and those with infinities that require a gradient: a server may refuse them."""
     goldens: int = 0
     """Number of cases recorded in the file beside it."""
     promoted: int | None = None
@@ -191,10 +194,11 @@ def pack_checkpoint(
     unread = (*match.ignored, *(level.extra if checkpoint.names else ()))
     left_out = (*(f"{level.prefix}{name}" for name in unread), *level.left_out)
     refuse(_unscaled(match, level, left_out))
+    counts: dict[str, Counts] = {}
     writing = new_weight_file(
         out,
         [weight.row for weight in manifest.weights],
-        _with_progress(weights.data(), manifest.total_bytes, progress),
+        _with_progress(_counted(weights.data(), manifest, counts), manifest.total_bytes, progress),
         graph_id=manifest.graph_id,
         labels=labels,
         cast=changed,
@@ -210,6 +214,7 @@ def pack_checkpoint(
                 ignored=left_out,
                 level=level.path,
                 cast=changed,
+                nonfinite=newly_nonfinite(manifest.weights, counts, served=None),
             )
             yield file, packed
     except (OSError, ValueError) as error:
@@ -265,7 +270,7 @@ def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
     """Raise GraphMismatch for a file that was packed for another graph, as a swap does."""
     if checkpoint.graph_id not in ("", artifact.graph_id):
         raise GraphMismatch(
-            f"{checkpoint.where}: packed for the graph {checkpoint.graph_id[:12]}, but the artifact has "
+            f"{checkpoint.where}: packed for another graph, {checkpoint.graph_id[:12]}; the artifact has "
             f"{artifact.graph_id[:12]}, which may compute its weights in another way. Pack the checkpoint that it "
             "was made of, or the model"
         )
@@ -361,6 +366,21 @@ class _Weights:
                 [f"the adapter cannot compute {weight}: {type(error).__name__}: {error}"],
                 "Load the checkpoint into the model and pack the model: pack(checkpoint, artifact, model=...).",
             ) from error
+
+
+def _counted(
+    data: Iterator[tuple[str, Iterator[memoryview]]], manifest: Manifest, counts: dict[str, Counts]
+) -> Iterator[tuple[str, Iterator[memoryview]]]:
+    """Count the values of the weights that are not finite, in `counts`, as they pass by."""
+    dtypes = {weight.name: weight.dtype for weight in manifest.weights}
+
+    def count(name: str, parts: Iterator[memoryview]) -> Iterator[memoryview]:
+        for part in parts:
+            if found := count_nonfinite(dtypes[name], part):
+                counts[name] = found.plus(counts.get(name))
+            yield part
+
+    return ((name, count(name, parts)) for name, parts in data)
 
 
 def _with_progress(

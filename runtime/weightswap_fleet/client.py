@@ -160,6 +160,12 @@ class Fleet:
         """The status of each node, by name; `error` says if one does not answer. Raises UnknownFleet."""
         return {status.node: status for status in statuses(self.name)}
 
+    @property
+    def replicas(self) -> int:
+        """The number of replicas that Ray Serve runs or is starting. Raises UnknownFleet."""
+        states = serve.status().applications[_application(self.name)].deployments[self.name].replica_states
+        return sum(count for state, count in states.items() if state not in ("STOPPING", "STOPPED"))
+
     def metrics(self) -> str:
         """Return the metrics of all nodes in Prometheus' text format, with the label `node`. Raises UnknownFleet."""
         return metrics(find_spec(self.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from contextlib import nullcontext
@@ -111,10 +112,40 @@ def test_what_was_withdrawn_or_refused_is_called_that(monkeypatch: pytest.Monkey
     weights = {each: DesiredWeights(source=f"v{each[0]}", weights_id=each, since=0.0) for each in (one, two, three)}
     state = DesiredState(revision=5, weights=weights[one], history=(weights[two],), withdrawn=(weights[three],))
     spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
-    node = NodeStatus.unknown("n0", spec, "")._replace(weights_id=one, refused={two: "v2: refused\n  - bias: 5 NaN"})
-    fleet = MagicMock(desired=state, nodes={"n0": node}, trial=None)
+    node = NodeStatus.unknown("n0", spec, "")._replace(
+        weights_id=one, replicas=(7,), refused={two: "v2: refused\n  - bias: 5 NaN"}
+    )
+    fleet = MagicMock(desired=state, nodes={"n0": node}, replicas=1, trial=None)
     monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
     history, _, withdrawn = run("status", status=0).partition("withdrawn")
     assert "by n0: v2: refused; bias: 5 NaN" in next(line for line in history.splitlines() if two[:12] in line)
     assert three[:12] in withdrawn
     assert "refused" not in withdrawn
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "says"),
+    [
+        ({"n0": ("1", 1), "n1": ("1", 1)}, 2, "2 of 2 replicas"),
+        ({"n0": ("1", 1), "n1": ("2", 1)}, 2, "1 of 2 replicas"),
+        ({"n0": ("1", 1)}, 2, "1 of 2 replicas"),  # the other waits for a machine
+        ({"n0": ("1", 1), "n1": ("2", 0)}, 1, "1 of 1 replica"),  # a keeper that is behind
+        ({"n0": ("1", 0)}, 0, "0 of 0 replicas"),
+    ],
+)
+def test_a_fleet_agrees_if_all_its_replicas_serve_what_is_desired(
+    nodes: dict[str, tuple[str, int]], replicas: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = DesiredState(revision=1, weights=DesiredWeights(source="v1", weights_id="1" * 64, since=0.0))
+    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
+    known = {
+        name: NodeStatus.unknown(name, spec, "")._replace(weights_id=digit * 64, replicas=tuple(range(count)))
+        for name, (digit, count) in nodes.items()
+    }
+    fleet = MagicMock(desired=state, nodes=known, replicas=replicas, trial=None)
+    fleet.name = "tagger"
+    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
+    agree = says == "2 of 2 replicas"
+    assert f"serve it    {says}\n" in run("status", status=not agree)
+    document = json.loads(run("status", "--json", status=not agree))
+    assert (document["agrees"], document["replicas"]["of"]) == (agree, replicas)

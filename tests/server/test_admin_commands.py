@@ -22,7 +22,7 @@ from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
 from weightswap_tools import admin_client
 from weightswap_tools.admin_client import AdminClient, AdminUnreachable
-from weightswap_tools.commands.push import _agreement, _print_processes, push_command, status_command
+from weightswap_tools.commands.push import _agreement, _print_processes, canary_command, push_command, status_command
 from weightswap_tools.commands.serve import serve_command
 
 
@@ -94,6 +94,19 @@ def test_what_is_refused_is_said(server: Server, model: Model, weight_file: Writ
         assert refused.exit_code == status
         assert re.search(says, refused.stderr), refused.stderr
     assert serves(model, 1)
+
+
+def test_a_file_of_another_graph_is_not_sent(
+    server: Server, model: Model, tiny: TinyArtifact, tmp_path: Path, weight_file: WriteWeights
+) -> None:
+    other = tiny.write(tmp_path / "other.safetensors", tiny.values(2), graph_id="1" * 64)
+    for command in (push_command, canary_command):
+        refused = CliRunner().invoke(command, [url_of(server), str(other)])
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+        assert "packed for another graph, 111111111111; tiny has" in refused.stderr
+    assert not list((tmp_path / "uploads").iterdir())
+    assert push(server, other, "--allow-other-graph").exit_code == 0
+    assert serves(model, 2)
 
 
 def test_staged_and_left_to_others(server: Server, model: Model, weight_file: WriteWeights) -> None:
@@ -190,7 +203,7 @@ def test_the_port_of_everybody(server: Server) -> None:
 def test_tokens_that_are_wrong(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("another-token-altogether\n")
     refused = CliRunner().invoke(status_command, [url_of(server), "--token-file", str(tmp_path / "token")])
-    assert (refused.exit_code, "token" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "the bearer token is not valid" in refused.stderr) == (1, True)
     (tmp_path / "token").write_text("")
     assert CliRunner().invoke(status_command, [url_of(server), "--token-file", str(tmp_path / "token")]).exit_code == 2
     monkeypatch.delenv("WEIGHTSWAP_ADMIN_TOKEN")

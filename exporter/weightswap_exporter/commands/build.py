@@ -225,6 +225,8 @@ def pack(
                 ignore=ignore or (),
                 progress=progress,
             )
+        for name, counts in packed.nonfinite.items():
+            say(f"warning: {packed.path}: {name} is not finite: {counts}", err=True)
         if as_json:
             print_json(packed)
             return

@@ -139,6 +139,8 @@ def _entries(folder: Location) -> list[Entry]:
     try:
         with os.scandir(folder) as files:
             entries = [_local(folder / file.name) for file in files if _is_listed(file.name)]
+    except FileNotFoundError as error:
+        raise WeightFileError(f"{folder!s:.200}: no such directory; create it, or mount what has it") from error
     except (OSError, ValueError) as error:
         raise WeightFileError(f"{folder!s:.200}: cannot be listed ({error})") from error
     return [entry for entry in entries if entry is not None]

@@ -125,8 +125,8 @@ class DesiredPlace:
             before = state.weights.graph_id if state.weights else ""
             if before and facts.graph_id and before != facts.graph_id and not allow_other_graph:
                 raise GraphMismatch(
-                    f"{printable(source)}: packed for the graph {facts.graph_id[:SHOWN]}, but the desired weights for "
-                    f"{before[:SHOWN]}. Pack its checkpoint for that one, or pass allow_other_graph=True if all "
+                    f"{printable(source)}: packed for another graph, {facts.graph_id[:SHOWN]}; the desired weights are "
+                    f"for {before[:SHOWN]}. Pack its checkpoint for that one, or pass allow_other_graph=True if all "
                     "followers have the graph of this file"
                 )
             return self._with_weights(state, source, facts, by, why)
@@ -379,9 +379,12 @@ class _LocalStorage:
             with closing(LocalFile(self._path)) as source:
                 return _Stored(_content(source))
         except WeightFileError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise DesiredError(str(error)) from error
+            if self.folder.is_dir():
                 return _Stored(None)
-            raise DesiredError(str(error)) from error
+            text = f"{self.folder!s:.200}: no such directory; create it, or mount what has it"
+            raise DesiredError(text) from error
 
     def replace(self, before: _Stored, content: bytes) -> bool:
         try:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightswap_runtime.errors import DesiredError, StageCancelled, WeightswapError
+from weightswap_runtime.errors import DesiredError, NoWeights, StageCancelled, WeightswapError
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 
@@ -37,7 +37,15 @@ class Reconciler:
     withdrawn, the reconciler serves the last good weights of the history.
     """
 
-    def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        place: DesiredPlace,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_only_source: bool = False,
+    ) -> None:
+        """is_only_source: True if nothing else brings weights; an event then says once that they are waited for."""
         self.last_error: BaseException | None = None
         self.state: DesiredState | None = None  # the last one read
         self.reachable = True  # at the last read
@@ -46,6 +54,7 @@ class Reconciler:
         self._clock = clock
         self._outages = 0
         self._refusal: _Refusal | None = None
+        self._tells_empty = is_only_source
 
     def look(self, target: FollowTarget) -> float:
         """Serve the desired weights. Return the seconds until the next look."""
@@ -88,10 +97,18 @@ class Reconciler:
 
     def _serve(self, state: DesiredState, target: FollowTarget) -> None:
         desired = state.weights
+        if desired is None and target.serves_nothing:
+            self._report_empty(state, target)
         if desired is None or target.serves(desired.weights_id):
             self._refusal = self.last_error = None
         elif self._refusal is None or self._refusal.may_be_mended(self._clock(), target.check):
             self._try(desired, state, target)
+
+    def _report_empty(self, state: DesiredState, target: FollowTarget) -> None:
+        if self._tells_empty:
+            self._tells_empty, where = False, self._place.where
+            advice = f"weightswap desired {where} --set FILE --revision {state.revision}"
+            target.notify("waiting", where, NoWeights(f"{where}: desires no weights yet; set them, as by `{advice}`"))
 
     def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(desired)

@@ -105,7 +105,7 @@ class Follower(Watching):
 
     def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
         self._place = place
-        self._reconciler = Reconciler(place, interval)
+        self._reconciler = Reconciler(place, interval, is_only_source=True)
         super().__init__(subject, (self._reconciler,), interval, callback)
 
     @property

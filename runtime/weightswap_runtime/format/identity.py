@@ -59,6 +59,10 @@ class Counts(NamedTuple):
         nan, infinite = other or (0, 0)
         return Counts(self.nan + sign * nan, self.infinite + sign * infinite)
 
+    def __str__(self) -> str:
+        kinds = ((self.nan, "NaN"), (self.infinite, "infinite"))
+        return " and ".join(f"{number} {kind}" for number, kind in kinds if number)
+
 
 @dataclass(frozen=True)
 class Nonfinite:
@@ -69,8 +73,7 @@ class Nonfinite:
     of: int  # all values
 
     def __str__(self) -> str:
-        kinds = [f"{number} {kind}" for number, kind in ((self.nan, "NaN"), (self.infinite, "infinite")) if number]
-        return f"{' and '.join(kinds)} of {plural(self.of, 'value')}"
+        return f"{Counts(self.nan, self.infinite)} of {plural(self.of, 'value')}"
 
 
 class _Codes(NamedTuple):

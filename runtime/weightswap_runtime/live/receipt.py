@@ -96,7 +96,8 @@ class Event(Struct, frozen=True):
 
     skipped: a file is skipped until it changes; `error` says why.
     waiting: a delta waits until its base weights are served, or a file until its place is released from hold; `error`
-      says which. Reported once until the file is tried; a commit or "skipped" ends it.
+      says which. Reported once until the file is tried; a commit or "skipped" ends it. Or a model without weights
+      follows a place that desires none yet.
     unreachable: the directory or the place cannot be read; `error` says why. Reported once until it can be read again.
 
     Variants have the events "variant added", "variant replaced", "variant removed", "variant evicted" and "variant

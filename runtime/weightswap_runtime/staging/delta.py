@@ -132,8 +132,6 @@ def _check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
     """
     if staging.request.only:
         raise Unsupported(f"{where}: a delta is applied as a whole; `only` is for files that hold full tensors")
-    check_graph(stamp.graph_id, staging.manifest, where, staging.request)
-    check_expected(stamp.weights_id, where, staging.request)
     rows = {weight.name: weight for weight in staging.manifest.weights}
     problems = []
     for name, changed in stamp.changes.items():
@@ -142,6 +140,8 @@ def _check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
             problems.append(f"{name}: unexpected")
         elif not same_type(row, changed):
             problems.append(f"{name}: expected {describe(row)}, found {changed}")
+    check_graph(stamp.graph_id, staging.manifest, where, staging.request, problems)
+    check_expected(stamp.weights_id, where, staging.request)
     if problems:
         raise WeightsMismatch(where, problems, "Write the delta between two weight files of this artifact.")
 

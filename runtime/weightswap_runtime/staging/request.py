@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from msgspec import Struct, field
 
-from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights, Unsupported, check_timeout
+from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights, Unsupported, check_timeout, lines_of
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.goldens import Mode, check_mode
 from weightswap_runtime.format.identity import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 LEASE_TIMEOUT = 60.0  # seconds
+_MOST_OF_ANOTHER = 10  # printed problems of another graph's file, which may have as many as tensors
 DAMAGED = "The file is damaged: copy it again, or pack its checkpoint again."
 READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
 PathLike = str | os.PathLike[str]
@@ -182,14 +183,20 @@ class StagingReport(Struct, frozen=True, kw_only=True):
     those with infinities that require a gradient)."""
 
 
-def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequest) -> None:
-    """Raise GraphMismatch for a file that was packed for another graph."""
-    if graph_id != manifest.graph_id and not request.allow_other_graph:
-        raise GraphMismatch(
-            f"{where}: packed for the graph {graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
-            "Pack the checkpoint for this one. Its tensors fit: if both graphs compute them alike from checkpoints, "
-            "allow_other_graph=True takes them as they are."
-        )
+def check_graph(
+    graph_id: str, manifest: Manifest, where: str, request: SwapRequest, problems: Sequence[str] = ()
+) -> None:
+    """Raise GraphMismatch for a file that was packed for another graph. problems: of its tensors, which do not fit."""
+    if graph_id == manifest.graph_id or request.allow_other_graph:
+        return
+    text = f"{where}: packed for another graph, {graph_id[:12]}; this model has {manifest.graph_id[:12]}"
+    if problems:
+        lines = [f"  - {line}" for line in lines_of(problems, _MOST_OF_ANOTHER)]
+        raise GraphMismatch(f"{text}, and its tensors do not fit:", *lines, "Pack a checkpoint of this model for it.")
+    raise GraphMismatch(
+        f"{text}. Pack the checkpoint for this one. Its tensors fit: if both graphs compute them alike from "
+        "checkpoints, allow_other_graph=True takes them as they are."
+    )
 
 
 def check_expected(weights_id: str, where: str, request: SwapRequest) -> None:

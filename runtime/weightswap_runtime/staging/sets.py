@@ -58,7 +58,12 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     readings = NAMES if stamp else READINGS[request.keys]
     ignored = ignored_names(weights.tensors, request.ignore, weights.where, tied_names(manifest))
     tensors = {name: tensor for name, tensor in weights.tensors.items() if name not in ignored}
-    match = resolve(tensors, part, weights.where, readings=readings, part=bool(request.only))
+    try:
+        match = resolve(tensors, part, weights.where, readings=readings, part=bool(request.only))
+    except WeightsMismatch as error:
+        if stamp:
+            check_graph(stamp.graph_id, manifest, weights.where, request, error.problems)
+        raise
     if stamp:
         check_graph(stamp.graph_id, manifest, weights.where, request)
         if not request.only and stamp.graph_id == manifest.graph_id:

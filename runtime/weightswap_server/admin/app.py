@@ -150,9 +150,11 @@ class AdminEndpoints:
         ]
 
     def refuse(self, scope: Scope) -> Response:
-        """Return the response to a request without a token, and note it in the audit log."""
+        """Return the response to a request without a valid token, and note it in the audit log."""
         self._audit.deny(peer(scope), f"{scope['method']} {scope['path']}"[:200])
-        error = _refusal(admin_failure_of(Unauthorised("a bearer token is required (Authorization: Bearer TOKEN)")))
+        given = any(name == b"authorization" for name, _ in scope["headers"])
+        what = "the bearer token is not valid; give" if given else "a bearer token is required:"
+        error = _refusal(admin_failure_of(Unauthorised(f"{what} one of the server's (Authorization: Bearer TOKEN)")))
         error.headers["www-authenticate"] = 'Bearer realm="weightswap"'
         error.headers["connection"] = "close"  # its body was not read
         return error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported
+from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState
 from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.location import printable
@@ -200,7 +200,7 @@ def deploy(
 
 @fleet_command.command()
 def status(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
-    """Show the desired weights and those that each node serves. The exit status is 1 if they differ."""
+    """Show the desired weights and those that each node serves. The exit status is 1 unless all replicas serve them."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
         if not _show(fleet, as_json):
             raise typer.Exit(1)
@@ -431,15 +431,20 @@ def _print_desired(state: DesiredState, as_json: bool) -> None:
 
 
 def _show(fleet: Fleet, as_json: bool) -> bool:
-    """Print the state of a fleet. Returns whether all nodes serve the desired weights."""
+    """Print the state of a fleet. Returns whether all replicas, and all nodes, serve the desired weights."""
     state, nodes, trial = fleet.desired, fleet.nodes, fleet.trial
-    agree = all(node.weights_id == state.weights_id for node in nodes.values())
+    agreeing = [node for node in nodes.values() if node.weights_id == state.weights_id]
+    serving, known = (sum(len(node.replicas) for node in of) for of in (agreeing, nodes.values()))
+    replicas = max(known, fleet.replicas)  # those that have not started are unknown to their nodes
+    agree = len(agreeing) == len(nodes) and 0 < serving == replicas
     if as_json:
         from weightswap_fleet.fleet_page import standing
 
-        print_json(standing(fleet.name, state, nodes, trial))
+        count = {"serving": serving, "of": replicas}
+        print_json(standing(fleet.name, state, nodes, trial) | {"agrees": agree, "replicas": count})
         return agree
     say(f"fleet       {fleet.name}")
+    say(f"serve it    {serving} of {plural(replicas, 'replica')}")
     _print_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
     print_table("Nodes", columns, [_node_row(node, state.weights_id) for _, node in sorted(nodes.items())])

@@ -14,7 +14,8 @@ import msgspec
 import typer
 from blake3 import blake3
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import GraphMismatch, Unsupported
+from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, open_weights
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -104,7 +105,7 @@ def push(
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        request |= {"source": _source_of(weights)} if point else _upload(client, weights)
+        request |= {"source": _source_of(weights)} if point else _upload(client, name, weights, allow_other_graph)
         with _staging_progress(client, name):
             response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
         if as_json:
@@ -128,8 +129,11 @@ def _source_of(weights: str) -> str:
     return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - the server resolves links
 
 
-def _upload(client: AdminClient, weights: str) -> dict[str, Any]:
-    """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it."""
+def _upload(client: AdminClient, model: str, weights: str, allow_other_graph: bool = False) -> dict[str, Any]:
+    """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it.
+
+    Raises GraphMismatch, before the upload, for a file of another graph, which the server would refuse.
+    """
     where, path = printable(weights), Path(weights)
     if not is_url(weights) and not path.exists():
         raise Unsupported(f"{where}: no such file")
@@ -137,6 +141,13 @@ def _upload(client: AdminClient, weights: str) -> dict[str, Any]:
         raise Unsupported(f"{where}: only a weight file can be uploaded; use --point for what the server can read")
     with open_weights(path) as opened:
         stamp, delta = opened.stamp, delta_stamp(opened)
+    packed_for, served = getattr(delta or stamp, "graph_id", ""), client.get(f"/admin/models/{model}")["graph_id"]
+    if packed_for not in ("", served) and not allow_other_graph:
+        raise GraphMismatch(
+            f"{where}: packed for another graph, {packed_for[:SHOWN]}; {model} has {served[:SHOWN]}. Nothing was sent. "
+            "Pack its checkpoint for this one. If both graphs compute their weights alike from checkpoints, "
+            "`weightswap push --allow-other-graph` sends it as it is."
+        )
     digest = _digest(path)
     stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{digest[:16]}"
     goldens = path.with_name(path.name.removesuffix(SUFFIX) + GOLDENS_SUFFIX)
@@ -231,7 +242,7 @@ def canary(
             request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
-                request |= {"source": _source_of(weights)} if point else _upload(client, weights)
+                request |= {"source": _source_of(weights)} if point else _upload(client, name, weights)
             status = client.post(f"{path}/canary", request)["status"]
         promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
         _show(client.get(path), as_json)

@@ -13,6 +13,7 @@ from weightswap_runtime.errors import NonFiniteWeights, Superseded, listed, plur
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, Hold
 from weightswap_runtime.following.place import DesiredPlace, known_weights
 from weightswap_runtime.format.delta import write_delta
+from weightswap_runtime.format.identity import Counts
 from weightswap_runtime.sources.location import Url, as_location, printable
 from weightswap_runtime.staging.reading import check_content
 from weightswap_tools.terminal import (
@@ -85,8 +86,8 @@ def desired(
     A change names the revision that it replaces (--revision), so that nobody undoes a change they have not seen. If
     another revision was written meanwhile, nothing changes and the exit status is 1.
 
-    Local files are read first: damaged ones are refused, and NaN is refused by --rollback-to and reported by --set. The
-    weights are not tried, since this command has no graph; and behind a URL, only headers are read.
+    Local files are read first: damaged ones are refused, NaN is refused by --rollback-to, and --set reports it and
+    infinities. The weights are not tried, since this command has no graph; and behind a URL, only headers are read.
     """
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
@@ -120,12 +121,12 @@ def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_jso
 
 
 def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
-    """Set the desired weights. NaN may be intended, so it is said, and not refused."""
-    known, nan = known_weights(weights), _read(weights)
+    """Set the desired weights. NaN and infinities may be intended, so they are said, and not refused."""
+    known, counts = known_weights(weights), _read(weights)
     state = place.set(weights, known=known, **options)
-    if nan:
-        where = printable(weights)
-        say(f"warning: {where}: {listed(nan)}; processes whose weights have none there refuse it", err=True)
+    if counts:
+        found = listed([f"{name}: {each}" for name, each in sorted(counts.items())])
+        say(f"warning: {printable(weights)}: {found}; processes whose weights have none there refuse it", err=True)
     return state
 
 
@@ -140,17 +141,15 @@ def _roll_back(place: DesiredPlace, to: str, *, revision: int, **options: Any) -
         )
     for base in target.bases or ():
         _read(place.locate(base))
-    if nan := _read(place.locate(target)):
+    counts = sorted(_read(place.locate(target)).items())
+    if nan := [f"{name}: {found.nan} NaN" for name, found in counts if found.nan]:
         raise NonFiniteWeights(where, nan, "Roll back to others. If these values are intended, desire them with --set.")
     return place.rollback(to=target.weights_id, revision=revision, **options)
 
 
-def _read(source: str | Path) -> list[str]:
-    """Read a local file, and return the weights with NaN, and their numbers. Raises WeightFileError, DigestMismatch."""
-    if isinstance(as_location(source), Url):
-        return []
-    counts = check_content(source)
-    return [f"{name}: {found.nan} NaN" for name, found in sorted(counts.items()) if found.nan]
+def _read(source: str | Path) -> Mapping[str, Counts]:
+    """Read a local file, and return its numbers of NaN and infinities. Raises WeightFileError, DigestMismatch."""
+    return {} if isinstance(as_location(source), Url) else check_content(source)
 
 
 def _print(place: DesiredPlace, state: DesiredState) -> None:

@@ -70,6 +70,16 @@ def test_a_trainers_checkpoint_is_cast_and_inspected(shell: Shell) -> None:
     assert "found in    model\ncast        2 tensors from F32\n" in said
 
 
+def test_values_that_are_not_finite_are_said(shell: Shell) -> None:
+    state = {key: value.bfloat16() for key, value in STATE.items()}
+    state["weight"][0, :2] = torch.tensor([torch.nan, torch.inf])
+    saved(shell.folder / "c.pt", state)
+    packed = shell("c.pt", "a.artifact")
+    assert packed["nonfinite"] == {"weight": {"nan": 1, "infinite": 1, "of": 6}}
+    said = CliRunner().invoke(pack_command, ["c.pt", "a.artifact", "-o", "v.safetensors"])
+    assert "warning: v.safetensors: weight is not finite: 1 NaN and 1 infinite of 6 values\n" in said.stderr
+
+
 def test_folders_are_taken(shell: Shell) -> None:
     narrow = {key: value.bfloat16() for key, value in STATE.items()}
     saved_shards(shell.folder / "hf", narrow, ".safetensors")

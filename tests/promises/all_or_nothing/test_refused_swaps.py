@@ -30,6 +30,7 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
+from weightswap_runtime.format.safetensors import TensorRow, write_weight_file
 from weightswap_runtime.memory import arena
 
 
@@ -182,6 +183,21 @@ def test_a_file_for_another_graph_is_taken_when_its_tensors_fit_and_the_caller_s
     other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
     model.swap(other, allow_other_graph=True)
     assert serves(model, 1)
+
+
+def test_a_file_of_another_model_is_called_that_first(tiny: TinyArtifact, tmp_path: Path) -> None:
+    rows = [TensorRow(f"layers.{index:02}", "F32", (2,)) for index in range(40)]
+    data = {row.name: [memoryview(bytes(8))] for row in rows}
+    other = tmp_path / "other.safetensors"
+    write_weight_file(other, rows, data, graph_id="1" * 64)
+    with pytest.raises(GraphMismatch) as refused:
+        load(tiny.path).swap(other)
+    first, *problems, advice = str(refused.value).splitlines()
+    assert "packed for another graph, 111111111111" in first
+    assert (len(problems), problems[-1]) == (11, "  - and 34 more")
+    assert "allow_other_graph" not in advice
+    with pytest.raises(WeightsMismatch, match="refused, 44 problems"):
+        load(tiny.path).swap(other, allow_other_graph=True)
 
 
 @pytest.mark.parametrize("rename", [{}, {"weight": "w"}, {"tied": "again"}])

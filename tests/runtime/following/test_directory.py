@@ -175,14 +175,17 @@ def test_without_a_working_directory_nothing_can_be_listed(tmp_path: Path, monke
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(WeightFileError, match="cannot be listed"):
+    with pytest.raises(WeightFileError, match="no such directory"):
         open_directory("box")()
 
 
-@pytest.mark.parametrize("where", ["nowhere", "file", "a\0b"])
-def test_what_cannot_be_listed(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [("nowhere", "nowhere: no such directory; create it"), ("file", "cannot be listed"), ("a\0b", "cannot be listed")],
+)
+def test_what_cannot_be_listed(where: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(WeightFileError, match="cannot be listed"):
+    with pytest.raises(WeightFileError, match=says):
         open_directory(tmp_path / where)()
 
 

@@ -120,8 +120,22 @@ def test_a_place_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path
         Service(tiny, tmp_path / "service").set(1)
         assert follower.wait(60)
         assert follower.status.reachable
-    assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
+    kinds = [event.kind for event in events if event.kind != "waiting"]  # for the first weights, if it sees none
+    assert kinds == ["unreachable", "staging", "staged", "committed"]
     assert events[0].source == str(tmp_path / "service")
+
+
+def test_a_model_without_weights_says_that_it_waits_for_the_first(tiny: TinyArtifact, service: Service) -> None:
+    events: list[Event] = []
+    service.place.hold(revision=0)
+    with load(tiny.path) as model, model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert eventually(lambda: bool(events))
+        service.place.release(revision=1)
+        assert eventually(lambda: follower.status.revision == 2)
+        service.set(1)
+        assert follower.wait(60)
+    assert [event.kind for event in events] == ["waiting", "staging", "staged", "committed"]
+    assert f"weightswap desired {service.folder} --set FILE --revision 1" in str(events[0].error)
 
 
 def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
@@ -134,7 +148,7 @@ def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
         away = service.folder.rename(tmp_path / "away")
         assert eventually(lambda: not follower.status.reachable)
         assert serves(model, 1)
-        assert "No such file" in follower.status.error
+        assert "no such directory" in follower.status.error
         DesiredPlace(away).set(service.tiny.write(away / "v2.safetensors", service.tiny.values(2)), revision=1)
         away.rename(service.folder)
         assert eventually(lambda: serves(model, 2))

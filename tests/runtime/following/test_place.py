@@ -340,7 +340,7 @@ def test_a_document_with_more_bases_than_are_written_is_damaged(service: Service
 def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:
     service.set(1)
     other = service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(2), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="packed for the graph 000000000000"):
+    with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000"):
         service.place.set(other, revision=1)
     assert service.place.set(other, revision=1, allow_other_graph=True).revision == 2
 

@@ -96,6 +96,14 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
         r"the tensors of bias are I64\[3\] and I64\[1, 2\]",
     ),
     "another graph": (set_("graph_id", "1" * 64), GraphMismatch, "allow_other_graph=True"),
+    "another model": (
+        lambda stamp, tensors: (
+            stamp.update(graph_id="1" * 64),
+            stamp["changes"].update(bias={"dtype": "F32", "shape": [6]}),
+        )[0],
+        GraphMismatch,
+        r"packed for another graph, .*not fit:\n  - bias: expected F32\[5\], found F32\[6\]\nPack a checkpoint",
+    ),
     "another type": (
         lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F32", "shape": [6]}),
         WeightsMismatch,

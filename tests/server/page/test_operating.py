@@ -278,7 +278,7 @@ def test_a_server_that_goes_and_comes_back(
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", "another-token-by-now")
     with administered({"tiny": load(tiny.path, weight_file(2))}, port=port):
         page.get_by_label("Token").wait_for()
-        page.get_by_role("alert").get_by_text("a bearer token is required").wait_for()
+        page.get_by_role("alert").get_by_text("the bearer token is not valid").wait_for()
 
 
 @pytest.mark.slow

@@ -129,12 +129,11 @@ def test_a_rollback_reads_what_leads_to_a_delta(service: Service, delta: WriteDe
 
 
 def test_what_is_set_is_read(service: Service) -> None:
-    """Damaged files are refused; NaN may be intended, and is said."""
+    """Damaged files are refused; NaN and infinities may be intended, and are said."""
     service.set(1)
-    nan = service.tiny.write(
-        service.folder / "nan.safetensors", service.tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
-    )
-    assert "bias: 5 NaN" in run(service.folder, "--set", nan, "--revision", 1)
+    values = service.tiny.values(2) | {"bias": torch.tensor([torch.nan, torch.inf, 1, 2, 3])}
+    nan = service.tiny.write(service.folder / "nan.safetensors", values)
+    assert "bias: 1 NaN and 1 infinite; processes" in run(service.folder, "--set", nan, "--revision", 1)
     assert service.revision == 2
     damaged = service.write(3)
     content = bytearray(damaged.read_bytes())
@@ -145,7 +144,8 @@ def test_what_is_set_is_read(service: Service) -> None:
 
 
 def test_a_missing_place_is_an_error(tmp_path: Path) -> None:
-    assert "DesiredError" in run(tmp_path / "none", status=1)
+    for arguments in ((), ("--hold", "--revision", 0)):
+        assert "none: no such directory; create it" in run(tmp_path / "none", *arguments, status=1)
 
 
 def test_swap_follows_until_it_is_interrupted(tiny: TinyArtifact, service: Service, weight_file: WriteWeights) -> None:
