@@ -43,9 +43,9 @@ class AdminClient:
         self._connect = _connector(url)
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    def get(self, path: str) -> Any:
-        """Fetch a document. Raises AdminRefused and AdminUnreachable."""
-        return self._call("GET", path, None, {})
+    def get(self, path: str, timeout: float | None = None) -> Any:
+        """Fetch a document. timeout: seconds for the answer. Raises AdminRefused and AdminUnreachable."""
+        return self._call("GET", path, None, {}, timeout)
 
     def post(self, path: str, document: Any) -> Any:
         """Request a change and wait for it, without a timeout. Raises as `get`."""
@@ -70,7 +70,7 @@ class AdminClient:
             headers = {"Content-Length": str(size), "X-Weightswap-Blake3": digest}
             return self._call("PUT", f"/admin/uploads/{quote(name)}", chunks(), headers)
 
-    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Any:
+    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout: float | None = None) -> Any:
         with closing(self._connect()) as connection:
             try:
                 connection.connect()
@@ -78,7 +78,7 @@ class AdminClient:
                 raise AdminUnreachable(f"{self.where}: no server answers there ({error})") from error
             try:
                 self._send(connection, method, path, body, {**self._headers, **headers})
-                connection.sock.settimeout(None)  # staging may take minutes
+                connection.sock.settimeout(timeout)  # None: staging may take minutes
                 response = connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:

@@ -109,6 +109,30 @@ RequireSignatureOption = Annotated[
 AllowNonfiniteOption = Annotated[
     list[str] | None, typer.Option(help="Allow NaN and infinities in weights of this name; `*` allows all.")
 ]
+TokenOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with the server's token; by default the token is $WEIGHTSWAP_ADMIN_TOKEN.", dir_okay=False
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
+LATEST = "latest"
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar=f"N|{LATEST}",
+        help=f"The revision of the desired state to replace; refused if outdated. `{LATEST}`: whichever is there.",
+    ),
+]
+
+
+def parse_revision(text: str | None, latest: Callable[[], int | None] = lambda: None) -> int | None:
+    """Return the revision of a `RevisionOption`: None without one, `latest()` for the latest. Raises BadParameter."""
+    if text == LATEST:
+        return latest()
+    if text is not None and not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"--revision {text}: expected a number, or `{LATEST}`")
+    return int(text) if text is not None else None
 
 
 def parse_labels(texts: list[str] | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from tests.support.administered import TOKEN, administered
@@ -22,8 +23,16 @@ from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
 from weightswap_tools import admin_client
 from weightswap_tools.admin_client import AdminClient, AdminUnreachable
+from weightswap_tools.commands.operating import (
+    commit_command,
+    discard_command,
+    hold_command,
+    release_command,
+    rollback_command,
+)
 from weightswap_tools.commands.push import _agreement, _print_processes, canary_command, push_command, status_command
 from weightswap_tools.commands.serve import serve_command
+from weightswap_tools.commands.weights import desired_command
 
 
 @pytest.fixture
@@ -113,6 +122,82 @@ def test_staged_and_left_to_others(server: Server, model: Model, weight_file: Wr
     assert push(server, weight_file(2), "--stage").stdout.startswith("staged      ")
     assert serves(model, 1)
     assert "staged      " in CliRunner().invoke(status_command, [url_of(server)]).stdout
+
+
+def operate(command: typer.Typer, server: Server, *arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(command, [url_of(server), *map(str, arguments)])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_what_is_staged_is_committed_or_discarded(server: Server, model: Model, weight_file: WriteWeights) -> None:
+    assert "nothing is staged" in operate(commit_command, server, status=1)
+    push(server, weight_file(2), "--stage")
+    assert "staged" not in operate(discard_command, server)
+    push(server, weight_file(2), "--stage")
+    assert "is staged now; look again" in operate(commit_command, server, "--expect", "1" * 64, status=1)
+    assert "generation  1: " in operate(commit_command, server, "--why", "good")
+    assert serves(model, 2)
+    receipt = json.loads(operate(rollback_command, server, "--model", "tiny", "--json"))["receipt"]
+    assert (receipt["kind"], serves(model, 1)) == ("rollback", True)
+    assert "the model follows none" in operate(hold_command, server, status=1)
+
+
+def test_a_followed_place_is_rolled_back_held_and_released(
+    server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    (tmp_path / "service").mkdir()
+    place = DesiredPlace(tmp_path / "service")
+    first = place.set(weight_file(1), revision=0).weights_id
+    with model.follow(tmp_path / "service", 0.01) as follower:
+        assert follower.wait(60)
+        push(server, weight_file(2), "--revision", "latest")
+        assert "generation  " in operate(rollback_command, server, str(first)[:8], "--no-hold", "--revision", 2)
+        assert (place.read().hold, serves(model, 1)) == (None, True)
+        assert "this change is based on 1" in operate(hold_command, server, "--revision", 1, status=1)
+        assert "on hold by token: friday" in operate(hold_command, server, "--why", "friday", "--revision", "latest")
+        assert "on hold" not in operate(release_command, server)
+        push(server, weight_file(2), "--stage")
+        operate(hold_command, server)
+        assert "is at revision 6" in operate(commit_command, server, status=1)  # it was 5 at the staging
+        operate(commit_command, server, "--revision", "latest")
+        assert serves(model, 2)
+        assert "expected a number, or `latest`" in operate(release_command, server, "--revision", "last", status=2)
+    assert place.read().revision == 7
+
+
+def test_who_serves_what_is_desired(
+    server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "service").mkdir()
+
+    def desired(*arguments: object, status: int = 0) -> Any:
+        asked = ["--server", url_of(server), *map(str, arguments), "--json"]
+        done = CliRunner().invoke(desired_command, [str(folder), *asked])
+        assert done.exit_code == status, done.output
+        return [(each["model"], each["agrees"], each["state"]) for each in json.loads(done.stdout)["servers"]]
+
+    ((name, agrees, why),) = desired("--wait", "--timeout", 0.1, status=1)
+    assert (name, agrees) == ("", False)
+    assert f"no model follows {folder}" in why
+    with model.follow(folder, 0.01):
+        assert desired(status=1) == [("tiny", False, "nothing is desired")]
+        set_ = ("--set", weight_file(2), "--revision", "latest", "--wait")
+        assert desired(*set_) == [("tiny", True, "serves")]
+        assert serves(model, 2)
+        (tiny, other) = desired("--server", "http://127.0.0.1:1", "--wait", "--timeout", 0.1, status=1)
+        assert (tiny[1], other[:2]) == (True, ("", False))
+        assert "no server answers there" in other[2]
+        bad = bytearray(weight_file(3).read_bytes())
+        bad[-1] ^= 1
+        (folder / "bad.safetensors").write_bytes(bad)
+        DesiredPlace(folder).set(folder / "bad.safetensors", revision=1)
+        ((_, agrees, why),) = desired("--wait", "--timeout", 2, "--model", "tiny", status=1)
+        assert (agrees, "the file records the digest" in why) == (False, True)
+    assert desired("--model", "tiny", status=1) == [("tiny", False, "follows no place")]
+    assert desired("--model", "other", status=1) == [("other", False, "has no such model")]
+    done = CliRunner().invoke(desired_command, [str(folder), "--wait"])
+    assert (done.exit_code, "--server" in done.output) == (2, True)
 
 
 def test_a_place_that_cannot_be_read_is_told(

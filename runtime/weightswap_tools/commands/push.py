@@ -25,8 +25,12 @@ from weightswap_tools.terminal import (
     AllowNonfiniteOption,
     IgnoreOption,
     JsonOption,
+    ModelOption,
+    RevisionOption,
+    TokenOption,
     errors_as_exit,
     human_bytes,
+    parse_revision,
     print_json,
     print_table,
     progress_bar,
@@ -37,16 +41,9 @@ from weightswap_tools.terminal import (
 from .swap import print_receipt
 from .weights import labels_text, time_text
 
-TokenOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the server's token; by default the token is $WEIGHTSWAP_ADMIN_TOKEN.", dir_okay=False
-    ),
-]
 UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="The server's admin plane: http://HOST:PORT or unix:///PATH.")
 ]
-ModelOption = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
 WhyOption = Annotated[str, typer.Option(help="The reason, for the history and the audit log.")]
 ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
 ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
@@ -80,9 +77,7 @@ def push(
     point: Annotated[bool, typer.Option("--point", help="Send only the path or URL, if the server allows it.")] = False,
     stage: Annotated[bool, typer.Option("--stage", help="Stage only, to be committed or discarded later.")] = False,
     why: WhyOption = "",
-    revision: Annotated[
-        int | None, typer.Option(help="The revision of the desired state to replace; refused if outdated.")
-    ] = None,
+    revision: RevisionOption = None,
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Accept a file of another graph, if its tensors fit.")
     ] = False,
@@ -97,26 +92,41 @@ def push(
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
-        name = model or _only_model(client)
+        name = model or only_model(client)
         request: dict[str, Any] = {
             "why": why,
-            "revision": revision,
+            "revision": parse_revision(revision),
             "allow_other_graph": allow_other_graph,
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
         request |= {"source": _source_of(weights)} if point else _upload(client, name, weights, allow_other_graph)
-        with _staging_progress(client, name):
+        with staging_progress(client, name):
             response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
-        if as_json:
-            print_json(response)
-        elif stage:
+        if stage and not as_json:
             say(f"staged      {response['status']['staged']['weights_id']}")
         else:
-            print_receipt(msgspec.convert(response["receipt"], SwapReceipt))
+            print_change(response, as_json, commits=not stage)
 
 
-def _only_model(client: AdminClient) -> str:
+def print_change(response: dict[str, Any], as_json: bool, *, commits: bool) -> None:
+    """Print the server's answer to a change: its receipt, or else the status after it.
+
+    commits: without a receipt, exit with 1, as the followed place desires weights that are not served yet.
+    """
+    receipt, status = response["receipt"], response["status"]
+    if as_json:
+        print_json(response)
+    elif receipt is not None:
+        print_receipt(msgspec.convert(receipt, SwapReceipt))
+    else:
+        _print(status)
+    if commits and receipt is None:
+        say(f"not served yet: {status['name']} follows the place, which desires the weights", err=True)
+        raise typer.Exit(1)
+
+
+def only_model(client: AdminClient) -> str:
     """Return the name of the server's only model. Raises Unsupported if there are several."""
     names = [str(model["name"]) for model in client.get("/admin/status")["models"]]
     if len(names) != 1:
@@ -178,7 +188,7 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _staging_progress(client: AdminClient, model: str) -> Iterator[None]:
+def staging_progress(client: AdminClient, model: str) -> Iterator[None]:
     """Show the server's staging progress on a terminal while the block runs."""
     ended = threading.Event()
     with status_line(f"{model}: staging") as update:
@@ -234,7 +244,7 @@ def canary(
         raise typer.BadParameter("--promote-if and --abort-if apply to a new canary: give --share or --shadow, too")
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
-        name = model or _only_model(client)
+        name = model or only_model(client)
         path, status = f"/admin/models/{name}", None
         if promote or abort:
             client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})

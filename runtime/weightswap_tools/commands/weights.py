@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +16,24 @@ from weightswap_runtime.format.delta import write_delta
 from weightswap_runtime.format.identity import Counts
 from weightswap_runtime.sources.location import Url, as_location, printable
 from weightswap_runtime.staging.reading import check_content
+from weightswap_tools.admin_client import AdminClient, read_token
 from weightswap_tools.terminal import (
     JsonOption,
     LabelOption,
+    ModelOption,
+    RevisionOption,
+    TokenOption,
     errors_as_exit,
     human_bytes,
     parse_labels,
+    parse_revision,
     print_json,
     print_table,
     progress_bar,
     say,
 )
+
+from .asking import Asked, ask_servers
 
 ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
 WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
@@ -73,26 +80,39 @@ def desired(
     hold: Annotated[bool, typer.Option("--hold", help="Hold, so that nothing is promoted.")] = False,
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
-    revision: Annotated[int | None, typer.Option(help="The revision to replace; required for changes.")] = None,
+    revision: RevisionOption = None,
     by: ByOption = "",
     why: WhyOption = "",
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Allow a file that was packed for another graph.")
     ] = False,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="The admin plane of a server to ask whether it serves them; may be repeated.", metavar="URL"),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until each --server serves the desired weights.")] = False,
+    timeout: Annotated[float, typer.Option(min=0, help="The most seconds to --wait.")] = 60.0,
+    model: ModelOption = None,
+    token_file: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change which weights a service should serve.
+    """Show or change which weights a service should serve, and ask servers whether they do.
 
     A change names the revision that it replaces (--revision), so that nobody undoes a change they have not seen. If
-    another revision was written meanwhile, nothing changes and the exit status is 1.
+    another revision was written meanwhile, nothing changes and the exit status is 1; so it is unless each --server
+    serves the desired weights, at the latest after the --timeout of --wait.
 
     Local files are read first: damaged ones are refused, NaN is refused by --rollback-to, and --set reports it and
     infinities. The weights are not tried, since this command has no graph; and behind a URL, only headers are read.
     """
+    if wait and not server:
+        raise typer.BadParameter("--wait: give --server URL, the admin plane of each server that is to serve them")
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
-        said: dict[str, Any] = {"revision": revision, "by": by, "why": why}
-        _check_changes(opened, (weights is not None) + (rollback_to is not None) + hold + release, revision, as_json)
+        clients = [AdminClient(url, read_token(token_file)) for url in server or ()]
+        based_on = parse_revision(revision, lambda: opened.read().revision)
+        said: dict[str, Any] = {"revision": based_on, "by": by, "why": why}
+        _check_changes(opened, (weights is not None) + (rollback_to is not None) + hold + release, based_on, as_json)
         if weights is not None:
             state = _set(opened, weights, allow_other_graph=allow_other_graph, **said)
         elif rollback_to is not None:
@@ -103,10 +123,10 @@ def desired(
             state = opened.release(revision=said["revision"])
         else:
             state = opened.read()
-        if as_json:
-            print_json({"place": opened.where, **state.as_dict()})
-        else:
-            _print(opened, state)
+        asked = ask_servers(clients, model, opened.where, state.weights_id, timeout if wait else 0.0)
+        _print(opened, state, asked, as_json)
+        if not all(each.agrees for each in asked):
+            raise typer.Exit(1)
 
 
 def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_json: bool) -> None:
@@ -152,7 +172,11 @@ def _read(source: str | Path) -> Mapping[str, Counts]:
     return {} if isinstance(as_location(source), Url) else check_content(source)
 
 
-def _print(place: DesiredPlace, state: DesiredState) -> None:
+def _print(place: DesiredPlace, state: DesiredState, asked: Sequence[Asked] = (), as_json: bool = False) -> None:
+    if as_json:
+        servers = {"servers": [each._asdict() for each in asked]} if asked else {}
+        print_json({"place": place.where, **state.as_dict(), **servers})
+        return
     say(f"place       {place.where}")
     say(f"revision    {state.revision}")
     if state.weights is None:
@@ -164,6 +188,11 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
     if state.hold is not None:
         say(f"on hold     {since_text(state.hold)}")
     print_earlier(state, {})
+    if asked:
+        rows = [[each.server, each.model, (each.weights_id or "nothing")[:SHOWN], each.state] for each in asked]
+        agreeing = sum(each.agrees for each in asked)
+        say(f"serve it    {agreeing} of {len(asked)}")
+        print_table("Servers", ["server", "model", "weights", "state"], rows)
 
 
 def print_earlier(state: DesiredState, refused: Mapping[str, str]) -> None:
