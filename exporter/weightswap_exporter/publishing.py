@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ from weightswap_runtime import Artifact, DesiredPlace, load
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.controller import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.following.place import Known
+from weightswap_runtime.following.unused import Stamps, in_use, remove_unused
+from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
@@ -41,6 +44,7 @@ from .packing import Packed, checked_labels, pack_checkpoint, recorder
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})\.safetensors")
 _Snapshot = tuple[Checkpoint, Recording | None]  # copy of a model's values, with no reference to the model
 _log = logging.getLogger("weightswap")
 
@@ -108,6 +112,7 @@ def publish(
     promote: str | os.PathLike[str] | Publishing | None = None,
     policy: Policy = "newest",
     by: str = "publish",
+    keep: int | None = None,
 ) -> Publication:
     """Write a live model's weights into a directory, in the background; the training may go on at once.
 
@@ -128,6 +133,12 @@ def publish(
     the change, for the document. Weights that are served already, or were before, as when a training is repeated from
     one seed, are promoted like others; only those that an operator has withdrawn are not. A refusal (a hold, withdrawn
     weights, Unproven, a place that cannot be reached) is logged and stored in `Packed.refusal`; the file stays.
+
+    keep: once the file is promoted to a place, remove older files that publish() has written into the directory. Those
+    that the place desires stay, the last `keep` of its history and of those it has withdrawn, the bases of every delta
+    that stays, and the newest `keep` beside this one, which another trainer may be about to promote; so no other place
+    may name files of this directory. If the place or a weight file there cannot be read, nothing is removed, and the
+    reason is logged. By default nothing ever is.
 
     A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
     is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a
@@ -151,7 +162,8 @@ def publish(
     check_writable(directory)
     check_promotion_policy(policy)
     place = DesiredPlace(promote) if isinstance(promote, (str, os.PathLike)) else promote
-    promotion = None if place is None else _Promotion(place, policy, by)
+    _check_keep(keep, place)
+    promotion = None if place is None else _Promotion(place, policy, by, keep)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     if opened.manifest.variants:
@@ -176,12 +188,26 @@ def publish(
     return publication
 
 
+def _check_keep(keep: int | None, place: DesiredPlace | Publishing | None) -> None:
+    """Raise CheckpointError for a number of files to keep that is none, or without a place that says which."""
+    if keep is None:
+        return
+    if type(keep) is not int or keep < 1:
+        raise CheckpointError(f"keep: expected None, or 1 or more weights to which the place can go back, got {keep!r}")
+    if not isinstance(place, DesiredPlace):
+        raise CheckpointError(
+            f"keep={keep}: only a place says which files are still needed; pass its path or URL as promote=, or leave "
+            "keep out and remove files yourself"
+        )
+
+
 class _Promotion(NamedTuple):
     """Who shall serve a file."""
 
     place: DesiredPlace | Publishing
     policy: Policy
     by: str  # author of the change
+    keep: int | None  # weights of the place's history whose files stay; None: all
 
     def promote(self, packed: Packed, artifact: Artifact) -> Packed:
         """Promote a file, and return it with the revision that names it, or with the reason for the refusal."""
@@ -200,9 +226,38 @@ class _Promotion(NamedTuple):
         if isinstance(self.place, DesiredPlace):
             known = Known(packed.weights_id, packed.graph_id, packed.labels)
             desired = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+            if self.keep is not None:
+                _remove_older(packed.path.parent, self.place, self.keep)
             return replace(packed, promoted=desired.revision)
         receipt = self.place.publish(packed.path, by=self.by, why=self.policy)
         return replace(packed, promoted=receipt.revision, receipt=receipt)
+
+
+def _remove_older(directory: Path, place: DesiredPlace, keep: int) -> None:
+    """Remove files that `publish` has written and nobody needs; none, and log why, if that cannot be decided."""
+    try:
+        written = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+        newest = set(sorted(written, key=lambda path: path.stat().st_mtime_ns)[-keep - 1 :])
+        removed = remove_unused(
+            directory,
+            in_use(place.read(), keep),
+            lambda path, stamp: path not in newest and _is_published(path, stamp),
+        )
+    except (WeightswapError, OSError) as error:
+        _log.warning("%s: older files were not removed: %s: %s", directory, type(error).__name__, text_of(error))
+    else:
+        _log.info("%s: removed %s", directory, ", ".join(path.name for path in removed) or "no older files")
+
+
+def _is_published(path: Path, stamp: Stamps) -> bool:
+    """Return whether a file has the name that `publish` gives to its content."""
+    match = _NAME.fullmatch(path.name)
+    return (
+        match is not None
+        and isinstance(stamp, Stamp)
+        and stamp.weights_id.startswith(match[2])
+        and stamp.labels.get("step") == str(int(match[1]))
+    )
 
 
 def _copied(model: nn.Module) -> Checkpoint:

@@ -12,7 +12,17 @@ from torch import nn
 from tests.support.models import Renamed
 from weightswap_exporter import export, publish
 from weightswap_exporter.packing import Packed
-from weightswap_runtime import Artifact, DesiredPlace, Held, Unsupported, load
+from weightswap_runtime import (
+    Artifact,
+    CheckpointError,
+    DesiredError,
+    DesiredPlace,
+    DesiredState,
+    Held,
+    Unsupported,
+    load,
+    write_delta,
+)
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -137,3 +147,88 @@ def test_a_service_takes_what_is_published(artifact: Artifact, tmp_path: Path) -
     packed = publish(trained(3.0), tmp_path / "run", artifact, step=3, promote=service).wait(60)
     assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "Held: on hold by ana")
     assert (packed.path.exists(), len(service.taken)) == (True, 1)
+
+
+def weight_files(place: DesiredPlace) -> list[str]:
+    """Return the steps of published files, and the names of others, without goldens and the like."""
+    names = sorted(path.name for path in Path(place.where).glob("*.safetensors") if "goldens" not in path.name)
+    return [name.split("-")[1].lstrip("0") if name.startswith("step-0") else name for name in names]
+
+
+def publish_steps(artifact: Artifact, place: DesiredPlace, steps: range, keep: int | None = 2) -> list[Packed]:
+    return [
+        publish(
+            trained(float(step)), place.where, artifact, step=step, promote=place.where, keep=keep, goldens=GOLDENS
+        ).wait(60)
+        for step in steps
+    ]
+
+
+def test_older_files_go_once_the_place_can_no_longer_need_them(artifact: Artifact, place: DesiredPlace) -> None:
+    publish_steps(artifact, place, range(1, 5), keep=None)
+    assert weight_files(place) == ["1", "2", "3", "4"]
+    run = Path(place.where)
+    (run / "step-000000001-0123456789ab.safetensors").write_bytes(next(run.glob("step-*4-*s")).read_bytes())
+    state = publish_steps(artifact, place, range(5, 6))
+    assert weight_files(place) == ["1", "3", "4", "5"]  # the first is not what its name says: nobody published it so
+    assert len(list(run.glob("*.goldens.safetensors"))) == 3
+    assert place.rollback(revision=state[0].promoted or 0, hold=False).weights_id
+    model = load(artifact)
+    with model.follow(place.where, 0.01) as follower:
+        assert follower.wait(60)
+    assert model.labels == {"step": "4"}
+
+
+def test_what_was_rolled_back_and_what_a_delta_needs_stay(artifact: Artifact, place: DesiredPlace) -> None:
+    first, second, third = publish_steps(artifact, place, range(1, 4), keep=None)
+    run = Path(place.where)
+    write_delta(first.path, second.path, run / "patch.safetensors")  # which the place does not know
+    place.rollback(revision=3, hold=False)
+    publish_steps(artifact, place, range(4, 8), keep=1)
+    assert third.path.exists()
+    assert weight_files(place) == ["patch.safetensors", "1", "2", "3", "6", "7"]
+
+
+def test_a_delta_of_the_place_keeps_its_base(artifact: Artifact, place: DesiredPlace, tmp_path: Path) -> None:
+    first, second = publish_steps(artifact, place, range(1, 3), keep=None)
+    place.rollback(revision=2, to=first.weights_id, hold=False)
+    write_delta(first.path, second.path, tmp_path / "patch.safetensors")
+    place.set(tmp_path / "patch.safetensors", revision=3)
+    publish_steps(artifact, place, range(3, 6), keep=3)
+    assert weight_files(place) == ["1", "2", "3", "4", "5"]
+    publish_steps(artifact, place, range(6, 8), keep=2)
+    assert weight_files(place) == ["5", "6", "7"]
+
+
+@pytest.mark.parametrize("spoil", ["the place", "a file", "a hold"])
+def test_nothing_is_removed_where_it_cannot_be_decided(
+    spoil: str,
+    artifact: Artifact,
+    place: DesiredPlace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish_steps(artifact, place, range(1, 5), keep=None)
+    caplog.set_level(logging.WARNING, "weightswap")
+    if spoil == "a file":
+        (Path(place.where) / "torn.safetensors").write_bytes(b"torn")
+    elif spoil == "a hold":
+        place.hold(revision=4)
+    else:
+        monkeypatch.setattr(DesiredPlace, "read", unreadable)
+    packed = publish_steps(artifact, place, range(5, 6), keep=1)[0]
+    assert (packed.promoted, packed.path.exists()) == (None if spoil == "a hold" else 5, True)
+    assert [name for name in weight_files(place) if name.isdigit()] == ["1", "2", "3", "4", "5"]
+    assert "were not removed" in caplog.text or spoil == "a hold"
+
+
+def unreadable(_: DesiredPlace) -> DesiredState:
+    raise DesiredError("away")
+
+
+def test_files_are_kept_by_number_only_where_a_place_says_which(artifact: Artifact, place: DesiredPlace) -> None:
+    for promote in (None, Service()):
+        with pytest.raises(CheckpointError, match="only a place says"):
+            publish(trained(1.0), place.where, artifact, step=1, promote=promote, keep=3)
+    with pytest.raises(CheckpointError, match="1 or more"):
+        publish(trained(1.0), place.where, artifact, step=1, promote=place.where, keep=0)

@@ -302,7 +302,7 @@ class Known(NamedTuple):
 
 def known_weights(source: Source) -> Known:
     """Read the facts in the header of a packed file or a delta. Raises WeightFileError, and Unsupported for others."""
-    if (stamp := _stamp(source)) is None:
+    if (stamp := stamp_of(source)) is None:
         raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
     base = stamp.base if isinstance(stamp, DeltaStamp) else ""
     return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels), base)
@@ -310,7 +310,7 @@ def known_weights(source: Source) -> Known:
 
 def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
     """Return the stamp of a file. Raises WeightFileError or UnexpectedWeights if it is gone or has other weights."""
-    stamp = _stamp(source)
+    stamp = stamp_of(source)
     if stamp is not None and stamp.weights_id != weights_id:
         raise UnexpectedWeights(
             f"{printable(source)}: now has the weights {stamp.weights_id[:SHOWN]}, not {weights_id[:SHOWN]}"
@@ -318,7 +318,7 @@ def check_file(source: Source, weights_id: str) -> Stamp | DeltaStamp | None:
     return stamp
 
 
-def _stamp(source: Source) -> Stamp | DeltaStamp | None:
+def stamp_of(source: Source) -> Stamp | DeltaStamp | None:
     """Read the stamp of a file; None if weightswap has not written it."""
     with open_weights(source) as weights:
         return delta_stamp(weights) or weights.stamp
