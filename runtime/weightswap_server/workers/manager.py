@@ -28,7 +28,7 @@ from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
 from weightswap_server.http.listening import bind, listening
-from weightswap_server.http.turns import Turns
+from weightswap_server.http.turns import Turns, turns_size
 from weightswap_server.protocol import Process
 from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
@@ -100,8 +100,9 @@ class Workers:
             mapped = {name: segment.read_only() for name, segment in segments.items()}
             for segment in (*segments.values(), *mapped.values()):
                 stack.callback(segment.close)
-            turns = memfd(8 * self._number, "weightswap.turns")
+            turns = memfd(turns_size(self._number), "weightswap.turns")
             stack.callback(os.close, turns)
+            Turns(turns, processes=self._number)
             asyncio.run(self._run(listener, turns, segments, mapped))
 
     def stop(self) -> None:
