@@ -107,6 +107,11 @@ def export(
     """
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     plain = unwrapped(model)
+    if isinstance(plain, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"a TorchScript module ({plain.original_name}), expected an eager one. Export the module that "
+            "torch.jit.trace or torch.jit.script was given; pack(scripted.state_dict(), ...) packs the weights of this"
+        )
     return _export(
         peft_base(plain) if variants else plain,
         specs,

@@ -63,6 +63,7 @@ DTYPES: dict[str, DType] = {
         DType("F4", 4),
     )
 }
+FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
 TORCH_NAMES: dict[str, str] = {row.torch: row.name for row in DTYPES.values() if row.torch}
 
 

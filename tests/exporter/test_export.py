@@ -337,6 +337,13 @@ def test_models_that_cannot_be_captured_are_named(model: nn.Module, says: str, t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [lambda model: torch.jit.trace(model, torch.ones(3)), torch.jit.script])
+def test_a_torchscript_module_is_refused(compiled: Any, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"a TorchScript module \(Linear\), expected an eager one"):
+        export(compiled(nn.Linear(3, 3)), (torch.ones(3),), out=tmp_path / "a.artifact")
+
+
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     model, out = Everything().eval(), tmp_path / "a.artifact"
     with pytest.raises(CaptureError, match="Everything has no method 'decode'"):

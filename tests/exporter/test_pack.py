@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SOURCES: dict[str, Callable[[Renamed, Path], object]] = {
     "state dict": lambda model, path: model.state_dict(),
     "named parameters": lambda model, path: dict(model.named_parameters()),
     ".pt": lambda model, path: saved(path / "c.pt", model.state_dict()),
+    "torch's old examples' .pth.tar": lambda model, path: saved(path / "c.pth.tar", {"state_dict": model.state_dict()}),
     ".bin": lambda model, path: saved(path / "c.bin", tensors(model.state_dict())),
     "old .pth": lambda model, path: saved_before_zip(path / "c.pth", tensors(model.state_dict())),
     ".safetensors with checkpoint keys": lambda model, path: saved_safetensors(
@@ -126,6 +128,12 @@ def cut(path: Path) -> Path:
     return written(path / "c.pt", whole[: len(whole) // 2])
 
 
+def archived(path: Path, mode: Any) -> Path:
+    with tarfile.open(path, mode) as archive:
+        archive.add(saved(path.parent / "inside.pt", Renamed().state_dict()), "inside.pt")
+    return path
+
+
 def wide() -> dict[str, torch.Tensor]:
     return {**tensors(Renamed().state_dict()), "layers.0.bias": torch.zeros(4)}
 
@@ -156,6 +164,46 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         CheckpointError,
         "c.pt: a git-lfs pointer, not the file itself. Fetch the file: git lfs pull",
     ),
+    "a web page": (
+        lambda path: written(path / "c.pt", b"\n<!DOCTYPE html>\n<html>"),
+        CheckpointError,
+        "c.pt: a web page (HTML or XML), as a server answers instead of a file. Download the file itself",
+    ),
+    "a tar archive": (
+        lambda path: archived(path / "c.pth.tar", "w"),
+        CheckpointError,
+        "c.pth.tar: a tar archive. Unpack it, and give the checkpoint that is in it",
+    ),
+    "a compressed file": (
+        lambda path: archived(path / "c.pt", "w:gz"),
+        CheckpointError,
+        "c.pt: a compressed file. Unpack it, and give the checkpoint that is in it",
+    ),
+    "a safetensors file": (
+        lambda path: saved_safetensors(path / "c.safetensors", Renamed().state_dict()).rename(path / "c.pt"),
+        CheckpointError,
+        "c.pt: a safetensors file, by its content. Give it a name that ends with .safetensors",
+    ),
+    "a nested tensor": (
+        lambda path: saved(path / "c.pt", {"w": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)}),
+        CheckpointError,
+        "c.pt: w: a nested tensor (torch.nested) cannot be written as safetensors",
+    ),
+    "an adapter of old": (
+        lambda path: saved(path / "adapter_model.bin", {"w": torch.ones(1)}).parent,
+        CheckpointError,
+        "holds adapter_model.bin, a PEFT adapter and not a model's weights. Merge it into the model first",
+    ),
+    "a shard": (
+        lambda path: saved_safetensors(path / "model-00001-of-00002.safetensors", {"layers.0.weight": torch.eye(3)}),
+        WeightsMismatch,
+        "It is one of 2 shards: give their index, or their folder.",
+    ),
+    "a model with the model in it": (
+        lambda path: nn.ModuleDict({"net": Renamed()}),
+        WeightsMismatch,
+        "the names of the graph are those of its part 'net'\nGive that part of the model instead: model.net.",
+    ),
     "a list": (lambda path: saved(path / "c.pt", [1]), CheckpointError, "holds a list, expected a state dict"),
     "nested": (
         lambda path: {"weights": Renamed().state_dict(), "epoch": 1},
@@ -170,6 +218,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "error", "says"), BAD.values(), ids=BAD)
 def test_bad_sources_are_refused_with_a_reason(
     make: Callable[[Path], Any], error: type[Exception], says: str, renamed: Artifact, tmp_path: Path, monkeypatch: Any

@@ -323,5 +323,7 @@ def _problems(key: object, tensor: Any) -> Iterator[str]:
         kind = type(tensor).__qualname__
         advice = "gather it (full_tensor()), or save it with torch.distributed.checkpoint"
         yield f"{key}: is a {kind}, not a plain tensor; {advice}"
+    elif tensor.is_nested:
+        yield f"{key}: a nested tensor (torch.nested) cannot be written as safetensors"
     elif tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         yield f"{key}: {tensor.dtype} {tensor.layout} cannot be written as safetensors"

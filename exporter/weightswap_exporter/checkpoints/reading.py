@@ -31,7 +31,14 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Match, Reading, Readings, resolve
-from weightswap_runtime.format.weight_set import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
+from weightswap_runtime.format.weight_set import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    StoredTensor,
+    adapter_alone,
+    lost_index,
+    open_weights,
+)
 from weightswap_runtime.sources.location import check_scheme, is_url, printable
 from weightswap_runtime.tensors import TensorType, digest_of, nbytes
 from weightswap_runtime.torch_tensors import torch_dtype
@@ -168,7 +175,7 @@ def _find_opener(path: Path) -> _Opener | None:
         return _safetensors
     if path.name.endswith(pickled.INDEX_SUFFIX):
         return partial(_pickled, pickled.open_pickled_shards)
-    if path.suffix in pickled.SUFFIXES:
+    if path.name.endswith(pickled.SUFFIXES):
         return partial(_pickled, pickled.open_pickled)
     if path.name == METADATA_NAME:
         return lambda metadata, choice: _dcp(metadata.parent, choice)
@@ -196,6 +203,8 @@ def _folder_opener(path: Path) -> _Opener:
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
+    if adapter := adapter_alone(names):
+        raise CheckpointError(f"{path}: {adapter}")
     content = f"it holds {listed(names)}" if names else "it is empty"
     raise CheckpointError(f"{path}: no checkpoint in this folder ({content}); expected {_FOLDERS}")
 
@@ -335,6 +344,10 @@ def _hint(nearest: NestedStateDict, checkpoint: Checkpoint, readings: list[Readi
     """Return an error that names the fitting level or prefix, or None if there is none."""
     where = _where(checkpoint.where, nearest)
     prefixes = _fitting_prefixes(nearest.tensors, readings)
+    if prefixes and checkpoint.names and not checkpoint.graph_id:  # a live module
+        parts = " or ".join(f"model.{prefix[:-1]}" for prefix in prefixes)
+        text = f"the names of the graph are those of its part {' or '.join(repr(prefix[:-1]) for prefix in prefixes)}"
+        return WeightsMismatch(where, [text], f"Give that part of the model instead: {parts}.")
     if len(prefixes) > 1:
         full = " or ".join(f"prefix={nearest.prefix + prefix!r}" for prefix in prefixes)
         text = f"its names are those of the graph after each of {listed(list(map(repr, prefixes)))}"

@@ -18,12 +18,11 @@ from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Match, Reading, Readings, by_key
 from weightswap_runtime.sources.byte_source import has_writer, open_at_once, outwait_clock
-from weightswap_runtime.tensors import DTYPES, TensorBytes, TensorType, Typed, row_major
+from weightswap_runtime.tensors import DTYPES, FLOATING, TensorBytes, TensorType, Typed, row_major
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes, torch_dtype
 
 PIECE = 16 << 20  # bytes that are converted at a time
 SCALED = ("F8", "F4")  # dtypes of floats that mostly have a scale beside them
-FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
 Read = Callable[[memoryview, int], None]
 
 

@@ -27,13 +27,13 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo, is_zipfile
 import torch
 
 from weightswap_runtime.errors import CheckpointError, WeightFileError, listed
-from weightswap_runtime.format.safetensors import LFS_POINTER
+from weightswap_runtime.format.safetensors import FOREIGN_HEAD, foreign_kind, is_safetensors
 from weightswap_runtime.format.weight_set import read_index
 
 from .pickle_scan import Refused, Repeated, Scan, as_text, scan
 from .tensor import CheckpointTensor, Files, Stored, Window, dtype_of, read_into, values_of
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
 PICKLE_NAME = "data.pkl"
 AGAIN = "Save it again, or copy it again."
@@ -177,11 +177,13 @@ def _damage(fd: int, record: Record, name: str, path: Path) -> list[str]:
 
 def _is_zip(fd: int, path: Path) -> bool:
     """Return whether a file is in the format since torch 1.6. Raises CheckpointError for files of other kinds."""
-    head = os.pread(fd, 64, 0)
+    head = os.pread(fd, FOREIGN_HEAD, 0)
     if not head:
         raise CheckpointError(f"{path}: the file is empty. {AGAIN}")
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path}: {LFS_POINTER}")
+    if is_safetensors(head):
+        raise CheckpointError(f"{path}: a safetensors file, by its content. Give it a name that ends with .safetensors")
+    if foreign := foreign_kind(head):
+        raise CheckpointError(f"{path}: {foreign}")
     try:
         zipped = is_zipfile(path)
     except BadZipFile as error:

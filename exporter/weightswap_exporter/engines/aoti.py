@@ -115,7 +115,7 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     bound = [constant.fqn for constant in Library(raw, where, device).constants]
     if unknown := sorted(set(bound) - rows.keys()):
         raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
-    swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
+    swapped = {fqn for fqn, row in rows.items() if row.kind != "constant" and 0 not in row.shape}  # no values, no loss
     if lost := sorted(graph.read & swapped - set(bound)):
         raise CaptureError(f"{where}: AOTInductor compiled in the value of {lost[0]!r}, which no swap would change")
     note = Note(

@@ -18,9 +18,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weightswap_runtime.errors import MOST_PRINTED, Unsupported, WeightsMismatch, listed
-from weightswap_runtime.tensors import Typed, describe, same_type
+from weightswap_runtime.tensors import DTYPES, FLOATING, Typed, describe, same_type
 
 from .manifest import Manifest, NamedTensor
+from .weight_set import shard_advice
 
 # What torch.compile, activation checkpointing, FSDP, and (Distributed)DataParallel put into names. The last is tried
 # last, as models have parts of that name, too.
@@ -104,10 +105,7 @@ class Reading(NamedTuple):
             )
         expected = [item for demand in self.demands for item in demand.keys.items() if item[0] in tensors]
         if all_names_fit and all(tuple(tensors[key].shape) == tuple(typed.shape) for key, typed in expected):
-            return (
-                "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the "
-                "model in the checkpoint's dtype."
-            )
+            return _dtype_advice([(typed.dtype, tensors[key].dtype) for key, typed in expected])
         if len(problems) == len(unexpected) and all(map(extra_state_of, unexpected)):
             return (
                 f"Its trainer has saved more than tensors, such as {min(unexpected)}, which the exported model does "
@@ -190,7 +188,8 @@ def resolve(
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
     demanded = [key for reading in wanted for demand in reading.demands for key in demand.keys]
-    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, demanded) or nearest.advice)
+    advice = _peft_advice(tensors, demanded) or shard_advice(where) or nearest.advice
+    raise WeightsMismatch(where, nearest.problems, advice)
 
 
 def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
@@ -249,6 +248,22 @@ def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, 
     for key, typed in demand.keys.items():
         if key in tensors and not same_type(tensors[key], typed):
             yield f"{key}: expected {describe(typed)}, found {describe(tensors[key])}"
+
+
+def _dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return what to do about expected and found dtypes: packing casts floats alone, and to one dtype."""
+    differing = {(wanted, found) for wanted, found in pairs if wanted != found}
+    wanted_dtypes = {wanted for wanted, _ in differing}
+    if len(wanted_dtypes) == 1 and FLOATING.issuperset(chain.from_iterable(differing)):
+        name = DTYPES[wanted_dtypes.pop()].torch
+        return (
+            f"Only the dtypes differ: cast when packing (weightswap pack --dtype {name}, pack(dtype={name!r})), or "
+            "export the model in the checkpoint's dtype."
+        )
+    return (
+        "Only the dtypes differ, but packing casts floating-point tensors alone, and to one dtype: save the checkpoint "
+        "in the expected dtypes, or export the model in the checkpoint's."
+    )
 
 
 def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:

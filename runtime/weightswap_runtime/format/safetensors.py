@@ -35,12 +35,13 @@ LEAST_HEADER = 4 << 20  # bytes that any reader accepts
 METADATA_KEY = "weightswap"
 MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and name them in their answers
 ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
-LFS_POINTER = "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
+FOREIGN_HEAD = 512  # bytes that `foreign_kind` looks at
 
 _DATA_ALIGNMENT = 4096
 _LABEL_ROOM = 1024  # two sets of weights have the same layout unless labels are longer
 _LENGTH = struct.Struct("<Q")
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
 
 class FileTensor(NamedTuple):
@@ -127,6 +128,28 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self.close()
 
 
+def foreign_kind(head: bytes) -> str:
+    """Return what a file is, and what to do, if its first 512 bytes are those of no checkpoint; else an empty string.
+
+    Eight bytes are enough for all kinds but tar archives.
+    """
+    # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+    if head.startswith(b"version "):
+        return "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
+    if head.lstrip()[:1] == b"<":
+        return "a web page (HTML or XML), as a server answers instead of a file. Download the file itself"
+    if head.startswith(_COMPRESSED):
+        return "a compressed file. Unpack it, and give the checkpoint that is in it"
+    if head[257:262] == b"ustar":
+        return "a tar archive. Unpack it, and give the checkpoint that is in it"
+    return ""
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Return whether a file begins as safetensors files do."""
+    return head[_LENGTH.size : _LENGTH.size + 1] == b"{" and _LENGTH.unpack_from(head)[0] <= MAX_HEADER
+
+
 def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
     """Read and parse the header of a safetensors file. Raises WeightFileError."""
     prefix = bytearray(min(_LENGTH.size, source.size))
@@ -156,10 +179,9 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
             f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
             "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
         )
-    # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md: pointers have less than 1024 bytes
-    if prefix == b"version " and file_size < 1024:
-        raise DamagedFile(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
+    if length > MAX_HEADER and (foreign := foreign_kind(prefix)):
+        raise DamagedFile(f"{where}: {foreign}")
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -29,9 +29,10 @@ SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
 SIGNATURE_SUFFIX = ".sig"
 INDEX_SUFFIX = ".safetensors.index.json"
-TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
+TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth", ".pth.tar")
 _SINGLE_NAME = "model.safetensors"  # of transformers' save_pretrained
 _INDEX_NAME = "model" + INDEX_SUFFIX
+_OLD_ADAPTER_NAME = "adapter_model.bin"  # of PEFT's save_pretrained without safetensors
 _MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
@@ -160,10 +161,9 @@ def _choose(path: Location, names: Sequence[str]) -> str:
     singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
     if not indices and (lost := lost_index(singles)):
         raise WeightFileError(f"{path}: {lost}")
-    for candidates in (indices, singles):
-        if len(candidates) == 1:
-            return candidates[0]
     several = indices or singles
+    if len(several) == 1:
+        return several[0]
     if several:
         raise WeightFileError(
             f"{path}: holds {len(several)} candidates ({listed(several)}) and no {_SINGLE_NAME}; give the path of "
@@ -172,7 +172,20 @@ def _choose(path: Location, names: Sequence[str]) -> str:
     raise WeightFileError(f"{path}: {_no_candidate(names)}")
 
 
+def adapter_alone(names: Collection[str]) -> str:
+    """Return a message if a directory without safetensors files has a PEFT adapter; otherwise an empty string."""
+    if _OLD_ADAPTER_NAME not in names:
+        return ""
+    return (
+        f"holds {_OLD_ADAPTER_NAME}, a PEFT adapter and not a model's weights. Merge it into the model first "
+        "(model.merge_and_unload()), and save or pack that; for a variant of a model that was exported with its "
+        "adapter, save it again as .safetensors (save_pretrained)"
+    )
+
+
 def _no_candidate(names: Sequence[str]) -> str:
+    if adapter := adapter_alone(names):
+        return adapter
     if pickled := [name for name in names if is_torch_name(name)]:
         return (
             f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "
@@ -191,6 +204,17 @@ def lost_index(names: Sequence[str]) -> str:
     return (
         f"holds {len(parts)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that too, "
         "or save the checkpoint again"
+    )
+
+
+def shard_advice(where: str) -> str:
+    """Return what to do about a file that is one shard of several; otherwise an empty string."""
+    shard = _SHARD.search(where)
+    if shard is None or int(shard[2]) < 2:
+        return ""
+    return (
+        f"It is one of {int(shard[2])} shards: give their index, or their folder. A watched directory takes weight "
+        "files of one piece: pack the checkpoint into it (weightswap pack)."
     )
 
 

@@ -84,6 +84,29 @@ def test_operators_without_a_c_function_are_refused_by_name(tmp_path: Path) -> N
     assert not cache.exists()
 
 
+class WithoutElements(nn.Module):
+    """A weight of no elements, which AOTInductor leaves out of machine code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.rows = nn.Parameter(torch.ones(0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x), self.rows])
+
+
+@pytest.mark.slow
+def test_a_weight_without_elements_may_be_left_out(tmp_path: Path) -> None:
+    x = torch.randn(2, 3)
+    artifact = export(WithoutElements().eval(), (x,), out=tmp_path / "empty.artifact", engines=["aoti"])
+    modules = [WithoutElements().eval() for _ in range(2)]
+    files = [pack(module, artifact, out=tmp_path / f"{index}.safetensors").path for index, module in enumerate(modules)]
+    model = load(artifact, files[0], engine="aoti")
+    model.swap(files[1])
+    torch.testing.assert_close(model(x), modules[1](x), rtol=1e-5, atol=1e-5)
+
+
 class Products(nn.Module):
     """One row by matrices: as linear layers keep them, with a bias and without one, and the other way round."""
 

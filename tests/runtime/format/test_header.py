@@ -67,6 +67,8 @@ BROKEN = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
         "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull",
     ),
+    "a web page": (b"<!DOCTYPE html>" + b" " * 40, "a web page (HTML or XML), as a server answers instead of a file"),
+    "a compressed file": (b"\x1f\x8b\x08\0" + b"\xff" * 40, "a compressed file. Unpack it"),
     "metadata not strings": (raw_file({**GOOD, "__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
     "metadata a list": (raw_file({**GOOD, "__metadata__": []}), "__metadata__ is not an object of strings"),
     "entry not an object": (raw_file({**GOOD, "b": 3}), "'b' is not an object"),

@@ -60,8 +60,12 @@ def test_the_nearer_reading_is_reported(tiny: TinyArtifact) -> None:
 
 def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
     halves = {name: FileTensor("F16", t.shape, 0, 0) for name, t in tensors("weight", "bias", "tied", "steps").items()}
-    with pytest.raises(WeightsMismatch, match="Only the dtypes differ: cast when packing"):
-        resolve(halves, tiny.manifest, "file")
+    with pytest.raises(WeightsMismatch, match="Only the dtypes differ, but packing casts floating-point tensors alone"):
+        resolve(halves, tiny.manifest, "file")  # the steps, too, which are integers
+    with pytest.raises(WeightsMismatch, match=r"cast when packing \(weightswap pack --dtype float32, pack\(dtype="):
+        resolve(halves | tensors("steps"), tiny.manifest, "file")
+    with pytest.raises(WeightsMismatch, match="It is one of 3 shards: give their index, or their folder"):
+        resolve(tensors("weight"), tiny.manifest, "folder/model-00002-of-00003.safetensors")
     with pytest.raises(WeightsMismatch, match="Give a checkpoint of the exported architecture"):
         resolve(halves | tensors("more"), tiny.manifest, "file")
 

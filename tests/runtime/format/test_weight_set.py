@@ -181,6 +181,12 @@ def several(folder: Path) -> None:
         safetensors.numpy.save_file(VALUES, folder / f"{name}.safetensors")
 
 
+def several_indices(folder: Path) -> None:
+    safetensors.numpy.save_file(VALUES, folder / "single.safetensors")
+    for name in ("one", "two"):
+        (folder / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "single.safetensors"}}))
+
+
 def lost(*numbers: int) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         for number in numbers:
@@ -210,6 +216,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "holds pytorch_model.bin, which is pickled",
     ),
     "several files": (several, "holds 2 candidates (one.safetensors, two.safetensors) and no model.safetensors"),
+    "several indices beside a file": (
+        several_indices,
+        "holds 2 candidates (one.safetensors.index.json, two.safetensors.index.json) and no model.safetensors",
+    ),
+    "an adapter of old": (
+        lambda folder: (folder / "adapter_model.bin").write_bytes(b""),
+        "holds adapter_model.bin, a PEFT adapter and not a model's weights. Merge it into the model first",
+    ),
     "a lost index": (
         lost(1, 2, 3),
         "checkpoint: holds 3 of 3 shards, but not their index, model.safetensors.index.json. Copy that too",
