@@ -149,6 +149,15 @@ class ServerMetadata(Struct):
     extensions: list[str]
 
 
+class Welcome(Struct):
+    """What a server is, and where to go on."""
+
+    name: str
+    version: str
+    models: list[str]
+    paths: dict[str, str]
+
+
 class IndexEntry(Struct):
     """One model of the index."""
 

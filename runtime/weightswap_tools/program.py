@@ -34,6 +34,8 @@ class _Commands(TyperGroup):
             command.name = cmd_name
             _join_help_lines(command)
             return command
+        commands: Any = dict.fromkeys(self.list_commands(ctx))
+        self.commands = commands  # typer suggests one of these names
         return None
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:

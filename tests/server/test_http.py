@@ -214,6 +214,14 @@ def test_broken_bytes_are_refused(server: Server, request_: Any, says: str) -> N
     assert says in found.error
 
 
+def test_the_root_says_what_this_is_and_where_to_go_on(server: Server) -> None:
+    found = ask(server, "/").json
+    assert (found["name"], found["models"]) == ("weightswap", ["tiny"])
+    for path in found["paths"].values():
+        status = ask(server, path.replace("NAME", "tiny")).status
+        assert status == (405 if path.endswith("infer") else 200)
+
+
 @pytest.mark.parametrize("path", ["/v2/models/none", "/v2/models/none/ready", "/v2/models/tiny/versions/9"])
 def test_what_is_not_served_is_not_found(server: Server, path: str) -> None:
     assert ask(server, path).status == 404
@@ -225,7 +233,6 @@ def test_what_is_not_served_is_not_found(server: Server, path: str) -> None:
     [
         ("/v2/models/none/infer", "POST", 404),
         ("/v2/models/tiny/versions/9/infer", "POST", 404),
-        ("/", "GET", 404),
         ("/v2/", "GET", 404),
         ("/v2/models/tiny/config", "GET", 404),
         ("/v2/models/a%2F..%2Fb", "GET", 404),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,12 +46,14 @@ def export_recipe(
     Raises RecipeError, and the errors of `export()`.
     """
     if recipe.startswith(_HF):
-        from .hf_directory import export_directory, export_generating
+        with _quiet_libraries():
+            from .hf_directory import export_directory, export_generating
 
         directory = recipe.removeprefix(_HF)
-        if caches is not None:
-            return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
-        artifact = export_directory(directory, out=out, inputs=_input_fn(inputs), pictures=pictures)
+        with _quiet_libraries():
+            if caches is not None:
+                return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
+            artifact = export_directory(directory, out=out, inputs=_input_fn(inputs), pictures=pictures, tell=tell)
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
@@ -74,7 +77,9 @@ def load_recipe(
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
 
-        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_input_fn(inputs), pictures=pictures)
+        source, function = recipe.removeprefix(_HF), _input_fn(inputs)
+        with _quiet_libraries():
+            return directory_recipe(source, hollow=skeleton, inputs=function, pictures=pictures)
     if inputs or pictures:
         raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
@@ -89,7 +94,20 @@ def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
         return _with_goldens(load_recipe(recipe), goldens)
     from .hf_directory import directory_model
 
-    return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
+    with _quiet_libraries():
+        return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hide what torch, torchao and transformers log about themselves, but no errors, unless TORCH_LOGS is set."""
+    previous = logging.root.manager.disable
+    if "TORCH_LOGS" not in os.environ:
+        logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(previous)
 
 
 def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:

@@ -38,6 +38,7 @@ from weightswap_server.protocol import (
     InferResponse,
     ModelMetadata,
     ServerMetadata,
+    Welcome,
     decoded,
     read_request,
     version_of,
@@ -52,6 +53,13 @@ from .openapi import Endpoint, Handler, openapi
 
 _PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _MODEL = "/v2/models/{name}"
+_PLACES = {
+    "ready": "/v2/health/ready",
+    "model": "/v2/models/NAME",
+    "infer": "/v2/models/NAME/infer",
+    "metrics": "/metrics",
+    "openapi": "/openapi.json",
+}
 _LENGTH = HEADER_LENGTH.encode()
 _Parts = tuple[list[tuple[bytes, bytes]], bytes]  # headers, body
 
@@ -189,6 +197,7 @@ class _Endpoints:
         get, post = partial(Endpoint, "GET"), partial(Endpoint, "POST")
         generate = partial(post, summary="Continue a prompt.", answer=GenerateResponse, body=GenerateRequest)
         table = [
+            get("/", self.welcome, "What this is.", Welcome),
             get("/v2/health/live", self.live, "Whether the server runs."),
             get("/v2/health/ready", self.ready, "Whether all models are ready.", unready=True),
             get("/v2", self.server, "The server.", ServerMetadata),
@@ -212,6 +221,10 @@ class _Endpoints:
 
     async def no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
         return refusal(no_such_endpoint(request.scope, error.status_code, error.detail), error.headers)
+
+    async def welcome(self, request: Request) -> Response:
+        server = self._service.server_metadata()
+        return _document(Welcome(server.name, server.version, self._service.names, _PLACES))
 
     async def live(self, request: Request) -> Response:
         return Response()

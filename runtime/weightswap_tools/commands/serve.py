@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.engine import AUTO
@@ -41,7 +42,39 @@ _NAME_AND_VALUE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _MIB = 1 << 20
 
 
-@serve_command.command()
+# the groups of `weightswap serve --help`, in their order
+_PANELS = {
+    "Models": ("engine", "device", "residency", "threads", "op_library", "variant", "max_variants"),
+    "Weights": ("weights", "watch", "follow", "interval"),
+    "Listening": ("host", "port", "grpc_port", "max_connections", "workers", "worker_timeout", "grace"),
+    "Batching": ("max_batch", "max_delay_ms", "batch_dim"),
+    "Limits of requests": (
+        *("max_queue", "max_body_mb", "max_bodies_mb", "body_timeout", "timeout", "max_streams", "stream_timeout"),
+    ),
+    "Operators and security": (
+        *("admin_port", "admin_socket", "admin_host", "admin_token_file", "admin_allow", "upload_dir"),
+        *("max_uploads_gb", "staged_timeout", "require_signature"),
+    ),
+    "Observability": ("traces", "audit_log"),
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
+
+
+class _InPanels(TyperCommand):
+    """A command whose options are shown in groups."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        order = list(_PANEL_OF)
+        params = sorted(
+            super().get_params(ctx), key=lambda param: order.index(param.name) if param.name in order else -1
+        )
+        for param in params:
+            if isinstance(param, TyperOption):
+                param.rich_help_panel = _PANEL_OF.get(str(param.name))
+        return params
+
+
+@serve_command.command(cls=_InPanels)
 def serve(
     artifacts: Annotated[list[str], typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders or URLs of artifacts.")],
     weights: Annotated[

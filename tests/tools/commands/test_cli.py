@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import typer
 
 from tests.support import warm
 
@@ -271,6 +273,29 @@ def test_a_refused_file_does_not_hide_those_before_it(shell: Shell) -> None:
 def test_every_command_has_help(command: tuple[str, ...], shell: Shell) -> None:
     output = shell(*command, "--help")
     assert "Usage: " in output
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(["sawp"], "'swap'"), (["swap", "a", "--rate-limt", "1"], "--rate-limit")]
+)
+def test_a_typing_error_is_answered_with_what_was_meant(typed: list[str], meant: str, shell: Shell) -> None:
+    assert meant in shell(*typed, status=2)
+
+
+def test_the_help_of_serve_has_groups_for_all_options(shell: Shell) -> None:
+    from weightswap_tools.commands.serve import serve_command
+
+    panels = {param.rich_help_panel for param in click_params(serve_command)}
+    assert {"Models", "Weights", "Listening", "Observability"} < panels
+    assert None not in panels
+    output = shell("serve", "--help")
+    assert output.index("Models ─") < output.index("--engine ") < output.index("Weights ─") < output.index("--watch  ")
+
+
+def click_params(app: typer.Typer) -> list[Any]:
+    command = typer.main.get_command(app)
+    params = command.get_params(typer.Context(command))
+    return [param for param in params if param.param_type_name == "option" and param.name != "help"]
 
 
 def test_the_version(shell: Shell) -> None:
