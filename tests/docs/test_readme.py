@@ -32,14 +32,14 @@ def test_the_twelve_lines(tmp_path: Path) -> None:
 def test_in_production(tmp_path: Path, unused_port: int) -> None:
     text = (ROOT / "README.md").read_text()
     python(tmp_path, re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
-    (block,) = re.findall(r"```sh\n(mkdir service.*?)```", text, re.DOTALL)
+    ((block, answer),) = re.findall(r"```sh\n(mkdir service.*?)```\n+```json\n(.*?)\[\.\.\.\n```", text, re.DOTALL)
     make, serve, *commands = re.sub(" *#.*", "", block).splitlines()
     shell(tmp_path, make)
     url = f"http://127.0.0.1:{unused_port}/v2/models/digits"
     with served(tmp_path, f"{serve} --port {unused_port} --interval 0.1"):
-        for generation, command in enumerate(commands):
-            shell(tmp_path, command)
-            assert eventually(lambda: versions(url) == [str(generation)])  # noqa: B023
+        said = shell(tmp_path, "\n".join(commands).replace("localhost:8000", f"127.0.0.1:{unused_port}"))
+        assert answer in said
+        assert eventually(lambda: versions(url) == ["2"])
 
 
 def versions(url: str) -> list[str]:
