@@ -98,8 +98,9 @@ def export(
     own instead. A method that an engine has no file for runs on `torch`. tell: callback for progress messages.
 
     Wrappers by torch.compile, DataParallel and DistributedDataParallel are removed. A model of the library transformers
-    is captured without its key-value cache, and has its own defaults for `load` and `checkpoint`. A parameter that is
-    composed of other tensors, as torchao's quantised ones are, becomes one weight for each of them.
+    is captured without its key-value cache, and has its own defaults for `load` and `checkpoint`. A module around such
+    models keeps their caches, as it may compute with them, but returns None for each. A parameter that is composed of
+    other tensors, as torchao's quantised ones are, becomes one weight for each of them.
 
     The folder appears whole or not at all; an existing artifact is replaced. The same model gives the same bytes.
     Raises CaptureError, ExportError, Unsupported for tensors that cannot be taken apart (sharded ones, for example),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ from .programs import arguments, graphs, inline_operators, mutated_buffers
 from .stale_constants import stale_constants
 
 _MARK = "*"  # no attribute's name has it
+_UNKNOWN_OUTPUT = re.compile("Found <class '(.*)'> in output, which is not a known type")
+_INSTEAD_OF_OBJECTS = (
+    ", but a graph returns tensors, numbers, and the containers that torch.utils._pytree knows. Return the tensors in "
+    "it that callers need; or none of it, as use_cache=False does for the key-value cache of a transformers model; or "
+    "register a dataclass with torch.export.register_dataclass"
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
             raise CaptureError(f"method {name!r}: {error}") from error
         except Exception as error:
             reason = str(error).partition("\n\nThe error above occurred")[0]
+            if unknown := _UNKNOWN_OUTPUT.search(reason):
+                raise CaptureError(f"method {name!r}: a call returns a {unknown[1]}{_INSTEAD_OF_OBJECTS}") from error
             text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
             raise CaptureError(*text.splitlines()) from error
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
@@ -40,17 +41,36 @@ def is_pretrained(model: nn.Module) -> bool:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Switch off the key-value cache of a transformers model in the block: a cache cannot be an output of a graph."""
-    config: Any = model.config if is_pretrained(model) else None
-    configs = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
-    caching = [config for config in configs if getattr(config, "use_cache", False)]
-    try:
-        for config in caching:
-            config.use_cache = False
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
+    """Keep the key-value caches of transformers out of the outputs of calls in the block: no graph can return one.
+
+    A model of transformers, with PEFT's layers or not, computes without a cache. What another module computes may
+    depend on the caches of models in it, so that these stay: its forward returns None in place of each.
+    """
+    modules = [module for module in model.modules() if is_pretrained(module)]
+    caching = list(_caching(modules)) if is_pretrained(peft_base(model)) else []
+    with ExitStack() as stack:
+        if modules and model not in modules:
+            stack.enter_context(model.register_forward_hook(lambda *call: _without_caches(call[-1])))
+        try:
+            for config in caching:
+                config.use_cache = False
+            yield
+        finally:
+            for config in caching:
+                config.use_cache = True
+
+
+def _caching(modules: Sequence[Any]) -> Iterator[Any]:
+    """Yield each configuration that asks for a cache: encoders and decoders have copies of the whole model's."""
+    configs = [module.config for module in modules]
+    configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
+    yield from {id(config): config for config in configs if getattr(config, "use_cache", False)}.values()
+
+
+def _without_caches(output: Any) -> Any:
+    from transformers import Cache
+
+    return pytree.tree_map_only(Cache, lambda _: None, output)
 
 
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:

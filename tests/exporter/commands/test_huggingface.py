@@ -335,3 +335,79 @@ def test_a_model_is_captured_without_its_cache(tmp_path: Path) -> None:
     artifact = export(model, (), {"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, out=tmp_path / "a.artifact")
     assert model.config.use_cache
     assert list(artifact.manifest.methods["forward"].signature.output.items)
+
+
+LAYERS = {"num_layers": 1, "num_decoder_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+TINY = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32} | LAYERS
+CACHING = GROUPED | {"use_cache": True}
+WORDS = torch.arange(14).view(2, 7)
+
+
+class Through(nn.Module):
+    """Returns what the model in it returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.model(input_ids)
+
+
+class Continued(Through):
+    """Reads a last word with the cache of the others, and returns that cache, too."""
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        first = self.model(input_ids[:, :-1])
+        second = self.model(input_ids[:, -1:], past_key_values=first.past_key_values)
+        return {"logits": second.logits, "caches": (first.past_key_values, second.past_key_values)}
+
+
+def with_lora(model: nn.Module, **options: Any) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))  # type: ignore[arg-type]
+
+
+def with_prefix(model: nn.Module) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+def t5(kind: str) -> Callable[[], nn.Module]:
+    return hf(f"{kind}ForConditionalGeneration", f"{kind}Config", **TINY)
+
+
+caching_llama = hf("LlamaForCausalLM", "LlamaConfig", **CACHING)
+PAIRS = {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :3]}
+CACHES: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
+    **{kind: (t5(kind), PAIRS) for kind in ("T5", "MT5", "UMT5")},
+    "PEFT": (lambda: with_lora(caching_llama(), target_modules=["q_proj"]), {"input_ids": WORDS}),
+    "PEFT's prefix": (lambda: with_prefix(caching_llama()), {"input_ids": WORDS}),
+    "PEFT around T5": (lambda: with_lora(t5("T5")(), target_modules=["q"], task_type="SEQ_2_SEQ_LM"), PAIRS),
+    "a wrapper": (lambda: Through(caching_llama()), {"input_ids": WORDS}),
+    "a wrapper that needs the cache": (lambda: Continued(caching_llama()), {"input_ids": WORDS}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("build", "inputs"), CACHES.values(), ids=CACHES)
+def test_what_returns_a_cache_is_captured_without_it(
+    build: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model: Any = build().eval()
+    artifact = export(model, (), inputs, out=tmp_path / "a.artifact", goldens={"forward": [((), inputs)]})
+    served = serve(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)
+    with torch.no_grad():
+        expected = model(**inputs)  # with its cache: the configurations are as they were
+    assert torch.equal(served(**inputs)["logits"], expected["logits"])
+    assert any(expected.get(name) is not None for name in ("past_key_values", "caches"))
+
+
+def test_a_cache_that_the_caller_asks_for_is_refused(tmp_path: Path) -> None:
+    says = r"a call returns a transformers\.cache_utils\.DynamicCache.*use_cache=False"
+    with pytest.raises(CaptureError, match=says):
+        export(llama().eval(), (), {"input_ids": WORDS, "use_cache": True}, out=tmp_path / "a.artifact")
