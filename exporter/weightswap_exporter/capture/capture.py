@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._export import config as export_config
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -75,7 +77,7 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
     """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
     _check_spec(name, spec)
     # whatever the caller's mode: the graph must not depend on it
-    with torch.inference_mode(False), torch.enable_grad(), _in_parts(view) as parts:
+    with torch.inference_mode(False), torch.enable_grad(), _hollow_constants(view), _in_parts(view) as parts:
         root = _as_forward(view.model, spec.fn_name)
         try:
             return _capture(root, spec, parts)
@@ -221,6 +223,18 @@ def _advice(reason: str) -> str:
     if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
         return ""
     return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
+
+
+@contextmanager
+def _hollow_constants(view: ModelView) -> Iterator[None]:
+    """Let a skeleton's tensors be constants of a program in the block.
+
+    torch takes what a list or closure has for constants, parameters, too, and refuses constants without values.
+    `classify` finds out which of them are parameters, and refuses the others.
+    """
+    with warnings.catch_warnings(), export_config.patch(error_on_lifted_constant_tensors=not view.hollow):
+        warnings.filterwarnings("ignore", "We found a fake tensor in the exported program constant's list")
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.modules.libraries import NO_GROUPS, Groups, check_variable, grouped, with_siblings
+from weightswap_exporter.modules.stand_ins import replaced_by
 from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
@@ -74,17 +75,20 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
         kinds |= dict.fromkeys(fqns, kind)
     values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
     inputs = {}
+    replaced = replaced_by(view)
+    known = {key: fqn for key, fqn in replaced if key[2:] == tie_key(tensors[fqn])[2:]}  # not those converted since
+    known |= {tie: fqns[0] for tie, fqns in groups.items()}
     for name, method in captured.items():
         lifted = _lifted_constants(name, method)
         # a plain attribute may hold a tensor of the model: the graph then reads that one
-        aliases = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
+        aliases = {key: known[tie] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in known}
         own = {key: tensor for key, tensor in lifted.items() if key not in aliases}
         rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]
         values |= own
         inputs[name] = tuple(_graph_inputs(name, method, kinds, aliases))
     _check_values(values)
     _check_state(values, rows["state"], rows["constant"])
-    _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
+    _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]}, replaced)
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
     variant_rows = grouped(rows["variant"], variants, inputs, view.composed)
     return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, variant_rows)
@@ -196,12 +200,22 @@ def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], c
         )
 
 
-def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+def _check_overlaps(
+    values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], replaced: Iterable[tuple[TieKey, str]]
+) -> None:
     """Refuse constants in a weight's memory: they would keep their exported values after a swap."""
     storages = {weight.untyped_storage()._cdata: name for name, weight in weights.items() if weight.numel()}
+    before = {key[0]: fqn for key, fqn in replaced}
     for name, value in values.items():
-        if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):
+        storage = value.untyped_storage()._cdata if value.numel() else None
+        if weight := storages.get(storage):
             raise CaptureError(
                 f"{name}: is a view of the weight {weight}, and would keep its current values. Take the view in the "
                 "call."
+            )
+        if weight := before.get(storage):
+            raise CaptureError(
+                f"{name}: is a view of what became the weight {weight}, or is from before the model was converted, and "
+                "would keep its current values. Take views in the call, and register parameters before lists, "
+                "closures and the like hold them."
             )

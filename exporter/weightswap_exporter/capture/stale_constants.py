@@ -24,7 +24,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.modules.libraries import INITIALIZED
-from weightswap_exporter.modules.stand_ins import attributes_of, install, restored, tied, within
+from weightswap_exporter.modules.stand_ins import attributes_of, install, replaced_by, restored, tied, within
 from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.torch_tensors import tensor_bytes
@@ -56,7 +56,7 @@ def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, muta
         return []
     state = (tensor for name, tensor in view.tensors.items() if name in mutated)
     changing = {item for tensor in (*weights.values(), *state) for item in memory(tensor)}
-    constants = _constants(program, changing)
+    constants = _constants(program, {*changing, *(key[0] for key, _ in replaced_by(view))})
     trials = _Trials(view, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
     places = list(trials.places())
     # the places of each class and name together: one module may read the cache that another fills
@@ -73,7 +73,7 @@ def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, muta
     return [*_outside(type(view.model).__qualname__, constants, held), *_alike(constants, real)]
 
 
-def _constants(program: ExportedProgram, changing: Collection[int]) -> _Constants:
+def _constants(program: ExportedProgram, changing: Collection[object]) -> _Constants:
     """Return the constants that a program reads, with their placeholders, except numbers in the code.
 
     changing: storages of weights and state.
@@ -83,7 +83,8 @@ def _constants(program: ExportedProgram, changing: Collection[int]) -> _Constant
         name = str(spec.target)
         value = program.constants.get(name)
         is_literal = {user.target for user in node.users} <= {_LITERAL}
-        if isinstance(value, torch.Tensor) and memory(value).isdisjoint(changing) and not is_literal:
+        has_values = isinstance(value, torch.Tensor) and not is_fake(value)
+        if has_values and memory(value).isdisjoint(changing) and not is_literal:
             constants[name] = (node, value)
     return constants
 
@@ -333,7 +334,7 @@ def _is_filled(bits: Any) -> bool:
 def _outside(model: str, constants: _Constants, held: Collection[int]) -> Iterator[str]:
     """Yield texts about constants that are held by nothing that the model has. model: the name of its class."""
     for name, (node, value) in constants.items():
-        if name.startswith("lifted_tensor") and memory(value).isdisjoint(held):
+        if name.startswith("lifted_tensor") and memory(value).isdisjoint(held) and not _is_table(value):
             stack = next(iter(node.users)).meta.get("nn_module_stack") or {"": ("", "")}
             module = next(reversed(stack.values()))[0] or model
             yield (

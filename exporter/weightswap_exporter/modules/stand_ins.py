@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,6 +40,10 @@ _WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 _TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata mutating ops on non-Fake Tensor")
 _DEEPEST = 6  # levels of nesting in attributes
 _patching = threading.Lock()
+_weak: Any = StorageWeakRef  # torch has no types for it
+# The real parameters that were replaced, by memory and tie key, with their stand-ins and the part of these: a list or
+# closure may have them. A weak reference frees the memory, but keeps its number in the tie key from another one's use.
+_REPLACED: list[tuple[Any, TieKey, nn.Parameter, str]] = []
 
 
 @contextmanager
@@ -88,13 +93,18 @@ class _Builder:
                 for name, function in vars(nn.init).items()
                 if callable(function) and name.endswith("_") and not name.startswith("__")
             }
+
+            def copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:  # a function: it becomes a method of tensors
+                return self._copy(tensor, memo)
+
             with (
                 mock.patch.object(nn.Module, "register_parameter", register),
-                mock.patch.object(FakeTensor, "__deepcopy__", _copy, create=True),
+                mock.patch.object(FakeTensor, "__deepcopy__", copied, create=True),
                 mock.patch.multiple(nn.init, **initialisers),
             ):
                 yield
         finally:
+            _REPLACED[:] = [entry for entry in _REPLACED if not entry[0].expired()]
             _patching.release()
 
     def _registering(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -119,7 +129,21 @@ class _Builder:
             for key, value in vars(param).items():
                 fake.__dict__.setdefault(key, value)
             self._replacements[param] = fake
+            for name, part in parts_of("", param).items():
+                if part.numel():  # the key of an empty tensor is that of an object
+                    _REPLACED.append((_weak(part.untyped_storage()), tie_key(part), fake, name))
         return self._replacements[param]
+
+    def _copy(self, tensor: Any, memo: dict[int, Any]) -> Any:
+        """Copy a fake tensor for copy.deepcopy; torch's own implementation needs its address."""
+        if id(tensor) not in memo:
+            with tensor.fake_mode:
+                values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            # a module's lists are copied after its parameters: those of the copy shall have its own stand-ins
+            memo |= {id(real): memo[id(tensor)] for real, fake in self._replacements.items() if fake is tensor}
+        return memo[id(tensor)]
 
 
 def _skipping_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,14 +154,13 @@ def _skipping_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
     return initialise
 
 
-def _copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """Copy a fake tensor for copy.deepcopy; torch's own implementation needs its address."""
-    if id(tensor) not in memo:
-        with tensor.fake_mode:
-            values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-    return memo[id(tensor)]
+def replaced_by(view: ModelView) -> list[tuple[TieKey, str]]:
+    """Return the real tensors that a skeleton has replaced by the view's parameters, and whose memory something holds.
+
+    They are given by the tie keys that they have, with the FQNs of their stand-ins.
+    """
+    names = {id(parameter): name for name, parameter in reversed(view.parameters.items())}
+    return [(key, names[id(fake)] + part) for _, key, fake, part in list(_REPLACED) if id(fake) in names]
 
 
 def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import resource
 import threading
 from collections.abc import Callable
@@ -232,6 +233,117 @@ def test_constants_computed_from_parameters_are_named(tmp_path: Path) -> None:
         model = Derived().eval()
     with pytest.raises(CaptureError, match="norm: constants and state go into the artifact"):
         export(model, (torch.zeros(3),), out=tmp_path / "a.artifact")
+
+
+class Held(nn.Module):
+    """Calls read its parameters from `self.held()`, not from its attributes."""
+
+    def __init__(self, hold: Callable[[Held], Callable[[], Any]]) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.held = hold(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.held()
+        return self.norm(x @ weight + bias)
+
+
+@dataclasses.dataclass
+class Pair:
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def in_a_list(model: Held) -> Callable[[], Any]:
+    model.list = [model.layer.weight, model.layer.bias]
+    return lambda: model.list
+
+
+def in_a_dict(model: Held) -> Callable[[], Any]:
+    model.dict = {"deep": [(model.layer.weight, model.layer.bias)]}
+    return lambda: model.dict["deep"][0]
+
+
+def in_a_dataclass(model: Held) -> Callable[[], Any]:
+    model.pair = Pair(model.layer.weight, model.layer.bias)
+    return lambda: (model.pair.weight, model.pair.bias)
+
+
+def in_a_closure(model: Held) -> Callable[[], Any]:
+    weight, bias = model.layer.weight, model.layer.bias
+    return lambda: (weight, bias)
+
+
+def registered_later(model: Held) -> Callable[[], Any]:
+    model.list = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))]
+    model.layer.weight, model.layer.bias = model.list
+    return lambda: model.list
+
+
+def registered_later_in_a_closure(model: Held) -> Callable[[], Any]:
+    weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+    model.layer.weight, model.layer.bias = weight, bias
+    return lambda: (weight, bias)
+
+
+HOLDS = (in_a_list, in_a_dict, in_a_dataclass, in_a_closure, registered_later, registered_later_in_a_closure)
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_parameters_that_containers_hold_are_weights(hold: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    with skeleton():
+        hollow = Held(hold).eval()
+    real = Held(hold).eval()
+    one = export(hollow, (x,), out=tmp_path / "one.artifact")
+    assert one.manifest == export(real, (x,), out=tmp_path / "two.artifact").manifest
+    served = load(one, pack(real, one, out=tmp_path / "real.safetensors").path)
+    other = Held(hold).eval()
+    with torch.no_grad():
+        assert torch.equal(served(x), real(x))
+        served.swap(pack(other, one, out=tmp_path / "other.safetensors").path)
+        assert torch.equal(served(x), other(x))
+
+
+class Listed(nn.Module):
+    """Puts its parameters into a list first, and then registers them."""
+
+    def __init__(self, take: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter) -> None:
+        super().__init__()
+        parameters = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+        self.list = [take(parameter) for parameter in parameters]
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.list[0] + self.list[1]
+
+
+def test_the_list_of_a_copy_holds_the_copy_s_parameters(tmp_path: Path) -> None:
+    manifests = []
+    for name, context in (("hollow", skeleton), ("real", nullcontext)):
+        with context():
+            model = nn.Sequential(listed := Listed(), copy.deepcopy(listed)).eval()
+        manifests.append(export(model, (torch.ones(2, 4),), out=tmp_path / name).manifest)
+    assert manifests[0] == manifests[1]
+    assert [row.name for row in manifests[0].weights] == ["0.p0", "0.p1", "1.p0", "1.p1"]
+    assert not manifests[0].constants
+
+
+def test_what_is_no_longer_the_parameter_is_refused(tmp_path: Path) -> None:
+    with skeleton():
+        converted, views = Listed().half().eval(), Listed(lambda parameter: parameter.detach()[:1]).eval()
+    for model in (converted, views):
+        with pytest.raises(CaptureError, match="lifted_tensor_0: is a view of what became the weight p0"):
+            export(model, (torch.ones(2, 4),), out=tmp_path / "a.artifact")
+
+
+def test_what_a_container_has_computed_from_parameters_is_named(tmp_path: Path) -> None:
+    with skeleton():
+        model = Held(lambda model: lambda doubled=model.layer.weight * 2: (doubled, model.layer.bias)).eval()
+    with pytest.raises(CaptureError, match="lifted_tensor_0: constants and state go into the artifact"):
+        export(model, (torch.zeros(3, 4),), out=tmp_path / "a.artifact")
 
 
 def test_a_skeleton_does_not_take_quantisation_away(tmp_path: Path) -> None:
