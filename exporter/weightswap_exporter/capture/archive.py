@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from weightswap_exporter.modules.tensors import children
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.graph import checked, compile_graph, open_graph, read_graph
 from weightswap_runtime.engines.graph_archive import check_records
@@ -29,7 +30,7 @@ from weightswap_runtime.format.signature import Dict, Items, Node, Signature, Tu
 from weightswap_runtime.torch_tensors import copied_tensor
 
 from .document_check import program_problems, tensor_problems
-from .programs import fix_dtypes, graphs
+from .programs import fix_dtypes, graphs, neutral_names, rename_tensors
 
 CPU = torch.device("cpu")
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -74,8 +75,9 @@ def program_archive(program: ExportedProgram) -> bytes:
 def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:
     (root,) = (entry.signature for entry in program.module_call_graph if entry.fqn == "")
     assert root is not None
+    _, keywords = children(root.in_spec)
     args = tuple(_plain(node) for _, node in signature.args)
-    kwargs = {name: _plain(node) for name, node in signature.kwargs}
+    kwargs = {name: _plain(node) for name, (_, node) in zip(keywords.context, signature.kwargs, strict=True)}
     root.in_spec = pytree.tree_structure((args, kwargs))
     root.out_spec = pytree.tree_structure(_plain(signature.output))
 
@@ -217,7 +219,7 @@ def retarget(program: ExportedProgram, device: torch.device) -> None:
 def method_program(artifact: Artifact, name: str, device: torch.device = CPU) -> ExportedProgram:
     """Return a method's program on a device. Constants have their values; weights and state are uninitialised.
 
-    Raises ArtifactError.
+    Some tensors have other names, which compilers can write into source code. Raises ArtifactError.
     """
     manifest = artifact.manifest
     method = manifest.methods[name]
@@ -233,6 +235,7 @@ def method_program(artifact: Artifact, name: str, device: torch.device = CPU) ->
         if item.kind == "constant":
             with torch.no_grad():
                 table[spec.target].copy_(copied_tensor(constants[rows[item.name].name]))
+    rename_tensors(program, neutral_names(program))
     if device != CPU:
         retarget(program, device)
         _move_inputs(program, device)

@@ -11,8 +11,8 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from weightswap_exporter.modules.tensors import ModelView, is_composed, parts_of, put_together
 from weightswap_runtime.errors import CaptureError, listed
 
+from .document_check import is_identifier
 from .leftovers import (
     INSTEAD,
     Leftovers,
@@ -35,7 +36,7 @@ from .leftovers import (
     no_seeding,
     replaced_tensors,
 )
-from .programs import arguments, graphs, inline_operators, mutated_buffers
+from .programs import arguments, graphs, inline_operators, mutated_buffers, rename_tensors
 from .stale_constants import stale_constants
 
 _MARK = "*"  # no attribute's name has it
@@ -67,6 +68,7 @@ class Captured:
 
     program: ExportedProgram
     parameters: inspect.Signature  # of the method in Python
+    keywords: tuple[str, ...]  # names of the keyword arguments, which the program may call otherwise
     dynamic_shapes: Any
     mutated: frozenset[str]  # FQNs of buffers that a call changes
     leftovers: Leftovers  # attributes that a call changes and that no later call reads
@@ -80,7 +82,8 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
     with torch.inference_mode(False), torch.enable_grad(), _hollow_constants(view), _in_parts(view) as parts:
         root = _as_forward(view.model, spec.fn_name)
         try:
-            return _capture(root, spec, parts)
+            with _identifiers(root, spec.kwargs) as kwargs:
+                return _capture(root, replace(spec, kwargs=kwargs), parts, tuple(spec.kwargs))
         except CaptureError as error:
             raise CaptureError(f"method {name!r}: {error}") from error
         except Exception as error:
@@ -91,7 +94,7 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
             raise CaptureError(*text.splitlines()) from error
 
 
-def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
+def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywords: tuple[str, ...]) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     view = ModelView(root)  # not the caller's: composed parameters are in parts here
     # torch counts buffers that are None, and would assign values to the wrong ones: they come last
@@ -108,7 +111,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str]) -> Cap
     if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
         raise CaptureError(_problem_of(*leftovers))
     stale = stale_constants(view, (args, kwargs), program, mutated)
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, leftovers, stale)
+    return Captured(program, inspect.signature(root.forward), keywords, spec.dynamic_shapes, mutated, leftovers, stale)
 
 
 def training_operators(captured: Captured) -> set[str]:
@@ -146,6 +149,24 @@ def _distinct(inputs: Any) -> Any:
         return tensor.clone() if again else tensor
 
     return pytree.tree_map_only(torch.Tensor, own, inputs)
+
+
+@contextmanager
+def _identifiers(root: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give keyword arguments under names that torch can write into Python source; in the block, forward takes those.
+
+    What a method takes as `**kwargs` may have any name, such as `class`.
+    """
+    names = {name: f"weightswap_keyword_{index}" for index, name in enumerate(kwargs) if not is_identifier(name)}
+    originals = {new: name for name, new in names.items()}
+    method = root.forward
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{originals.get(name, name): value for name, value in kwargs.items()})
+
+    with mock.patch.object(root, "forward", forward) if names else nullcontext():
+        yield {names.get(name, name): value for name, value in kwargs.items()}
 
 
 def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
@@ -295,7 +316,5 @@ class _Parts(nn.Module):
 
 def _name_parts(program: ExportedProgram, names: Mapping[str, str]) -> None:
     """Replace, in a program that was captured `_in_parts`, the names of the parts by their FQNs."""
-    for spec in program.graph_signature.input_specs:
-        spec.target = None if spec.target is None else names.get(spec.target, spec.target)
-    program._state_dict = {names.get(name, name): value for name, value in program.state_dict.items()}
+    rename_tensors(program, names)
     program._module_call_graph = [entry for entry in program.module_call_graph if _MARK not in entry.fqn]

@@ -31,7 +31,7 @@ def describe_method(captured: Captured) -> Signature:
     args_spec, kwargs_spec = children(in_spec)
     names = list(_positional_names(captured.parameters, len(children(args_spec))))
     parameters = list(zip(names, children(args_spec), strict=True))
-    keywords = list(zip(kwargs_spec.context, children(kwargs_spec), strict=True))
+    keywords = list(zip(captured.keywords, children(kwargs_spec), strict=True))
     values = _user_inputs(captured)
     dims = _Dims(_dim_names(captured, parameters + keywords, values))
     flat = iter(values)

@@ -120,7 +120,7 @@ def _call_problems(node: dict[str, Any]) -> Iterator[str]:
         pass  # _text_problems reports it
 
 
-def _is_identifier(text: str) -> bool:
+def is_identifier(text: str) -> bool:
     """Return whether a text can be the name of a variable, and is not one of Python's `__special__` names."""
     return text.isidentifier() and not iskeyword(text) and not _is_special(text)
 
@@ -171,7 +171,7 @@ def _has_keywords(tree: dict[str, Any]) -> bool:
     args, kwargs = tree["children_spec"]
     names = json.loads(kwargs["context"])
     kinds = [node["type"] for node in (tree, args, kwargs)]
-    return kinds == ["builtins.tuple", "builtins.tuple", "builtins.dict"] and all(map(_is_identifier, names))
+    return kinds == ["builtins.tuple", "builtins.tuple", "builtins.dict"] and all(map(is_identifier, names))
 
 
 @functools.cache
@@ -289,21 +289,21 @@ def _is_small(exponent: ast.expr) -> bool:
 
 # Checks of texts, by class and field of torch's schema; fields that are mappings have checks of their keys, too.
 _TEXTS: dict[str, Callable[[str], bool]] = {
-    "TensorArgument.name": _is_identifier,
-    "SymIntArgument.as_name": _is_identifier,
-    "SymFloatArgument.as_name": _is_identifier,
-    "SymBoolArgument.as_name": _is_identifier,
-    "GraphArgument.name": _is_identifier,
-    "Node.name": _is_identifier,
-    "NamedArgument.name": lambda text: text in ("", "from") or _is_identifier(text),  # uniform_ has an argument `from`
-    "InputToConstantInputSpec.name": _is_identifier,
-    "UserInputMutationSpec.user_input_name": _is_identifier,
-    "ModuleCallSignature.forward_arg_names": _is_identifier,
-    "keys of Argument.as_string_to_argument": _is_identifier,
-    "keys of Graph.tensor_values": _is_identifier,
-    "keys of Graph.sym_int_values": _is_identifier,
-    "keys of Graph.sym_bool_values": _is_identifier,
-    "keys of Graph.sym_float_values": _is_identifier,
+    "TensorArgument.name": is_identifier,
+    "SymIntArgument.as_name": is_identifier,
+    "SymFloatArgument.as_name": is_identifier,
+    "SymBoolArgument.as_name": is_identifier,
+    "GraphArgument.name": is_identifier,
+    "Node.name": is_identifier,
+    "NamedArgument.name": lambda text: text in ("", "from") or is_identifier(text),  # uniform_ has an argument `from`
+    "InputToConstantInputSpec.name": is_identifier,
+    "UserInputMutationSpec.user_input_name": is_identifier,
+    "ModuleCallSignature.forward_arg_names": is_identifier,
+    "keys of Argument.as_string_to_argument": is_identifier,
+    "keys of Graph.tensor_values": is_identifier,
+    "keys of Graph.sym_int_values": is_identifier,
+    "keys of Graph.sym_bool_values": is_identifier,
+    "keys of Graph.sym_float_values": is_identifier,
     "InputToParameterSpec.parameter_name": is_path,
     "InputToBufferSpec.buffer_name": is_path,
     "InputToTensorConstantSpec.tensor_constant_name": is_path,

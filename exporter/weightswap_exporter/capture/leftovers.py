@@ -32,7 +32,7 @@ from weightswap_exporter.modules.stand_ins import attributes_of, restored, withi
 from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
 
-from .programs import all_inputs, graph_inputs, is_random, memory
+from .programs import all_inputs, functionalised, graph_inputs, is_random, memory
 
 INSTEAD = (
     "draw the numbers once, before the export, and keep them in a persistent buffer, so that checkpoints have them"
@@ -250,7 +250,7 @@ def is_read_later(
             both = torch.export.export(
                 twice, (tensors, [value.clone() for value in tensors]), dynamic_shapes=(axes, axes), strict=False
             )
-            both = both.run_decompositions({})
+            both = functionalised(both)
         except Exception:  # calls that differ, such as in a size, cannot be captured in one program
             return bool(leftovers.tensors)
     same = _same_twice(both, axes, mutated)

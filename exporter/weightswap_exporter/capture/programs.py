@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import nullcontext
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -104,6 +105,41 @@ def _nodes(value: Any) -> list[Node]:
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
 
 
+def functionalised(program: ExportedProgram) -> ExportedProgram:
+    """Return the program without writes in place."""
+    neutral = neutral_names(program)
+    original = {new: old for old, new in neutral.items()}
+    rename_tensors(program, neutral)
+    try:
+        with warnings.catch_warnings():  # torch itself copies a class that it has deprecated
+            warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+            result: ExportedProgram = program.run_decompositions({})
+    finally:
+        rename_tensors(program, original)
+    rename_tensors(result, original)
+    return result
+
+
+def neutral_names(program: ExportedProgram) -> dict[str, str]:
+    """Return other names, by FQN, for those of the program's own tensors that torch cannot write into source code.
+
+    It writes parts of FQNs into Python as they are, and into C++ with underscores between: a buffer `class`, `new` or
+    `buf0` is an error there, or another variable.
+    """
+    own = enumerate(program.state_dict | program.constants)
+    return {fqn: f"tensor_{index}" for index, fqn in own if "." not in fqn or any(map(iskeyword, fqn.split(".")))}
+
+
+def rename_tensors(program: ExportedProgram, names: Mapping[str, str]) -> None:
+    """Rename the program's own tensors that are in `names`."""
+    signature = program.graph_signature
+    own = [spec for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT]
+    for spec in (*own, *(spec for spec in signature.output_specs if spec.kind in _MUTATIONS)):
+        spec.target = None if spec.target is None else names.get(spec.target, spec.target)
+    program._state_dict = {names.get(fqn, fqn): value for fqn, value in program.state_dict.items()}
+    program._constants = {names.get(fqn, fqn): value for fqn, value in program.constants.items()}
+
+
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     """Return the FQNs of the buffers that a call changes. Raises CaptureError if it changes a parameter."""
     own = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
@@ -116,9 +152,7 @@ def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
 
 def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
     """Return the same as `mutated_buffers`, always by functionalising."""
-    with warnings.catch_warnings():  # torch itself copies a class that it has deprecated
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        outputs = program.run_decompositions({}).graph_signature.output_specs
+    outputs = functionalised(program).graph_signature.output_specs
     changed = {str(spec.target) for spec in outputs if spec.kind in _MUTATIONS} | _written_in_a_run(program)
     return _buffers(changed, program)
 

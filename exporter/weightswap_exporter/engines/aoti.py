@@ -40,7 +40,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.capture.archive import method_program
-from weightswap_exporter.capture.programs import is_plain
+from weightswap_exporter.capture.programs import functionalised, is_plain
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.aoti import Library, target_of
 from weightswap_runtime.engines.aoti_package import (
@@ -117,7 +117,8 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
         raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
     swapped = {fqn for fqn, row in rows.items() if row.kind != "constant" and 0 not in row.shape}  # no values, no loss
     if lost := sorted(graph.read & swapped - set(bound)):
-        raise CaptureError(f"{where}: AOTInductor compiled in the value of {lost[0]!r}, which no swap would change")
+        name = rows[lost[0]].name
+        raise CaptureError(f"{where}: AOTInductor compiled in the value of {name!r}, which no swap would change")
     note = Note(
         graph_id=artifact.graph_id,
         method=name,
@@ -205,9 +206,7 @@ def _flat_graph(where: str, program: ExportedProgram, method: Method, device: to
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
     if is_plain(program):
         return ()
-    with warnings.catch_warnings():  # torch itself uses a class that it deprecates
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        specs = program.run_decompositions({}).graph_signature.output_specs
+    specs = functionalised(program).graph_signature.output_specs
     names = {spec.target for spec in specs if spec.kind is OutputKind.USER_INPUT_MUTATION}
     inputs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     return tuple(index for index, spec in enumerate(inputs) if getattr(spec.arg, "name", None) in names)

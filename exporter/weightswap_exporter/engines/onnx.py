@@ -231,7 +231,7 @@ class _Interface:
             for spec in self.signature.output_specs
             if spec.kind is OutputKind.BUFFER_MUTATION
         }
-        lost = sorted(name for name in changed | final.keys() if final.get(name) is None)
+        lost = sorted(self.fqns[name] for name in changed | final.keys() if final.get(name) is None)
         if lost:
             raise CaptureError(f"{self.where}: its ONNX graph has lost the new value of the buffer {lost[0]!r}")
         new = {self.fqns[name]: value for name, value in final.items()}
