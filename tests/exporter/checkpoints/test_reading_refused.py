@@ -158,7 +158,7 @@ def test_a_level_without_tensors_of_its_own(level: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_refusals(make: Callable[[Path], Path], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})

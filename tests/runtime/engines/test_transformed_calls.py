@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_runtime import InputMismatch, Model, load
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, of forward mode
 Transform = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
 TRANSFORMS: dict[str, Transform] = {
     "vmap": lambda call: torch.vmap(lambda x: call(x[None]))(X),
