@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -223,7 +224,14 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if is_dataclass(value):
         return _with_type(value, {field.name: getattr(value, field.name) for field in fields(value)})
-    return {"unknown": type(value).__qualname__}
+    return _function_name(value) or {"unknown": type(value).__qualname__}
+
+
+def _function_name(value: Any) -> str:
+    """Return the name of a function of torchao; empty for other values. Names are compared, and never looked up."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    known = isinstance(value, FunctionType) and str(module).startswith("torchao.")
+    return f"{module}.{name}" if known and getattr(sys.modules.get(str(module)), name, None) is value else ""
 
 
 def _with_type(value: Any, content: Mapping[str, Any]) -> dict[str, Any]:

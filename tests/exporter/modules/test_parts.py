@@ -95,6 +95,18 @@ def test_what_json_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "a.artifact").exists()
 
 
+def test_functions_of_torchao_are_recorded_by_name(tmp_path: Path) -> None:
+    """As in torchao 0.17's tensors; other functions are refused, as two of one name may differ."""
+    utils = pytest.importorskip("torchao.utils")
+    model = nn.Sequential(summed(nn.Linear(3, 3), utils.find_multiple))
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    (kind,) = json.loads((artifact.path / "parts.json").read_bytes()).values()
+    assert kind["note"] == "torchao.utils.find_multiple"
+    for other in (summed, lambda x: x):
+        with pytest.raises(Unsupported, match=r"is a Sum with a function in it"):
+            export(nn.Sequential(summed(nn.Linear(3, 3), other)), (X,), out=tmp_path / "b.artifact")
+
+
 def test_only_parameters_are_taken_apart(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model.register_buffer("kept", Sum(torch.ones(2), torch.ones(2)))
