@@ -25,7 +25,6 @@ from weightswap_server.admin.access import AdminSettings
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.http.app import http_app
 from weightswap_server.http.listening import HttpServer, listening, new_loop
-from weightswap_server.http.turns import Turns
 from weightswap_server.service.service import Service
 
 from .protocol import NAME
@@ -43,20 +42,20 @@ class Server:
         models: Mapping[str, ServedModel],
         settings: Settings,
         admin: AdminSettings | None = None,
-        shared: tuple[socket.socket, Turns] | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         """models: by the names that requests use; the server closes them when it ends. admin: the admin plane's.
-        shared: a listening socket of several processes, and their turns; the gRPC port is then shared, too.
+        listener: a listening socket shared with other processes; the gRPC port is then shared, too.
 
         Raises Unsupported.
         """
         self.settings = settings
         self.service = Service(models, settings)
-        self._listener = shared[0] if shared else None
-        self._http = HttpServer(http_app(self.service), settings, shared[1] if shared else None)
+        self._http = HttpServer(http_app(self.service), settings)
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._listening_callbacks: list[Callable[[], object]] = []
+        self._listener = listener
         self.http_port = 0
         self.grpc_port = 0
 

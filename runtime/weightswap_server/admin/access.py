@@ -48,7 +48,6 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()  # directories and URL prefixes that operators may name
     upload_dir: str | None = None  # None: no uploads
     max_uploads: int = 64 * _GIB  # of all uploads together
-    upload_keep: int | None = None  # earlier weights whose uploads stay once others are served; None: all stay
     upload_timeout: float = 3600.0  # for one upload
     audit_log: str | None = None  # a file of JSON lines
     staged_timeout: float = 3600.0  # after which staged weights are discarded
@@ -62,10 +61,6 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
-        if self.upload_keep is not None and (self.upload_dir is None or self.upload_keep < 1):
-            raise Unsupported(
-                f"--upload-keep {self.upload_keep}: expected 1 or more earlier weights, and --upload-dir with them"
-            )
         read_tokens(self.token_file)
 
     @property

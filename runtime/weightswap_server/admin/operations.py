@@ -19,7 +19,6 @@ import msgspec
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, check_file
-from weightswap_runtime.following.unused import in_use
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
@@ -74,7 +73,6 @@ class ModelOperations:
         self._entry: _Entry | None = None
         self._lock = Lock()
         self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
-        self.on_committed: Callable[[], object] = lambda: None  # called when an operator's weights are served
         self._ending = Lock()  # held while staged weights are committed or discarded
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
@@ -284,26 +282,6 @@ class ModelOperations:
         if outdated or time.time() > entry.since + self._staged_timeout:
             self._discard_entry(entry)
 
-    @property
-    def staged_path(self) -> str | None:
-        """The path or URL of the staged weights."""
-        entry = self._entry
-        return entry.path if entry is not None else None
-
-    def needed(self, keep: int) -> tuple[set[str], set[str]]:
-        """Return the ids of the weights that may be needed again, and the paths and URLs of all that are known of.
-
-        keep: earlier weights of each history. Raises DesiredError and DesiredDamaged.
-        """
-        receipts, place = self.model.history, self.followed.place
-        ids, paths = {each.weights_id for each in receipts[-keep - 1 :]}, {each.source for each in receipts}
-        if place is not None:
-            state = place.read()
-            ids |= in_use(state, keep)
-            paths |= {str(place.locate(each)) for each in state.known}
-            paths |= {str(place.locate(base)) for each in state.known for base in each.bases or ()}
-        return ids, paths
-
     def verdict(self) -> tuple[str, str] | None:
         """Return "abort" or "promote" with the canary's rule that holds, or None."""
         canary = self.served.canary
@@ -389,9 +367,7 @@ class ModelOperations:
         with self._turn(_TURN):  # a follower that reads the place meanwhile waits for this commit
             done = self._write_and_commit(entry, by, why, write)
         self.followed.look()
-        receipt = self._served(done)
-        self.on_committed()
-        return receipt
+        return self._served(done)
 
     def _turn(self, seconds: float, interrupt: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """Return a context manager during which swaps of other threads wait. Raises StagingBusy after the seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -13,8 +13,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from weightswap_runtime.errors import Unsupported, WeightswapError
-from weightswap_runtime.following.unused import remove_unused
+from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.writing import new_file, remove_abandoned
 from weightswap_runtime.tensors import DIGEST
 from weightswap_runtime.threads import in_thread
@@ -31,7 +30,6 @@ from weightswap_server.errors import (
 
 from .access import UPLOAD
 from .documents import Uploaded, Uploads
-from .operations import ModelOperations
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
 _PIECE = 4 << 20
@@ -62,24 +60,6 @@ class UploadDirectory:
             path.unlink()
         except FileNotFoundError as error:
             raise NotThere(f"no upload is named {name}") from error
-
-    def remove_older(self, models: Collection[ModelOperations], keep: int) -> None:
-        """Remove uploads that models have served, or places named, and that none needs any more.
-
-        keep: earlier weights of each history whose files stay. If a place or an upload cannot be read, nothing is
-        removed, and the reason is logged.
-        """
-        staged = {operations.staged_path for operations in models}  # first: what is committed meanwhile is in its place
-        try:
-            needed = [operations.needed(keep) for operations in models]
-            known = {os.path.realpath(path) for _, paths in needed for path in paths - staged if "://" not in path}
-            used = {weights_id for ids, _ in needed for weights_id in ids}
-            removed = remove_unused(self.folder, used, lambda path, _: str(path) in known and str(path) not in staged)
-        except (WeightswapError, OSError) as error:
-            log.warning("%s: older uploads were not removed: %s: %s", self.folder, type(error).__name__, error)
-        else:
-            if removed:
-                log.info("%s: removed %s", self.folder, ", ".join(path.name for path in removed))
 
     async def receive(self, name: str, pieces: AsyncIterator[bytes], length: int | None, digest: str) -> Uploaded:
         """Receive an upload. length: its announced bytes; digest: its BLAKE3, or "".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -16,7 +16,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weightswap_server.settings import Settings
 
 from .bodies import RECEIVED
-from .turns import TakingTurns, Turns
 
 ON_DISCONNECT = "weightswap.on_disconnect"  # in a scope: a callback for a client that disconnects before its response
 _BACKLOG = 2048
@@ -28,8 +27,7 @@ _MOST_WAITING = 128  # requests of one connection that were sent before their pr
 class HttpServer(uvicorn.Server):
     """uvicorn, with the limits of the settings."""
 
-    def __init__(self, app: Any, settings: Settings, turns: Turns | None = None) -> None:
-        """turns: of the processes that share the listening socket; None if nobody else has it."""
+    def __init__(self, app: Any, settings: Settings) -> None:
         config = uvicorn.Config(
             app,
             http=cast("Any", partial(GuardedProtocol, settings)),
@@ -45,40 +43,11 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(settings.grace)),
         )
         super().__init__(config)
-        self._turns = turns
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections, in turn with the other processes, if there are some."""
-        turns = self._turns
-        await super().startup(sockets if turns is None else [])
-        if turns is not None and sockets:
-            state = self.server_state
-            protocol = cast("Any", self.config.http_protocol_class)  # called as uvicorn's own startup does
-            new_protocol = partial(protocol, config=self.config, server_state=state, app_state=self.lifespan.state)
-            taking = TakingTurns(sockets[0], turns, new_protocol, lambda: len(state.connections))
-            state.connections = _Counted(taking.count)
-            self.servers.append(cast("Any", taking))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `Server`, which exits with 0 after SIGTERM and SIGINT."""
         yield
-
-
-class _Counted(set[Any]):
-    """uvicorn's set of connections, which calls `count()` with each change."""
-
-    def __init__(self, count: Callable[[], object]) -> None:
-        super().__init__()
-        self._count = count
-
-    def add(self, connection: Any, /) -> None:
-        super().add(connection)
-        self._count()
-
-    def discard(self, connection: Any, /) -> None:
-        super().discard(connection)
-        self._count()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -35,7 +35,6 @@ from weightswap_server.admin.journal import JournalState
 from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.errors import log
-from weightswap_server.http.turns import Turns
 from weightswap_server.protocol import Process
 from weightswap_server.service.service import Service
 from weightswap_server.serving import ModelSource, Server
@@ -111,8 +110,7 @@ def _serve(manager: ManagerConnection) -> None:
     """Answer requests, once warm, until SIGTERM or the manager's end."""
     task = manager.task
     models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
-    shared = socket.socket(fileno=task.listener), Turns(task.turns, task.slot)
-    server = Server(models, task.settings, shared=shared)
+    server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
     for served in server.service.served:
         served.switch = Control(task.segments[served.name].control)
     trials = WorkerTrials(server.service.served)
@@ -174,7 +172,6 @@ class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     op_libraries: tuple[str, ...] = ()  # whose import registers operators
     slot: int = 0  # of a worker, in the segments
     listener: int = -1  # the descriptor of a worker's socket
-    turns: int = -1  # the descriptor of the memory by which workers accept in turn
     journals: Mapping[str, JournalState] = {}  # by model, of an earlier keeper when it ended
 
 

@@ -22,13 +22,12 @@ from weightswap_runtime.errors import Unsupported, WeightswapError, is_number
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import Segment, memfd
+from weightswap_runtime.shared.keeper import Segment
 from weightswap_runtime.sources.location import is_url
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
 from weightswap_server.http.listening import bind, listening
-from weightswap_server.http.turns import Turns, turns_size
 from weightswap_server.protocol import Process
 from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
@@ -100,21 +99,18 @@ class Workers:
             mapped = {name: segment.read_only() for name, segment in segments.items()}
             for segment in (*segments.values(), *mapped.values()):
                 stack.callback(segment.close)
-            turns = memfd(turns_size(self._number), "weightswap.turns")
-            stack.callback(os.close, turns)
-            Turns(turns, processes=self._number)
-            asyncio.run(self._run(listener, turns, segments, mapped))
+            asyncio.run(self._run(listener, segments, mapped))
 
     def stop(self) -> None:
         """End, once the workers have finished their accepted requests. In the event loop's thread."""
         if self._serving is not None:
             self._serving.cancel()
 
-    async def _run(self, listener: socket.socket, turns: int, segments: _Segments, mapped: _Segments) -> None:
+    async def _run(self, listener: socket.socket, segments: _Segments, mapped: _Segments) -> None:
         totals = Totals()
         tasks = [
             self._task("keeper", segments),
-            *(self._task("worker", mapped, slot, listener.fileno(), turns) for slot in range(self._number)),
+            *(self._task("worker", mapped, slot, listener.fileno()) for slot in range(self._number)),
         ]
 
         def processes() -> list[Process]:
@@ -140,7 +136,7 @@ class Workers:
             callback()
         await asyncio.get_running_loop().create_future()
 
-    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1, turns: int = -1) -> ChildTask:
+    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> ChildTask:
         shared = msgspec.structs.replace(self.settings, grpc_port=self.grpc_port or None)
         libraries = {name for source in self._sources.values() for name in source.options.get("op_libraries", ())}
         return ChildTask(
@@ -154,7 +150,6 @@ class Workers:
             op_libraries=tuple(sorted(libraries)),
             slot=slot,
             listener=listener,
-            turns=turns,
         )
 
 
@@ -244,8 +239,7 @@ class Child:
         """Run one process to its end, and return its exit code."""
         ours, theirs = socket.socketpair()
         shared = [descriptor for segment in self._task.segments.values() for descriptor in segment.descriptors]
-        workers_own = [self._task.listener, self._task.turns] if self._task.role == "worker" else []
-        passed = [theirs.fileno(), *shared, *workers_own]
+        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
         command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
         self._failure, self._reported = "", None
         with theirs:
@@ -290,9 +284,8 @@ class Child:
                 return
 
     def _empty_slots(self) -> None:
-        """Give up the leases that a dead worker held, and its turn to accept."""
+        """Give up the leases that a dead worker held."""
         if self._task.role == "worker":
-            Turns(self._task.turns).leave(self._task.slot)
             for segment in self._task.segments.values():
                 Control(segment.control).empty_slot(self._task.slot)
 
