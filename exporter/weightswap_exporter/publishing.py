@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredPlace, load
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.controller import Policy, check_promotion_policy, check_proven
-from weightswap_runtime.following.place import Known
-from weightswap_runtime.following.unused import Stamps, in_use, remove_unused
+from weightswap_runtime.following.desired_state import DesiredState
+from weightswap_runtime.following.place import Known, stamp_of
+from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
 from weightswap_runtime.tensors import Tolerance
@@ -136,9 +137,9 @@ def publish(
 
     keep: once the file is promoted to a place, remove older files that publish() has written into the directory. Those
     that the place desires stay, the last `keep` of its history and of those it has withdrawn, the bases of every delta
-    that stays, and the newest `keep` beside this one, which another trainer may be about to promote; so no other place
-    may name files of this directory. If the place or a weight file there cannot be read, nothing is removed, and the
-    reason is logged. By default nothing ever is.
+    that stays, and the newest `keep` beside this one, by step and by time, which another trainer may be about to
+    promote; so no other place may name files of this directory. If the place or a weight file there cannot be read,
+    nothing is removed, and the reason is logged. By default nothing ever is.
 
     A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
     is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a
@@ -237,11 +238,13 @@ def _remove_older(directory: Path, place: DesiredPlace, keep: int) -> None:
     """Remove files that `publish` has written and nobody needs; none, and log why, if that cannot be decided."""
     try:
         written = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-        newest = set(sorted(written, key=lambda path: path.stat().st_mtime_ns)[-keep - 1 :])
-        removed = remove_unused(
+        by_time = sorted(written, key=lambda path: path.stat().st_mtime_ns)
+        # by step, too, as clocks are set back; what appears from now on is in neither, as it may be promoted at once
+        older = set(by_time[: -keep - 1]) & set(sorted(written)[: -keep - 1])
+        removed = _remove_unused(
             directory,
-            in_use(place.read(), keep),
-            lambda path, stamp: path not in newest and _is_published(path, stamp),
+            _in_use(place.read(), keep),
+            lambda path, stamp: path in older and _is_published(path, stamp),
         )
     except (WeightswapError, OSError) as error:
         _log.warning("%s: older files were not removed: %s: %s", directory, type(error).__name__, text_of(error))
@@ -249,7 +252,7 @@ def _remove_older(directory: Path, place: DesiredPlace, keep: int) -> None:
         _log.info("%s: removed %s", directory, ", ".join(path.name for path in removed) or "no older files")
 
 
-def _is_published(path: Path, stamp: Stamps) -> bool:
+def _is_published(path: Path, stamp: Stamp | DeltaStamp) -> bool:
     """Return whether a file has the name that `publish` gives to its content."""
     match = _NAME.fullmatch(path.name)
     return (
@@ -258,6 +261,52 @@ def _is_published(path: Path, stamp: Stamps) -> bool:
         and stamp.weights_id.startswith(match[2])
         and stamp.labels.get("step") == str(int(match[1]))
     )
+
+
+def _in_use(state: DesiredState, keep: int) -> set[str]:
+    """Return the ids of weights whose files a place may need.
+
+    These are the desired ones, the last `keep` of the history and of those withdrawn, which an operator may set again,
+    and the bases of all these.
+    """
+    kept = [*state.history[-keep:], *state.withdrawn[-keep:], *((state.weights,) if state.weights else ())]
+    return {each.weights_id for each in kept} | {base.weights_id for each in kept for base in each.bases or ()}
+
+
+def _remove_unused(folder: Path, used: set[str], may_go: Callable[[Path, Stamp | DeltaStamp], bool]) -> list[Path]:
+    """Remove weight files from a folder, each with the goldens and the signature beside it, and return their paths.
+
+    A file stays if its weights are among `used`, if a file that stays is a delta from them, or a copy of them, and if
+    `may_go` does not give it up. Links, folders, and files that weightswap has not written are never removed.
+
+    Raises WeightFileError for a file that cannot be read, which may be a delta; nothing has been removed then. Raises
+    OSError for one that cannot be removed.
+    """
+    stamps = {
+        path: stamp_of(path)
+        for path in sorted(folder.iterdir())
+        if path.name.endswith(SUFFIX) and not path.name.endswith(GOLDENS_SUFFIX) and path.is_file()
+    }
+    staying, going = set(used), []
+    for path, stamp in stamps.items():
+        if stamp is not None and stamp.weights_id not in used and not path.is_symlink() and may_go(path, stamp):
+            going.append((path, stamp))
+        elif stamp is not None:
+            staying |= _needed(stamp)
+    # what stays may need others, and these again others
+    while needed := [stamp for _, stamp in going if stamp.weights_id in staying]:
+        staying.update(*(_needed(stamp) for stamp in needed))
+        going = [(path, stamp) for path, stamp in going if stamp.weights_id not in staying]
+    for path, _ in going:
+        path.unlink(missing_ok=True)  # first: who finds it shall find its goldens, too
+        for beside in (goldens_path(path), path.with_name(path.name + SIGNATURE_SUFFIX)):
+            with suppress(FileNotFoundError):
+                beside.unlink()
+    return [path for path, _ in going]
+
+
+def _needed(stamp: Stamp | DeltaStamp) -> set[str]:
+    return {stamp.weights_id, stamp.base} if isinstance(stamp, DeltaStamp) else {stamp.weights_id}
 
 
 def _copied(model: nn.Module) -> Checkpoint:

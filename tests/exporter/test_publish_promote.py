@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +189,37 @@ def test_what_was_rolled_back_and_what_a_delta_needs_stay(artifact: Artifact, pl
     publish_steps(artifact, place, range(4, 8), keep=1)
     assert third.path.exists()
     assert weight_files(place) == ["patch.safetensors", "1", "2", "3", "6", "7"]
+
+
+def test_what_another_trainer_promotes_meanwhile_stays(
+    artifact: Artifact, place: DesiredPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file appears after this trainer has read the place, with a time from before: its clock is behind."""
+    publish_steps(artifact, place, range(1, 5), keep=None)
+    late = publish(trained(6.0), tmp_path / "elsewhere", artifact, step=6, goldens=GOLDENS).wait(60).path
+    read, others = DesiredPlace.read, DesiredPlace(place.where)
+
+    def overtaken(self: DesiredPlace, *args: Any) -> Any:
+        state = read(self, *args)
+        if late.exists() and state.weights and "000000005" in state.weights.source:
+            os.utime(late, (1, 1))
+            others.promote(late.replace(Path(place.where) / late.name))
+        return state
+
+    monkeypatch.setattr(DesiredPlace, "read", overtaken)
+    publish_steps(artifact, place, range(5, 6), keep=1)
+    desired = read(place).weights
+    assert desired is not None
+    assert Path(place.locate(desired)).name == late.name
+    assert weight_files(place)[-1] == "6"
+
+
+def test_a_clock_that_was_set_back_makes_no_file_old(artifact: Artifact, place: DesiredPlace) -> None:
+    publish_steps(artifact, place, range(1, 5), keep=None)
+    waiting = publish(trained(9.0), place.where, artifact, step=9).wait(60).path
+    os.utime(waiting, (1, 1))
+    publish_steps(artifact, place, range(5, 6), keep=1)
+    assert waiting.exists()
 
 
 def test_a_delta_of_the_place_keeps_its_base(artifact: Artifact, place: DesiredPlace, tmp_path: Path) -> None:

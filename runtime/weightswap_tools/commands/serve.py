@@ -53,7 +53,7 @@ _PANELS = {
     ),
     "Operators and security": (
         *("admin_port", "admin_socket", "admin_host", "admin_token_file", "admin_allow", "upload_dir"),
-        *("max_uploads_gb", "upload_keep", "staged_timeout", "require_signature"),
+        *("max_uploads_gb", "staged_timeout", "require_signature"),
     ),
     "Observability": ("traces", "audit_log"),
 }
