@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -157,7 +158,8 @@ def _identifiers(root: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[st
 
     What a method takes as `**kwargs` may have any name, such as `class`.
     """
-    names = {name: f"weightswap_keyword_{index}" for index, name in enumerate(kwargs) if not is_identifier(name)}
+    free = (name for index in count() if (name := f"keyword_{index}") not in kwargs)
+    names = {name: next(free) for name in kwargs if not is_identifier(name)}
     originals = {new: name for name, new in names.items()}
     method = root.forward
 

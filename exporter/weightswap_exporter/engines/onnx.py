@@ -195,7 +195,7 @@ class _Interface:
         for name, value in finals.items():
             self.model.graph.outputs.append(self._final(name, value))
         public = dict(zip(finals, self.model.graph.outputs, strict=True)) | inputs | weights
-        self._rename(public | dict(self.model.graph.initializers))
+        self._rename(public)
         self._strip()
 
     def _outputs(self) -> dict[str, Any]:
@@ -253,18 +253,18 @@ class _Interface:
             yield from node.outputs
 
     def _rename(self, public: Mapping[str, Any]) -> None:
-        initializers = list(self.model.graph.initializers.items())
+        initializers, values = list(self.model.graph.initializers.values()), list(self._values())
         self.model.graph.initializers.clear()
         public_ids = {id(value) for value in public.values()}
         used = set(public)
-        for number, value in enumerate(self._values()):
+        for number, value in enumerate(values):
             if id(value) not in public_ids:
                 value.name = value.name if value.name and value.name not in used else f"{value.name or ''}#{number}"
                 used.add(value.name)
         for name, value in public.items():
             value.name = name
-        for name, value in initializers:
-            self.model.graph.initializers[name] = value
+        for value in initializers:
+            self.model.graph.initializers[value.name] = value
 
     def _strip(self) -> None:
         """Remove metadata, which describes the build machine and the model's source code."""

@@ -43,13 +43,16 @@ def is_pretrained(model: nn.Module) -> bool:
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Keep the key-value caches of transformers out of the outputs of calls in the block: no graph can return one.
 
-    A model of transformers, with PEFT's layers or not, computes without a cache. What another module computes may
-    depend on the caches of models in it, so that these stay: its forward returns None in place of each.
+    A model of transformers' own classes, with PEFT's layers or not, computes without a cache. What another module
+    computes, such as a subclass of its user, may depend on the caches of models in it, so that these stay: its forward
+    returns None in place of each.
     """
     modules = [module for module in model.modules() if is_pretrained(module)]
-    caching = list(_caching(modules)) if is_pretrained(peft_base(model)) else []
+    base = peft_base(model)
+    own = is_pretrained(base) and type(base).__module__.startswith("transformers.")
+    caching = list(_caching(modules)) if own else []
     with ExitStack() as stack:
-        if modules and model not in modules:
+        if modules and not (own and base is model):
             stack.enter_context(model.register_forward_hook(lambda *call: _without_caches(call[-1])))
         try:
             for config in caching:

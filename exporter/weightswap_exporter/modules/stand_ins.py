@@ -10,6 +10,7 @@ import functools
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ _patching = threading.Lock()
 _weak: Any = StorageWeakRef  # torch has no types for it
 # The real parameters that were replaced, by memory and tie key, with their stand-ins and the part of these: a list or
 # closure may have them. A weak reference frees the memory, but keeps its number in the tie key from another one's use.
-_REPLACED: list[tuple[Any, TieKey, nn.Parameter, str]] = []
+_REPLACED: list[tuple[Any, TieKey, Any, nn.Parameter, str]] = []
 
 
 @contextmanager
@@ -104,7 +105,7 @@ class _Builder:
             ):
                 yield
         finally:
-            _REPLACED[:] = [entry for entry in _REPLACED if not entry[0].expired()]
+            _REPLACED[:] = [entry for entry in _REPLACED if entry[2]() is not None or not entry[0].expired()]
             _patching.release()
 
     def _registering(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -128,11 +129,14 @@ class _Builder:
             fake = nn.Parameter(put_together("", param, parts), requires_grad=param.requires_grad)
             for key, value in vars(param).items():
                 fake.__dict__.setdefault(key, value)
-            self._replacements[param] = fake
-            for name, part in parts_of("", param).items():
-                if part.numel():  # the key of an empty tensor is that of an object
-                    _REPLACED.append((_weak(part.untyped_storage()), tie_key(part), fake, name))
+            self._note(param, fake)
         return self._replacements[param]
+
+    def _note(self, param: nn.Parameter, fake: nn.Parameter) -> None:
+        self._replacements[param] = fake
+        for name, part in parts_of("", param).items():
+            if part.numel():  # the key of an empty tensor is that of an object
+                _REPLACED.append((_weak(part.untyped_storage()), tie_key(part), weakref.ref(param), fake, name))
 
     def _copy(self, tensor: Any, memo: dict[int, Any]) -> Any:
         """Copy a fake tensor for copy.deepcopy; torch's own implementation needs its address."""
@@ -141,8 +145,11 @@ class _Builder:
                 values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-            # a module's lists are copied after its parameters: those of the copy shall have its own stand-ins
-            memo |= {id(real): memo[id(tensor)] for real, fake in self._replacements.items() if fake is tensor}
+            # the lists of the copy shall have its own stand-ins, or copies of the real parameters that are known
+            for real in [real for real, fake in self._replacements.items() if fake is tensor]:
+                if id(real) in memo:
+                    self._note(memo[id(real)], memo[id(tensor)])
+                memo[id(real)] = memo[id(tensor)]
         return memo[id(tensor)]
 
 
@@ -159,8 +166,14 @@ def replaced_by(view: ModelView) -> list[tuple[TieKey, str]]:
 
     They are given by the tie keys that they have, with the FQNs of their stand-ins.
     """
-    names = {id(parameter): name for name, parameter in reversed(view.parameters.items())}
-    return [(key, names[id(fake)] + part) for _, key, fake, part in list(_REPLACED) if id(fake) in names]
+    names = {tie_key(tensor): name for name, tensor in reversed(view.tensors.items())}
+    found = []
+    for _, key, reference, fake, part in _REPLACED:
+        if (name := names.get(tie_key(parts_of("", fake)[part]))) is not None:
+            found.append((key, name))
+            if (real := reference()) is not None:  # its `data` may be another one since
+                found.append((tie_key(parts_of("", real)[part]), name))
+    return found
 
 
 def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:

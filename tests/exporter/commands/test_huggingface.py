@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,22 @@ class Continued(Through):
         return {"logits": second.logits, "caches": (first.past_key_values, second.past_key_values)}
 
 
+def continued_pretrained() -> nn.Module:
+    """A subclass of PreTrainedModel, which is no class of transformers."""
+    import transformers
+
+    class Own(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class, _supports_sdpa = transformers.LlamaConfig, True
+        forward = Continued.forward
+
+        def __init__(self, model: Any) -> None:
+            super().__init__(deepcopy(model.config))
+            self.model = model
+            self.post_init()
+
+    return Own(caching_llama())
+
+
 def with_lora(model: nn.Module, **options: Any) -> nn.Module:
     import peft
 
@@ -388,6 +405,7 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
     "PEFT around T5": (lambda: with_lora(t5("T5")(), target_modules=["q"], task_type="SEQ_2_SEQ_LM"), PAIRS),
     "a wrapper": (lambda: Through(caching_llama()), {"input_ids": WORDS}),
     "a wrapper that needs the cache": (lambda: Continued(caching_llama()), {"input_ids": WORDS}),
+    "a class of one's own that needs it": (continued_pretrained, {"input_ids": WORDS}),
 }
 
 

@@ -74,3 +74,29 @@ def test_any_name_will_do(engine: str, tmp_path: Path) -> None:
 
 def numpy(engine: str, values: Any) -> Any:
     return pytree.tree_map(torch.Tensor.numpy, values) if engine == "onnx" else values
+
+
+class Numbered(nn.Module):
+    """Weights that are called as the values that ONNX's exporter numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("tensor_2", "tensor_2_"):  # the literal below is the third
+            self.register_parameter(name, nn.Parameter(torch.rand(4)))
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        for weight in self.parameters():
+            x = (x * weight).sin() + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return x + others["class"] - others["keyword_0"]
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_names_that_are_given_to_values_are_free_for_weights_and_arguments(engine: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = Numbered().eval(), {"class": X + 1, "keyword_0": X * 2}
+    artifact = export(deepcopy(model), (X,), inputs, out=tmp_path / "a.artifact", engines=[engine])
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path, engine=engine)
+    given: Any = (X, inputs) if engine == "torch" else pytree.tree_map(lambda tensor: tensor.numpy(), (X, inputs))
+    with torch.no_grad():
+        found = torch.as_tensor(served(given[0], **given[1]))
+        assert torch.allclose(found, model(X, **inputs), atol=1e-6)

@@ -320,6 +320,67 @@ class Listed(nn.Module):
         return x * self.list[0] + self.list[1]
 
 
+def with_other_data(model: nn.Module) -> None:
+    parameters = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    model.list = parameters  # type: ignore[assignment]
+    model.p0, model.p1 = parameters
+    parameters[0].data = torch.ones(4)
+
+
+def registered_again(model: nn.Module) -> None:
+    model.list = [nn.Parameter(torch.randn(4)) for _ in range(2)]  # type: ignore[assignment]
+    model.p0, model.p1 = model.list  # type: ignore[misc]
+    model.p0 = nn.Parameter(model.p0.data)
+
+
+class Reading(nn.Module):
+    """Reads parameters from a list that `fill` makes."""
+
+    def __init__(self, fill: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        fill(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.list[0] + self.list[1]  # type: ignore[index]
+
+
+class Owner(nn.Module):
+    """Registers the parameters that another module has in a list."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.p0, self.p1 = parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def copied_with_its_owner() -> nn.Module:
+    parameters = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    return copy.deepcopy(nn.Sequential(Reading(lambda model: setattr(model, "list", parameters)), Owner(parameters)))
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "other data": lambda: Reading(with_other_data),
+    "registered again": lambda: Reading(registered_again),
+    "a copy": copied_with_its_owner,
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_no_parameter_of_a_list_becomes_a_constant(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    with skeleton():
+        hollow = build().eval()
+    artifact = export(hollow, (x,), out=tmp_path / "a.artifact")
+    assert not artifact.manifest.constants
+    real = build().eval()
+    served = load(artifact, pack(real, artifact, out=tmp_path / "v.safetensors").path)
+    with torch.no_grad():
+        assert torch.equal(served(x), real(x))
+
+
 def test_the_list_of_a_copy_holds_the_copy_s_parameters(tmp_path: Path) -> None:
     manifests = []
     for name, context in (("hollow", skeleton), ("real", nullcontext)):
