@@ -56,6 +56,7 @@ from .operators import (
 
 _POSITIONAL, _KEYWORD = 1, 2
 _SPARSE = ("as_layout", 1)
+_MOST_LITERALS = 1000  # of a list in the source: Python's compiler takes half a kilobyte for each
 _MOST_BITS = 64  # of an integer: no operator takes a longer one
 # the schema's numbers of torch's constants; the first two are not dtypes of weight files
 _DTYPES = {9: "complex32", 11: "complex128"} | {row.code: row.torch or "" for row in DTYPES.values() if row.code}
@@ -351,6 +352,8 @@ class _Writer:
         return self._expression(*read_argument(argument))
 
     def _expression(self, kind: str, value: Any) -> str:
+        if kind == "as_ints" and len(value) > _MOST_LITERALS:
+            return f"[*{self._constants.add(tuple(map(_checked, value)))}]"
         if kind in _ITEMS:
             return f"[{', '.join(self._expression(_ITEMS[kind], item) for item in value)}]"
         if (write := _EXPRESSIONS.get(kind)) is None:
@@ -386,9 +389,13 @@ class _Writer:
 
 def _integer(value: int) -> str:
     """Return an integer or boolean as source, the only literals in it."""
+    return f"({value!r})" if _checked(value) < 0 else repr(value)
+
+
+def _checked(value: int) -> int:
     if value.bit_length() > _MOST_BITS:
         raise UnknownPart(f"an integer of {value.bit_length()} bits")
-    return f"({value!r})" if value < 0 else repr(value)
+    return value
 
 
 # how a value of each kind is written; see also `_ITEMS`

@@ -116,6 +116,10 @@ def casts(x: torch.Tensor) -> Any:
     return y, z, copied, ordered, laid * 2, x.matmul(x.mT).float() + y
 
 
+def long_list(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat(x.split([1, 2] * 501)[::-1])
+
+
 CASES = {
     "branches": Case(branches, (numbers(3, 4),), ((numbers(3, 4) / 100,),)),
     "a loop": Case(counted, (numbers(3),)),
@@ -134,6 +138,7 @@ CASES = {
     "in place": Case(in_place, (numbers(3, 4),)),
     "heads": Case(heads, (numbers(2, 2, 3, 4),)),
     "casts": Case(casts, (numbers(3, 3),)),
+    "a long list": Case(long_list, (numbers(3 * 501),)),
 }
 
 
