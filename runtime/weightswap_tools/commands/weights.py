@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,7 +17,7 @@ from weightswap_runtime.format.delta import write_delta
 from weightswap_runtime.format.identity import Counts
 from weightswap_runtime.sources.location import Url, as_location, printable
 from weightswap_runtime.staging.reading import check_content
-from weightswap_tools.admin_client import AdminClient, read_token
+from weightswap_tools.admin_client import AdminClient, AdminUnreachable, read_token
 from weightswap_tools.terminal import (
     JsonOption,
     LabelOption,
@@ -31,14 +32,15 @@ from weightswap_tools.terminal import (
     print_table,
     progress_bar,
     say,
+    status_line,
 )
-
-from .asking import Asked, ask_servers
 
 ByOption = Annotated[str, typer.Option(help="Who makes the change.")]
 WhyOption = Annotated[str, typer.Option(help="The reason for the change.")]
 delta_command = typer.Typer(add_completion=False)
 desired_command = typer.Typer(add_completion=False)
+_POLL_SECONDS = 0.3
+_PATIENCE = 10.0  # seconds for a server's answer
 
 
 @delta_command.command()
@@ -123,7 +125,7 @@ def desired(
             state = opened.release(revision=said["revision"])
         else:
             state = opened.read()
-        asked = ask_servers(clients, model, opened.where, state.weights_id, timeout if wait else 0.0)
+        asked = _ask_servers(clients, model, opened.where, state.weights_id, timeout if wait else 0.0)
         _print(opened, state, asked, as_json)
         if not all(each.agrees for each in asked):
             raise typer.Exit(1)
@@ -172,7 +174,7 @@ def _read(source: str | Path) -> Mapping[str, Counts]:
     return {} if isinstance(as_location(source), Url) else check_content(source)
 
 
-def _print(place: DesiredPlace, state: DesiredState, asked: Sequence[Asked] = (), as_json: bool = False) -> None:
+def _print(place: DesiredPlace, state: DesiredState, asked: Sequence[_Asked] = (), as_json: bool = False) -> None:
     if as_json:
         servers = {"servers": [each._asdict() for each in asked]} if asked else {}
         print_json({"place": place.where, **state.as_dict(), **servers})
@@ -224,3 +226,59 @@ def since_text(entry: DesiredWeights | Hold) -> str:
 def time_text(seconds: float) -> str:
     """Return a time in seconds since the epoch as text."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+class _Asked(NamedTuple):
+    """A model of a server that was asked."""
+
+    server: str
+    model: str  # empty if it is not known
+    weights_id: str | None  # that it serves
+    agrees: bool  # these are the desired ones
+    state: str
+
+
+def _ask_servers(
+    clients: Sequence[AdminClient], model: str | None, place: str, desired: str | None, timeout: float
+) -> list[_Asked]:
+    """Ask until each server serves the desired weights, or the timeout has passed; return what they said last.
+
+    model: its name on all servers; None: the models that follow the place. Raises AdminRefused.
+    """
+    deadline = time.monotonic() + timeout
+    with status_line("asking the servers") as update:
+        while True:
+            asked = [each for client in clients for each in _ask(client, model, place, desired)]
+            if all(each.agrees for each in asked) or time.monotonic() >= deadline:
+                return asked
+            update(f"{sum(each.agrees for each in asked)} of {len(asked)} serve the desired weights")
+            time.sleep(_POLL_SECONDS)
+
+
+def _ask(client: AdminClient, model: str | None, place: str, desired: str | None) -> Iterator[_Asked]:
+    """Yield a row for each model that is meant, or one row that says why there is none."""
+    try:
+        models = client.get("/admin/status", _PATIENCE)["models"]
+    except AdminUnreachable as error:
+        yield _Asked(client.where, model or "", None, False, str(error).removeprefix(f"{client.where}: "))
+        return
+    if model is None:
+        meant = [each for each in models if each["following"] and each["following"]["place"] == place]
+        what = f"no model follows {place}; give --model if it is mounted elsewhere there"
+    else:
+        meant, what = [each for each in models if each["name"] == model], "has no such model"
+    if not meant:
+        yield _Asked(client.where, model or "", None, False, what)
+    for each in meant:
+        served = each["served"]["weights_id"] if each["served"] else None
+        agrees = desired is not None and served == desired
+        yield _Asked(client.where, each["name"], served, agrees, "serves" if agrees else _why_not(each, desired))
+
+
+def _why_not(model: dict[str, Any], desired: str | None) -> str:
+    following = model["following"]
+    if desired is None:
+        return "nothing is desired"
+    if following is None:
+        return "follows no place"
+    return " ".join(following["error"].split()) or f"not yet; has read revision {following['revision']}"
