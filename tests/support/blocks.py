@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightswap_runtime import byte_ranges
 from weightswap_runtime import tensors as digests
 from weightswap_runtime.format import delta as deltas
 from weightswap_runtime.format.safetensors import TensorRow, canonical_order, write_weight_file
@@ -14,14 +15,13 @@ from weightswap_runtime.memory import arena as patches
 from weightswap_runtime.staging import delta as overlay
 from weightswap_runtime.staging import reading
 
-MODULES = (deltas, digests, overlay, patches, reading)
+MODULES = (byte_ranges, deltas, digests, overlay, patches, reading)
 DTYPES = {"u1": "U8", "f4": "F32"}
 
 
 def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
     for module in MODULES:
         patch.setattr(module, "BLOCK", size)
-    patch.setattr(deltas, "FEWEST", 1)
     patch.setattr(reading, "IN_CACHE", 3 * size)
 
 

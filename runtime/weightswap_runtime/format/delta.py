@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import (
     DamagedFile,
     DigestMismatch,
@@ -25,21 +27,24 @@ from weightswap_runtime.errors import (
     WeightsMismatch,
     listed,
 )
+from weightswap_runtime.native import Offsets
 from weightswap_runtime.sources.location import Location, Url, check_writable
 from weightswap_runtime.sources.writing import companion
-from weightswap_runtime.tensors import BLOCK, DIGEST, TensorHasher, TensorType, describe, is_valid
+from weightswap_runtime.tensors import BLOCK, DIGEST, TensorHasher, TensorType, describe, is_valid, nbytes
 
 from .goldens import goldens_behind
-from .safetensors import FileTensor, Stamp, StampedFile, TensorRow, WeightFile, canonical_order, label_problem
+from .safetensors import Stamp, StampedFile, TensorRow, WeightFile, canonical_order, label_problem
 from .weight_set import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
-DATA, RUNS = "data:", "runs:"  # prefixes of a file's tensors: new bytes, and which ranges they replace
-FEWEST = 256  # least bytes that are compared together: each range takes 16 bytes of the file
+# Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension
+DATA, RUNS, ROWS = "data:", "runs:", "rows:"
+FEWEST = (
+    256  # least bytes that are compared together where ranges are written, each of which takes 16 bytes of the file
+)
 _AGAIN = "Write the delta again, or copy it again."
 
 Progress = Callable[[int, int], None]
-_Runs = list[tuple[int, int]]
 
 
 class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,16 +78,49 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
     if not all(DIGEST.fullmatch(text) for text in texts):
         yield "an id or a digest does not have 64 hexadecimal digits"
-    expected = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
+    places = {name: (ROWS if ROWS + name in weights.tensors else RUNS) + name for name in stamp.changes}
+    expected = {*places.values(), *(DATA + name for name in stamp.changes)}
     if expected != weights.tensors.keys() or expected != stamp.digests.keys():
         yield "its tensors do not match the weights that it claims to change"
         return
     for name, changed in stamp.changes.items():
-        data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
-        if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
-            yield f"the tensors of {name} are {describe(data)} and {describe(runs)}"
+        data, place = weights.tensors[DATA + name], weights.tensors[places[name]]
+        form = (1, ()) if places[name].startswith(ROWS) else (2, (2,))
+        if (data.dtype, len(data.shape), place.dtype) != ("U8", 1, "I64") or (
+            len(place.shape),
+            place.shape[1:],
+        ) != form:
+            yield f"the tensors of {name} are {describe(data)} and {describe(place)}"
         if not is_valid(changed):
             yield f"{name} has the type {describe(changed)}"
+
+
+def ranges_of(name: str, changed: TensorType, tensors: Mapping[str, memoryview]) -> ByteRanges:
+    """Return what a delta changes of a weight, from the content of its tensors. Raises ValueError with the reason."""
+    size, data = nbytes(changed.dtype, changed.shape) or 0, tensors[DATA + name]
+    if (content := tensors.get(ROWS + name)) is not None:
+        ids = np.frombuffer(content, "<i8")
+        count = changed.shape[0] if changed.shape else 0
+        _check_rows(ids, count, size, len(data))
+        return ByteRanges.of_rows(ids, size // count if count else 0, data)
+    ranges = ByteRanges.of(np.frombuffer(tensors[RUNS + name], "<i8").reshape(-1, 2), data)
+    if not ranges.fit(size):
+        raise ValueError("its ranges do not fit its data")
+    return ranges
+
+
+def _check_rows(ids: Offsets, count: int, size: int, data: int) -> None:
+    """Raise ValueError for ids that are not rows of a table with so many, or that do not fit the data."""
+    if not len(ids) or not size:
+        raise ValueError("it has no rows")
+    odd = np.flatnonzero((ids < 0) | (ids >= count))
+    if len(odd):
+        raise ValueError(f"row {ids[odd[0]]}: the table has {count} rows")
+    odd = np.flatnonzero(ids[1:] <= ids[:-1])
+    if len(odd):
+        raise ValueError(f"row {ids[odd[0] + 1]} comes after row {ids[odd[0]]}: rows have to be in ascending order")
+    if data != len(ids) * (size // count):
+        raise ValueError(f"{len(ids)} rows have {data} bytes, a row of the table has {size // count}")
 
 
 @dataclass(frozen=True)
@@ -109,10 +147,9 @@ def write_delta(
 ) -> Delta:
     """Write the differences from one weight file to another; both must have been packed by weightswap, for one graph.
 
-    The unit of comparison is a row of a weight (of an embedding table, of a linear layer); several rows if they have
-    less than 256 bytes; a piece of 1 MiB if rows are larger, or the weight has none. Weights with equal digests are not
-    read. A few pieces are in memory at a time. labels: added to those of `new`. progress: a callback, called with the
-    bytes compared so far, and the total.
+    The unit of comparison is a row of a weight (of an embedding table, of a linear layer); a piece of 1 MiB if rows are
+    larger, or the weight has none. Weights with equal digests are not read. A few pieces are in memory at a time.
+    labels: added to those of `new`. progress: a callback, called with the bytes compared so far, and the total.
 
     Goldens beside `new` are copied beside the delta before the delta appears; without them, goldens that are already
     beside the delta are removed.
@@ -128,17 +165,17 @@ def write_delta(
         texts = {**stamps[1].labels, **(labels or {})}
         if problem := label_problem(texts):  # the writer would find it, too, but after all has been read
             raise WeightFileError(f"{out!s:.200}: cannot be written ({problem})")
-        runs = _compare(old, fresh, stamps, progress)
+        changes = _compare(old, fresh, stamps, progress)
         blank = DeltaStamp(
             graph_id=stamps[1].graph_id,
             base=stamps[0].weights_id,
             weights_id=stamps[1].weights_id,
-            changes={name: TensorType.of(fresh.tensors[name]) for name in runs},
+            changes={name: TensorType.of(fresh.tensors[name]) for name in changes},
             digests={},
             labels=texts,
         )
         try:
-            _write(Path(out), fresh, runs, blank)
+            _write(Path(out), fresh, changes, blank)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
@@ -147,9 +184,9 @@ def write_delta(
             graph_id=blank.graph_id,
             base=blank.base,
             weights_id=blank.weights_id,
-            nbytes=sum(end - begin for stretches in runs.values() for begin, end in stretches),
+            nbytes=sum(change.nbytes for change in changes.values()),
             total_bytes=sum(tensor.nbytes for tensor in fresh.tensors.values()),
-            changed=tuple(runs),
+            changed=tuple(changes),
             labels=texts,
         )
 
@@ -187,22 +224,50 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
     return old.stamp, fresh.stamp
 
 
+class _Changed(NamedTuple):
+    """What differs of a weight, in units of `grain` bytes; the last unit may be shorter."""
+
+    units: Offsets  # ascending
+    grain: int
+    size: int  # of the weight
+    is_by_rows: bool  # units are rows
+
+    def runs(self) -> Offsets:
+        """Return the ranges of bytes, of shape [runs, 2]; units that follow each other are one."""
+        firsts = np.flatnonzero(np.diff(self.units, prepend=-2) != 1)
+        ends = self.units[np.append(firsts[1:] - 1, -1)] + 1
+        runs: Offsets = np.minimum(np.stack([self.units[firsts], ends], axis=1) * self.grain, self.size)
+        return runs
+
+    @property
+    def nbytes(self) -> int:
+        runs = self.runs()
+        return int((runs[:, 1] - runs[:, 0]).sum())
+
+    def places(self) -> tuple[str, Offsets]:
+        """Return what says where the new bytes belong, with its prefix: whichever takes fewer bytes."""
+        runs = self.runs()
+        return (ROWS, self.units) if self.is_by_rows and len(self.units) <= 2 * len(runs) else (RUNS, runs)
+
+
 def _compare(
     old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
-) -> dict[str, _Runs]:
-    """Return the ranges that differ, for each weight with differences."""
+) -> dict[str, _Changed]:
+    """Return what differs, for each weight with differences."""
     names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
     total = sum(fresh.tensors[name].nbytes for name in names)
     done = 0
-    runs: dict[str, _Runs] = {}
+    changes: dict[str, _Changed] = {}
     for name in sorted(names):
         hashers = TensorHasher(), TensorHasher()
-        grain, stretches = _grain(fresh.tensors[name]), _Runs()
+        tensor = fresh.tensors[name]
+        row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 and tensor.nbytes else 0
+        grain = row if 0 < row <= BLOCK else BLOCK
+        found: list[Offsets] = []
         for start, mine, theirs in _pairs(old, fresh, name, grain):
             hashers[0].update(mine)
             hashers[1].update(theirs)
-            for begin, end in _different(mine, theirs, grain):
-                _append(stretches, start + begin, start + end)
+            found.append(_different(mine, theirs, grain) + start // grain)
             done += len(mine)
             if progress:
                 progress(done, total)
@@ -212,14 +277,8 @@ def _compare(
                 raise DigestMismatch(
                     file.where, [problem], "The file is damaged: copy it again, or pack its checkpoint again."
                 )
-        runs[name] = stretches
-    return runs
-
-
-def _grain(tensor: FileTensor) -> int:
-    """Return how many bytes are compared, and replaced, as a unit."""
-    row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 and tensor.nbytes else BLOCK
-    return -(-FEWEST // row) * row if row <= BLOCK else BLOCK
+        changes[name] = _Changed(np.concatenate(found), grain, tensor.nbytes, grain == row)
+    return changes
 
 
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
@@ -237,32 +296,21 @@ def _read(file: WeightFile, name: str, start: int, length: int) -> memoryview:
     return memory
 
 
-def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tuple[int, int]]:
+def _different(mine: memoryview, theirs: memoryview, grain: int) -> Offsets:
+    """Return the numbers of the units that differ."""
     if mine == theirs:
-        return
-    if len(mine) <= grain:
-        yield 0, len(mine)
-        return
+        return np.empty(0, np.int64)
     whole = len(mine) // grain * grain
-    rows, others = (np.frombuffer(side[:whole], f"V{grain}") for side in (mine, theirs))
-    for index in np.flatnonzero(rows != others):
-        yield int(index) * grain, (int(index) + 1) * grain
-    if mine[whole:] != theirs[whole:]:
-        yield whole, len(mine)
+    kind = f"u{grain}" if grain in (1, 2, 4, 8) else f"V{grain}"  # numbers are compared several times as fast
+    one, other = (np.frombuffer(side[:whole], kind) for side in (mine, theirs))
+    units = np.flatnonzero(one != other)
+    return np.append(units, whole // grain) if mine[whole:] != theirs[whole:] else units
 
 
-def _append(runs: _Runs, begin: int, end: int) -> None:
-    """Append a range, or extend the last one if that ends where it begins."""
-    if runs and runs[-1][1] == begin:
-        runs[-1] = (runs[-1][0], end)
-    else:
-        runs.append((begin, end))
-
-
-def _write(path: Path, fresh: WeightFile, runs: Mapping[str, _Runs], blank: DeltaStamp) -> None:
-    order = canonical_order(row for name, stretches in runs.items() for row in _rows(name, stretches))
+def _write(path: Path, fresh: WeightFile, changes: Mapping[str, _Changed], blank: DeltaStamp) -> None:
+    order = canonical_order(row for name, change in changes.items() for row in _rows(name, change))
     with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
-        digests = file.write_tensors(((row.name, _data(fresh, row.name, runs)) for row in order), blank)
+        digests = file.write_tensors(((row.name, _data(fresh, row.name, changes)) for row in order), blank)
         file.write_stamp(replace(blank, digests=digests))
         fresh.check_unchanged()
         with companion(goldens_path(path), _goldens_of(fresh.path)):
@@ -276,16 +324,18 @@ def _goldens_of(weights: Location) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _rows(name: str, runs: _Runs) -> Iterable[TensorRow]:
-    yield TensorRow(DATA + name, "U8", (sum(end - begin for begin, end in runs),))
-    yield TensorRow(RUNS + name, "I64", (len(runs), 2))
+def _rows(name: str, change: _Changed) -> Iterable[TensorRow]:
+    prefix, places = change.places()
+    yield TensorRow(DATA + name, "U8", (change.nbytes,))
+    yield TensorRow(prefix + name, "I64", places.shape)
 
 
-def _data(fresh: WeightFile, key: str, runs: Mapping[str, _Runs]) -> Iterator[memoryview]:
-    name = key.removeprefix(DATA) if key.startswith(DATA) else key.removeprefix(RUNS)
-    if key.startswith(RUNS):
-        yield memoryview(np.array(runs[name], "<i8").tobytes())
+def _data(fresh: WeightFile, key: str, changes: Mapping[str, _Changed]) -> Iterator[memoryview]:
+    prefix, _, name = key.partition(":")
+    change = changes[name]
+    if prefix + ":" != DATA:
+        yield memoryview(change.places()[1].astype("<i8").tobytes())
         return
-    for begin, end in runs[name]:
+    for begin, end in change.runs().tolist():
         for start in range(begin, end, BLOCK):
             yield _read(fresh, name, start, min(BLOCK, end - start))

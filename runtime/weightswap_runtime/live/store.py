@@ -36,6 +36,7 @@ from weightswap_runtime.format.identity import Identity, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
@@ -68,8 +69,10 @@ class Store:
         keep_previous: str | None,
         memory: Memory,
         gate: Gate[Session] | None = None,
+        hash_tree_limit: int | None = None,
     ) -> None:
-        """gate: the gate of a shared segment; None: this process alone serves the weights."""
+        """gate: the gate of a shared segment; None: this process alone serves the weights. hash_tree_limit: bytes that
+        the hash trees of changed rows may take; None: as many as they need."""
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
         self.gate: Gate[Session] = gate or Gate()
@@ -77,6 +80,7 @@ class Store:
         self.memory = memory
         self.stages_on_host = memory.stages_on_host and residency == "single"
         self.workers = WorkerThreads()
+        self.trees = HashTrees(hash_tree_limit)
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
         self.events = Events()
@@ -140,6 +144,7 @@ class Store:
             if not self._open:
                 self.gate.close()
                 self._residency = Ended(self._residency.name)
+                self.trees.clear()
 
     def leave(self, member_id: int) -> None:
         """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""
@@ -169,7 +174,9 @@ class Store:
             request = admitted(self.admit, weights, delta, request)
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
-        staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.workers, job)
+        staging = Staging(
+            request, owner.artifact.manifest, served, owner.open_transforms, self.trees, self.workers, job
+        )
         goldens = self._goldens(weights.location, owner, staging)  # before large files are read
         staged = self._staged(weights, delta, staging)
         if staged.session is not None:  # a patch computes this in its commit, or when it is tried

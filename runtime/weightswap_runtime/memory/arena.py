@@ -14,14 +14,19 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from weightswap_runtime.byte_ranges import ByteRanges, copy, gather, scatter
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.safetensors import ALIGNMENT, canonical_order
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.native import Offsets
 from weightswap_runtime.tensors import BLOCK, Blocks
 from weightswap_runtime.threads import WorkerThreads
 
 COPY_CHUNK = 16 << 20  # bytes that a thread copies at once, or one large weight would keep one thread busy at the end
+LEAST_SHARE = 1 << 20  # bytes of small ranges that one thread copies in less time than it takes to call another
 Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
 
@@ -100,6 +105,7 @@ class Arena(Destination, Protocol):
     layout: ArenaLayout
     address: int
     piece: int  # size of one copy to another arena of this kind
+    apart: int  # bytes between two ranges up to which one copy of both, with what is between, takes less time
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes from writable memory to an offset, in order with the other work of a `writing` block."""
@@ -111,6 +117,18 @@ class Arena(Destination, Protocol):
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes from an offset, which must only be read: the arena's own memory or a copy."""
+        ...
+
+    def scatter(self, ranges: ByteRanges) -> None:
+        """Write the ranges' data, which is end to end, to their places; otherwise as `write`."""
+        ...
+
+    def gather(self, ranges: ByteRanges) -> None:
+        """Fill the ranges' data, end to end, with the bytes at their places."""
+        ...
+
+    def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
+        """Return the slot, and False; or a copy of its pieces of 1 KiB with these numbers, end to end, and True."""
         ...
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
@@ -152,6 +170,7 @@ class HostArena:
 
     most = 1 << 30
     piece = COPY_CHUNK
+    apart = 0
 
     def __init__(self, layout: ArenaLayout, memory: Buffer | None = None) -> None:
         self.layout = layout
@@ -185,6 +204,16 @@ class HostArena:
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """Return the arena's own memory."""
         return memoryview(self.memory)[offset : offset + nbytes]
+
+    def scatter(self, ranges: ByteRanges) -> None:
+        scatter(memoryview(self.memory), ranges)
+
+    def gather(self, ranges: ByteRanges) -> None:
+        gather(memoryview(self.memory), ranges)
+
+    def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
+        """Return the arena's own memory."""
+        return self.fetch(*slot), False
 
     def stream(self) -> AbstractContextManager[object]:
         """Do nothing: the host works in order."""
@@ -222,13 +251,6 @@ class Scratch:
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 
 
-class Span(NamedTuple):
-    """Bytes for an offset of an arena."""
-
-    offset: int
-    data: memoryview
-
-
 class Patch(ABC):
     """Changes of parts of an arena, in memory of their own."""
 
@@ -236,7 +258,7 @@ class Patch(ABC):
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
-        """Copy every span to its offset, with a `job` at its rate limit. Addresses stay.
+        """Write every range to its place, with a `job` at its rate limit. Addresses stay.
 
         Raises StageCancelled if the job is cancelled, with the copy half done.
         """
@@ -251,39 +273,37 @@ class Patch(ABC):
 
 
 class HostPatch(Patch):
-    """Spans in host memory, which do not overlap. Bytes of the arena between them stay."""
+    """New bytes in host memory, and their places in an arena. Bytes between them stay."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self.spans = tuple(spans)
-        self.nbytes = sum(len(span.data) for span in self.spans)
+    def __init__(self, parts: Iterable[ByteRanges]) -> None:
+        """parts: each with its bytes end to end; none overlaps another."""
+        self.parts = tuple(parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
 
     def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
-        if job is not None:
-            job.begin("copying", self.nbytes)
+        job = job or Job()
+        job.begin("copying", self.nbytes)
 
-        def write(span: Span) -> None:
-            for start, stop in [(0, len(span.data))] if job is None else job.steps(0, len(span.data)):
-                arena.write(span.offset + start, span.data[start:stop])
+        def write(piece: ByteRanges) -> None:
+            for _ in job.steps(0, piece.nbytes):
+                arena.scatter(piece)
 
-        workers.run_all(write, in_chunks(self.spans, COPY_CHUNK))
+        most = _share(self.nbytes, job, workers)
+        workers.run_all(write, (piece for part in self.parts for piece in part.split(most)))
 
     def undo(self, arena: Arena) -> HostPatch:
-        memory = memoryview(allocate(self.nbytes))  # in one piece: a patch may have thousands of small spans
-        spans = []
-        for offset, data in self.spans:
-            copy, memory = memory[: len(data)], memory[len(data) :]
-            arena.read(offset, copy)
-            spans.append(Span(offset, copy))
-        return HostPatch(spans)
+        parts = [part._replace(data=memoryview(allocate(part.nbytes))) for part in self.parts]
+        for part in parts:
+            arena.gather(part)
+        return HostPatch(parts)
+
+    def places(self) -> ByteRanges:
+        """Return the ranges of all parts, in ascending order and without data."""
+        sides = [np.concatenate([part[side] for part in self.parts] or [np.empty(0, np.int64)]) for side in (0, 1)]
+        order = np.argsort(sides[0], kind="stable")
+        return ByteRanges(sides[0][order], sides[1][order], np.zeros(len(order), np.int64), memoryview(b""))
 
     saved = undo
-
-
-def in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
-    """Yield the spans in pieces of at most `most` bytes."""
-    for offset, data in spans:
-        for start in range(0, len(data), most):
-            yield Span(offset + start, data[start : start + most])
 
 
 def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[ByteRange]:
@@ -311,6 +331,29 @@ def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], worke
 
     piece = min(target.piece, source.piece)
     workers.run_all(copy, (part for whole in ranges for part in whole.split(piece)))
+
+
+def copy_places(target: Arena, source: Arena, places: ByteRanges, workers: WorkerThreads, job: Job) -> None:
+    """Copy scattered parts of an arena to the same places of another. Raises StageCancelled, as `copy_ranges` does."""
+    places = places.joined(max(target.apart, source.apart))
+    if isinstance(target, HostArena) and isinstance(source, HostArena):
+        total = int((places.ends - places.begins).sum())
+        job.begin("copying", total)
+        mine, theirs = target.fetch(*target.layout.whole), source.fetch(*source.layout.whole)
+
+        def copy_piece(piece: ByteRanges) -> None:
+            for _ in job.steps(0, int((piece.ends - piece.begins).sum())):
+                copy(mine, theirs, piece)
+
+        workers.run_all(copy_piece, places.split(_share(total, job, workers)))
+        return
+    ranges = [ByteRange(begin, end - begin) for begin, end in zip(*(each.tolist() for each in places[:2]), strict=True)]
+    copy_ranges(target, source, ranges, workers, job)
+
+
+def _share(nbytes: int, job: Job, workers: WorkerThreads) -> int:
+    """Return how many bytes of many small ranges a thread copies at once."""
+    return job.unit(min(COPY_CHUNK, max(LEAST_SHARE, -(-nbytes // workers.threads))))
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

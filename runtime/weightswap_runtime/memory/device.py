@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from blake3 import blake3
 
+from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
+from weightswap_runtime.native import Offsets
 from weightswap_runtime.tensors import BLOCK
 from weightswap_runtime.threads import WorkerThreads
 
@@ -178,6 +180,7 @@ class Region:
     destroyed by then, so each call in such a stream ends with `leave()`, and writes wait for the call instead.
     """
 
+    apart = BUFFER_BYTES
     most = BUFFER_BYTES - (1 << 20)  # leaves space in a buffer for the gaps between slots
 
     def __init__(self, device: Device, nbytes: int, ring: Ring) -> None:
@@ -309,6 +312,23 @@ class Region:
         memory = memoryview(allocate(nbytes))
         self.read(offset, memory)
         return memory
+
+    def scatter(self, ranges: ByteRanges) -> None:
+        for begin, part in ranges.pieces():
+            self.write(begin, part)
+
+    def gather(self, ranges: ByteRanges) -> None:
+        for begin, part in ranges.pieces():
+            self.read(begin, part)
+
+    def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
+        """Return a copy of the pieces; for one of a block, the whole block is copied: many small copies take longer."""
+        found = np.empty((len(numbers), CHUNK), np.uint8)
+        blocks, firsts = np.unique(numbers * CHUNK // BLOCK, return_index=True)
+        for block, first, last in zip(blocks.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True):
+            content = np.frombuffer(self.fetch(slot.offset + block * BLOCK, BLOCK), np.uint8).reshape(-1, CHUNK)
+            found[first:last] = content[numbers[first:last] % len(content)]
+        return found.reshape(-1).data, True
 
     def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
         """Copy bytes to page-locked memory; the host waits for them."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, get_args
 
+import numpy as np
+
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import OutOfMemory, Unsupported
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, HostArena, HostPatch, Patch, Span, in_chunks
+from .arena import Arena, ArenaLayout, ByteRange, HostArena, HostPatch, Patch, allocate
 from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring
 from .host import HostMemory, Memory, StagedIn
 
@@ -119,7 +122,7 @@ class DeviceMemory:
 
 
 class DevicePatch(Patch):
-    """Spans whose bytes are on the arena's device."""
+    """Ranges whose new bytes are on the arena's device."""
 
     def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
         self._region = region
@@ -128,24 +131,27 @@ class DevicePatch(Patch):
 
     @classmethod
     def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
-        """Copy a patch to a region of its size, through the ring. Adjacent spans become one run."""
+        """Copy a patch to a region of its size, through the ring. Adjacent ranges become one run."""
         runs: list[Copy] = []
-        parts: list[Span] = []  # with offsets in the region
-        begin = 0
-        for offset, data in sorted(patch.spans, key=lambda span: span.offset):
-            parts.append(Span(begin, data))
-            if runs and runs[-1].offset + runs[-1].nbytes == offset:
-                runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + len(data))
-            else:
-                runs.append(Copy(offset, begin, len(data)))
-            begin += len(data)
+        start = 0
         with region.writing():
-            workers.run_all(lambda part: region.write(part.offset, part.data), in_chunks(parts, BUFFER_BYTES))
+            for part in patch.parts:
+                firsts = np.flatnonzero(np.append(-1, part.ends[:-1]) != part.begins)
+                begins, lasts = part.begins[firsts].tolist(), part.ends[np.append(firsts[1:] - 1, -1)].tolist()
+                at = (start + part.offsets[firsts]).tolist()
+                runs += [Copy(begin, where, end - begin) for begin, where, end in zip(begins, at, lasts, strict=True)]
+                pieces = ByteRange(0, part.nbytes).split(BUFFER_BYTES)
+
+                def write(piece: ByteRange, start: int = start, data: memoryview = part.data) -> None:
+                    region.write(start + piece.offset, data[piece.offset : piece.end])
+
+                workers.run_all(write, pieces)
+                start += part.nbytes
         region.synchronize()
         return cls(region, runs)
 
     def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
-        """Copy every span to its offset. The host does not wait if the arena is on the device."""
+        """Write every range to its place. The host does not wait if the arena is on the device."""
         runs: Iterable[Copy] = self._runs
         if job is not None:
             job.begin("copying", self.nbytes)
@@ -169,4 +175,9 @@ class DevicePatch(Patch):
         return DevicePatch(region, self._runs)
 
     def saved(self, arena: Arena) -> HostPatch:
-        return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)
+        places = np.array([(offset, offset + nbytes) for offset, _, nbytes in sorted(self._runs)], np.int64).reshape(
+            -1, 2
+        )
+        saved = ByteRanges.of(places, memoryview(allocate(self.nbytes)))
+        arena.gather(saved)
+        return HostPatch([saved])

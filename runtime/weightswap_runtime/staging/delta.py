@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 from msgspec.structs import replace
 
+from weightswap_runtime.byte_ranges import ByteRanges, scatter
 from weightswap_runtime.errors import BaseMismatch, DamagedFile, DigestMismatch, Unsupported, WeightsMismatch, listed
-from weightswap_runtime.format.delta import DATA, RUNS, DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, ranges_of
 from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, HostPatch, Span, allocate
-from weightswap_runtime.tensors import BLOCK, Blocks, describe, nbytes, same_type
+from weightswap_runtime.memory.arena import Arena, ByteRange, HostPatch, allocate
+from weightswap_runtime.tensors import BLOCK, Blocks, describe, same_type
 from weightswap_runtime.threads import WorkerThreads
 
 from .reading import read_rows, read_scratch, write_rows
@@ -34,8 +36,7 @@ from .request import (
 )
 from .sets import plan, stage_full
 
-MOST_PIECES = 16  # a block with more changed pieces is copied as a whole
-Offsets = npt.NDArray[np.int64]
+_COUNTED = 4 << 20  # bytes in which a thread counts non-finite values at a time
 Pieces = Iterable[tuple[int, memoryview]]
 
 
@@ -58,7 +59,7 @@ def stage_delta(
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     staging.job.begin("verifying")
-    changed = overlay(parts, arena, served, staging.workers, staging.job)
+    changed = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
     digests = {**served.digests, **changed.digests}
     identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
     if identity.weights_id != stamp.weights_id:
@@ -75,7 +76,7 @@ def stage_delta(
         seconds_verified=time.perf_counter() - staged,
         base=stamp.base,
     )
-    return identity, report, HostPatch(changed.spans)
+    return identity, report, HostPatch(changed.parts)
 
 
 def stage_chain(
@@ -156,40 +157,46 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
         raise DigestMismatch(weights.where, wrong, "The file is damaged: copy it again, or write the delta again.")
     parts, problems = {}, []
     for name, changed in stamp.changes.items():
-        runs = np.frombuffer(read[RUNS + name], "<i8").reshape(-1, 2)
-        parts[name] = ByteRanges.of(runs, read[DATA + name])
-        if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
-            problems.append(name)
+        try:
+            parts[name] = ranges_of(name, changed, read)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
     if problems:
-        raise DamagedFile(f"{weights.where}: the ranges of {listed(problems)} do not fit its data")
+        raise DamagedFile(
+            f"{weights.where}: {listed(problems, between='; ')}. Write the delta again, or copy it again."
+        )
     return parts
 
 
 class Overlay(NamedTuple):
-    """Result of laying parts over an arena's blocks: the new bytes, and the block digests of the changed weights.
+    """Result of laying parts over an arena's weights."""
 
-    `nonfinite` has the counts of all weights that then have non-finite values.
-    """
-
-    spans: tuple[Span, ...]
-    digests: dict[str, Blocks]
-    nonfinite: dict[str, Counts]
+    parts: tuple[ByteRanges, ...]  # the new bytes, with their places in the arena
+    digests: dict[str, Blocks]  # of the changed weights
+    nonfinite: dict[str, Counts]  # of all weights that then have non-finite values
 
 
 def overlay(
-    parts: Mapping[str, ByteRanges], arena: Arena, before: Identity, workers: WorkerThreads, job: Job
+    parts: Mapping[str, ByteRanges],
+    arena: Arena,
+    before: Identity,
+    trees: HashTrees,
+    workers: WorkerThreads,
+    job: Job,
 ) -> Overlay:
-    """Lay parts over copies of an arena's blocks; the arena is only read. Raises MemoryError and StageCancelled."""
-    spans: list[Span] = []
-    changes: dict[str, _Change] = {}
+    """Lay parts over an arena's weights, which is only read. Raises MemoryError and StageCancelled."""
+    changes = [
+        _Change(arena.layout.weights[name], part, arena.layout.slots[name], list(before.digests[name]))
+        for name, part in parts.items()
+    ]
     tasks: list[Callable[[], None]] = []
-    for name, part in parts.items():
-        weight = arena.layout.weights[name]
-        changes[name] = _Change(weight, name not in before.nonfinite, list(before.digests[name]), [])
-        if weight.stride is None:
-            tasks += _by_block(changes[name], part, arena, spans)
+    for change in changes:
+        was_finite = change.weight.name not in before.nonfinite
+        if change.weight.stride is not None:
+            tasks.append(partial(_lay_over_all, change, arena, was_finite, job))
         else:
-            tasks.append(_by_weight(changes[name], part, arena, spans, job))
+            tasks += _hash_tasks(change, arena, trees, workers, job)
+            tasks += _count_tasks(change, arena, was_finite)
 
     def work(task: Callable[[], None]) -> None:
         task()
@@ -197,52 +204,93 @@ def overlay(
 
     workers.run_all(work, tasks)
     nonfinite = dict(before.nonfinite)
-    for name, change in changes.items():
+    for change in changes:
+        name = change.weight.name
         nonfinite[name] = reduce(Counts.plus, change.differences, nonfinite.get(name, Counts(0, 0)))
     return Overlay(
-        tuple(spans),
-        {name: tuple(change.digests) for name, change in changes.items()},
+        tuple(change.placed() for change in changes),
+        {change.weight.name: tuple(change.digests) for change in changes},
         {name: counts for name, counts in nonfinite.items() if any(counts)},
     )
 
 
-class _Change(NamedTuple):
-    """Change of one weight: its new block digests, and the differences in its counts of non-finite values.
-
-    `was_finite` means that the replaced bytes need not be counted.
-    """
+@dataclass
+class _Change:
+    """Change of one weight."""
 
     weight: NamedTensor
-    was_finite: bool
-    digests: list[bytes]
-    differences: list[Counts]
+    part: ByteRanges
+    slot: ByteRange
+    digests: list[bytes]  # of the blocks, those that change are replaced
+    differences: list[Counts] = field(default_factory=list)  # in its numbers of non-finite values
+    content: memoryview | None = None  # of the whole weight, in the arena's order, if that is not row-major
 
-    def record(self, old: memoryview, new: memoryview) -> None:
-        """Count the non-finite values of whole elements before and after a replacement."""
-        before = None if self.was_finite else count_nonfinite(self.weight.dtype, old)
+    def record(self, old: memoryview | None, new: memoryview) -> None:
+        """Count the non-finite values of whole elements before and after a replacement. old: None for finite ones."""
+        before = None if old is None else count_nonfinite(self.weight.dtype, old)
         after = count_nonfinite(self.weight.dtype, new)
         if before or after:
             self.differences.append(Counts(0, 0).plus(after).plus(before, -1))
 
+    def placed(self) -> ByteRanges:
+        """Return the new bytes with their places in the arena."""
+        if self.content is None:
+            return self.part.moved(self.slot.offset)
+        return ByteRanges.of(np.array([[self.slot.offset, self.slot.end]], np.int64), self.content)
 
-def _by_block(change: _Change, part: ByteRanges, arena: Arena, spans: list[Span]) -> Iterator[Callable[[], None]]:
-    """Yield the tasks that lay a part over a weight that the arena keeps in row-major order."""
-    offset, size = arena.layout.slots[change.weight.name]
-    element = element_bytes(change.weight.dtype) or 1
-    for index in part.blocks():
-        low, high = index * BLOCK, min((index + 1) * BLOCK, size)
 
-        def work(index: int = index, low: int = low, high: int = high) -> None:
-            block = arena.fetch(offset + low, high - low)
-            pieces = list(part.within(low, low + len(block)))
-            change.digests[index] = _digest(pieces, block)
-            if len(pieces) > MOST_PIECES or any(begin % element or len(data) % element for begin, data in pieces):
-                pieces = [(0, _merged(pieces, block))]
-            for begin, data in pieces:
-                change.record(block[begin : begin + len(data)], data)
-            spans.extend(Span(offset + low + begin, data) for begin, data in pieces)
+def _hash_tasks(
+    change: _Change, arena: Arena, trees: HashTrees, workers: WorkerThreads, job: Job
+) -> Iterator[Callable[[], None]]:
+    """Find the digests of blocks by the weight's hash tree; yield the tasks that hash those that it does not have."""
+    part, slot = change.part, change.slot
+    tree = trees.find(change.weight.name, slot.nbytes)
+    blocks = part.blocks()
+    if tree is not None:
+        chunks = trees.chosen(tree, part.chunks())
+        found = tree.update(chunks, part, change.digests, partial(arena.chunks, slot), workers, job.check)
+        for index, digest in found.items():
+            change.digests[index] = digest
+        blocks = blocks[~np.isin(blocks, list(found))]
+    for index in blocks.tolist():
+
+        def work(index: int = index, low: int = index * BLOCK, high: int = (index + 1) * BLOCK) -> None:
+            block = arena.fetch(slot.offset + low, min(high, slot.nbytes) - low)
+            change.digests[index] = _digest(part.within(low, high), block)
 
         yield work
+
+
+def _count_tasks(change: _Change, arena: Arena, was_finite: bool) -> Iterator[Callable[[], None]]:
+    """Yield the tasks that count the non-finite values before and after the change of a row-major weight."""
+    part, element = change.part, element_bytes(change.weight.dtype)
+    if not element:
+        return
+    if not part.are_multiples(element):
+        part = _whole_elements(change, arena, element)
+    for piece in part.split(_COUNTED):
+
+        def work(piece: ByteRanges = piece) -> None:
+            old = None
+            if not was_finite:
+                old = memoryview(bytearray(piece.nbytes))
+                arena.gather(piece.moved(change.slot.offset)._replace(data=old))
+            change.record(old, piece.data)
+
+        yield work
+
+
+def _whole_elements(change: _Change, arena: Arena, element: int) -> ByteRanges:
+    """Return the ranges widened to whole elements, with what these are after the change."""
+    part = change.part
+    wide = part._replace(begins=part.begins // element * element, ends=-(-part.ends // element) * element).joined(0)
+    content = memoryview(bytearray(int((wide.ends - wide.begins).sum())))
+    wide = ByteRanges.of(np.stack([wide.begins, wide.ends], axis=1), content)
+    arena.gather(wide.moved(change.slot.offset))
+    for begin, values in wide.pieces():
+        for at, data in part.within(begin, begin + len(values)):
+            values[at : at + len(data)] = data
+    return wide
 
 
 def _digest(pieces: Pieces, block: memoryview) -> bytes:
@@ -256,74 +304,14 @@ def _digest(pieces: Pieces, block: memoryview) -> bytes:
     return hasher.digest()
 
 
-def _merged(pieces: Pieces, block: memoryview) -> memoryview:
-    content = memoryview(bytearray(block))
-    _write_pieces(pieces, content)
-    return content
-
-
-def _write_pieces(pieces: Pieces, content: memoryview) -> None:
-    for begin, data in pieces:
-        content[begin : begin + len(data)] = data
-
-
-def _by_weight(change: _Change, part: ByteRanges, arena: Arena, spans: list[Span], job: Job) -> Callable[[], None]:
-    """Return the task that copies a whole weight whose dimensions the arena keeps in another order."""
-    weight = change.weight
-    slot = arena.layout.slots[weight.name]
-
-    def work() -> None:
-        served = arena.fetch(*slot)
-        rows = read_rows(weight, served, job)
-        _write_pieces(part.within(0, len(rows)), rows)
-        for index in part.blocks():
-            job.check()
-            change.digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
-        change.record(served, rows)
-        content = memoryview(allocate(len(rows)))
-        write_rows(weight, rows, content, job)
-        spans.append(Span(slot.offset, content))
-
-    return work
-
-
-class ByteRanges(NamedTuple):
-    """Sorted, disjoint ranges of a weight's row-major bytes, and the new bytes of all ranges, end to end.
-
-    `offsets` are the positions in `data` at which the bytes of each range begin.
-    """
-
-    begins: Offsets
-    ends: Offsets
-    offsets: Offsets
-    data: memoryview
-
-    @classmethod
-    def of(cls, runs: Offsets, data: memoryview) -> ByteRanges:
-        """Return the ranges of a delta file; `runs` is int64 of shape [ranges, 2]."""
-        lengths = runs[:, 1] - runs[:, 0]
-        return cls(runs[:, 0], runs[:, 1], np.cumsum(lengths) - lengths, data)
-
-    def fit(self, size: int) -> bool:
-        """Return True if the ranges are in order, within `size` bytes, and together as long as the data."""
-        inner = bool((self.begins < self.ends).all() and (self.ends[:-1] <= self.begins[1:]).all())
-        outer = not len(self.begins) or bool(self.begins[0] >= 0 and self.ends[-1] <= size)
-        return inner and outer and int((self.ends - self.begins).sum()) == len(self.data)
-
-    def blocks(self) -> list[int]:
-        """Return the numbers of the blocks in which at least one byte is replaced."""
-        if not len(self.begins):
-            return []
-        steps = np.zeros(int(self.ends[-1] - 1) // BLOCK + 2, np.int64)
-        np.add.at(steps, self.begins // BLOCK, 1)
-        np.add.at(steps, (self.ends - 1) // BLOCK + 1, -1)
-        blocks: list[int] = np.flatnonzero(np.cumsum(steps)).tolist()
-        return blocks
-
-    def within(self, low: int, high: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the offset, counted from `low`, and the bytes of each piece between the bytes `low` and `high`."""
-        first = int(np.searchsorted(self.ends, low, "right"))
-        last = int(np.searchsorted(self.begins, high, "left"))
-        for begin, end, offset in zip(*(side[first:last].tolist() for side in self[:3]), strict=True):
-            inner, outer = max(begin, low), min(end, high)
-            yield inner - low, self.data[offset + inner - begin : offset + outer - begin]
+def _lay_over_all(change: _Change, arena: Arena, was_finite: bool, job: Job) -> None:
+    """Lay new bytes over a copy of a weight whose dimensions the arena keeps in another order."""
+    served = arena.fetch(*change.slot)
+    rows = read_rows(change.weight, served, job)
+    scatter(rows, change.part)
+    for index in change.part.blocks().tolist():
+        job.check()
+        change.digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
+    change.record(None if was_finite else served, rows)
+    change.content = memoryview(allocate(len(rows)))
+    write_rows(change.weight, rows, change.content, job)

@@ -24,6 +24,7 @@ from weightswap_runtime.format.identity import (
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings, check_whole, patterns
 from weightswap_runtime.format.safetensors import Stamp
+from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job, check_rate_limit
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.sources.location import Location
@@ -156,6 +157,7 @@ class Staging(NamedTuple):
     manifest: Manifest  # of the graph for which the file is staged
     replaces: Identity | None  # of the served weights; None if there are none yet
     open_transforms: Callable[[], Transforms]  # raises ArtifactError, and MissingExtra without torch
+    trees: HashTrees
     workers: WorkerThreads
     job: Job
 

@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import NAMES, Match, ignored_names, part_of, resolve, tied_names
 from weightswap_runtime.format.weight_set import WeightSet
-from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena, HostPatch, Span
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena, HostPatch
 from weightswap_runtime.tensors import Blocks
 
 from .reading import Findings, compute_weights, read_tensors
@@ -105,7 +108,10 @@ def stage_part(
     identity = identify(staging.manifest.weights, digests, served.labels, kept | findings.nonfinite)
     report = _report("partial", plan, identity, staging, start, read_at)
     slots = arena.layout.slots
-    return identity, report, HostPatch(Span(slots[name].offset, part.view(name)) for name in findings.digests)
+    names = list(findings.digests)
+    places = [np.array([[slots[name].offset, slots[name].end]], np.int64) for name in names if slots[name].nbytes]
+    contents = [part.view(name) for name in names if slots[name].nbytes]
+    return identity, report, HostPatch(map(ByteRanges.of, places, contents))
 
 
 def _fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:

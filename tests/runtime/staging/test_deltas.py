@@ -29,9 +29,9 @@ from weightswap_runtime import (
     read_weights,
     write_delta,
 )
-from weightswap_runtime.format import delta as deltas
+from weightswap_runtime.byte_ranges import ByteRanges, scatter
 from weightswap_runtime.format import safetensors as weight_file_format
-from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp, ranges_of
 from weightswap_runtime.format.identity import Counts, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.safetensors import (
@@ -43,6 +43,7 @@ from weightswap_runtime.format.safetensors import (
     write_weight_file,
 )
 from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live import residency as double
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
@@ -68,10 +69,7 @@ def test_a_delta_gives_the_weights_of_the_full_file(
 
 @pytest.mark.parametrize("shape", [(5, 27), (8, 20), (24, 8), (9, 37), (1000, 1), (65, 1, 1)])
 @pytest.mark.parametrize("places", [[0], [-1], [0, -1], [60, -2]])
-def test_the_last_rows_may_be_fewer_than_are_compared_together(
-    shape: tuple[int, ...], places: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deltas, "FEWEST", 256)
+def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_path: Path) -> None:
     values = [np.zeros(shape, np.float32), np.zeros(shape, np.float32)]
     values[1].reshape(-1)[places] = 1
     files = [tmp_path / "base.safetensors", tmp_path / "new.safetensors"]
@@ -80,10 +78,13 @@ def test_the_last_rows_may_be_fewer_than_are_compared_together(
             path, [TensorRow("w", "F32", shape)], {"w": [value.reshape(-1).data.cast("B")]}, graph_id="g" * 64
         )
     written = safetensors.numpy.load_file(write_delta(*files, tmp_path / "delta.safetensors").path)
-    content, rest = bytearray(values[0].tobytes()), written["data:w"].tobytes()
-    for begin, end in written["runs:w"].tolist():
-        content[begin:end], rest = rest[: end - begin], rest[end - begin :]
-    assert (bytes(content), rest) == (values[1].tobytes(), b"")
+    content = memoryview(bytearray(values[0].tobytes()))
+    parts = {name: memoryview(value.tobytes()) for name, value in written.items()}
+    scatter(content, ranges_of("w", TensorType("F32", shape), parts))
+    assert content.tobytes() == values[1].tobytes()
+    if "rows:w" in written:
+        changed = (values[0] != values[1]).reshape(shape[0], -1).any(axis=1)
+        assert written["rows:w"].tolist() == np.flatnonzero(changed).tolist()
 
 
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
@@ -150,8 +151,13 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         copied.append(sum(part.nbytes for part in ranges))
         copy(target, source, ranges, *rest)
 
-    copy = double.copy_ranges
+    def count_places(target: HostArena, source: HostArena, places: ByteRanges, *rest: Any) -> None:
+        copied.append(int((places.ends - places.begins).sum()))
+        copy_scattered(target, source, places, *rest)
+
+    copy, copy_scattered = double.copy_ranges, double.copy_places
     monkeypatch.setattr(double, "copy_ranges", count)
+    monkeypatch.setattr(double, "copy_places", count_places)
     for step in range(1, 5):
         written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
         receipt = model.swap(written.path)
@@ -173,7 +179,6 @@ def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp
 
 def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_blocks_small(monkeypatch, 256)
-    monkeypatch.setattr(deltas, "FEWEST", 30)
     table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
     changed = table.copy()
     changed[[3, 4, 700]] += 1
@@ -186,11 +191,19 @@ def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytes
     written = write_delta(*files, tmp_path / "d.safetensors")
     assert written.nbytes == 3 * 32 + 100
     parts = read_weights(written.path)
-    assert parts["runs:table"].tolist() == [[3 * 32, 5 * 32], [700 * 32, 701 * 32]]
+    assert parts["rows:table"].tolist() == [3, 4, 700]
     assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
     assert parts["runs:flat"].tolist() == [[0, 100]]
-    monkeypatch.setattr(deltas, "FEWEST", 256)  # now eight rows are compared at once
-    assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
+
+
+def test_rows_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
+    table = np.zeros((1000, 8), np.float32)
+    changed = table.copy()
+    changed[100:900] = 1
+    files = [save(tmp_path / f"{i}.safetensors", {"table": value}) for i, value in enumerate([table, changed])]
+    parts = read_weights(write_delta(*files, tmp_path / "d.safetensors").path)
+    assert parts["runs:table"].tolist() == [[100 * 32, 900 * 32]]
+    assert parts["data:table"].tobytes() == changed[100:900].tobytes()
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,7 +230,8 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
             stamp = delta_stamp(opened)
             assert stamp is not None
             manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
-            staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, WorkerThreads(2), Job())
+            trees, workers = HashTrees(None), WorkerThreads(2)
+            staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, trees, workers, Job())
             reached, _, changes = stage_delta(opened, stamp, arena, identity, staging)
         undo = changes.undo(arena)
         changes.write_to(arena, WorkerThreads(2))

@@ -69,13 +69,17 @@ def set_(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None], type[SwapError], str]] = {
-    "beyond the weight": (runs([[4, 24]]), WeightFileError, "ranges of bias do not fit"),
-    "before the weight": (runs([[-4, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "overlapping": (runs([[0, 12], [8, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "falling": (runs([[12, 20], [0, 12]]), WeightFileError, "ranges of bias do not fit"),
-    "empty": (runs([[0, 0], [0, 20]]), WeightFileError, "ranges of bias do not fit"),
-    "too short": (runs([[0, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "overflowing": (runs([[-(2**62), 2**62], [2**62, 20 - 2**62]]), WeightFileError, "ranges of bias do not fit"),
+    "beyond the weight": (runs([[4, 24]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "before the weight": (runs([[-4, 16]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "overlapping": (runs([[0, 12], [8, 16]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "falling": (runs([[12, 20], [0, 12]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "empty": (runs([[0, 0], [0, 20]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "too short": (runs([[0, 16]]), WeightFileError, "bias: its ranges do not fit its data"),
+    "overflowing": (
+        runs([[-(2**62), 2**62], [2**62, 20 - 2**62]]),
+        WeightFileError,
+        "bias: its ranges do not fit its data",
+    ),
     "other bytes": (
         lambda stamp, tensors: tensors.update({"data:bias": tensors["data:bias"] ^ 1}),
         DigestMismatch,

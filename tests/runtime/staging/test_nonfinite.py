@@ -16,12 +16,14 @@ from tests.support import varied
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.varied import Origin, Rich, RichFiles, small_blocks
 from weightswap_runtime import Event, Model, NonFiniteWeights, Unsupported, load, write_delta
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.format import identity as nonfinite
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, identify, newly_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.staging.delta import ByteRanges, overlay
+from weightswap_runtime.staging.delta import overlay
 from weightswap_runtime.tensors import DTYPES, block_digests, has_fractions
 from weightswap_runtime.threads import WorkerThreads
 
@@ -302,7 +304,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    found = overlay({"w": parts}, arena, served, WorkerThreads(1), Job()).nonfinite
+    found = overlay({"w": parts}, arena, served, HashTrees(None), WorkerThreads(1), Job()).nonfinite
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 
