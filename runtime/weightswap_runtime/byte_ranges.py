@@ -108,7 +108,7 @@ class ByteRanges(NamedTuple):
     def joined(self, apart: int) -> ByteRanges:
         """Return ranges, without data, that cover these and the bytes between any two that are so near or nearer."""
         new = np.flatnonzero(self.begins[1:] - self.ends[:-1] > apart) + 1
-        if len(new) == len(self.begins) - 1:
+        if len(new) >= len(self.begins) - 1:
             return self
         return ByteRanges(
             self.begins[np.append(0, new)],

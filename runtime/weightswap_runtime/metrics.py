@@ -161,6 +161,7 @@ class _Families:
         self.staging = new(gauge, "staging", "1 while a staging is under way.")
         self.done = new(gauge, "staging_done_bytes", "Bytes done in the phase of the staging that is under way.")
         self.expected = new(gauge, "staging_expected_bytes", "Bytes of that phase in all.")
+        self.hash_trees = new(gauge, "hash_trees_bytes", "Memory for the digests of tables of which rows change.")
         self.calls = new(counter, "calls", "Calls.", "method", "outcome")
         self.call_seconds = new(histogram, "call_seconds", "Seconds of calls that were answered.", "method")
         self.swaps = new(counter, "swaps", "Stagings and rollbacks that have ended.", "kind", "outcome")
@@ -181,6 +182,7 @@ class _Families:
         self.info.add_metric([name], info)
         self.failed.add_metric([name], model.failed)
         self.leases.add_metric([name], model._store.leases)
+        self.hash_trees.add_metric([name], model._store.trees.nbytes)
         progress = model.progress
         self.staging.add_metric([name], progress is not None)
         self.done.add_metric([name], progress.bytes_done if progress else 0)

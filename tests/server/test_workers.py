@@ -311,6 +311,7 @@ def test_weights_that_cannot_be_served_end_it(
 OF_KEEPERS = (
     *("generation", "committed_timestamp_seconds", "failed", "model_info", "staging", "staging_done_bytes"),
     *("staging_expected_bytes", "swaps", "failures", "skipped", "staged_bytes", "phase_seconds", "pause_seconds"),
+    "hash_trees_bytes",
 )
 OF_WORKERS = ("leases", "calls", "call_seconds")
 

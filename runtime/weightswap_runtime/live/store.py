@@ -69,18 +69,19 @@ class Store:
         keep_previous: str | None,
         memory: Memory,
         gate: Gate[Session] | None = None,
-        hash_tree_limit: int | None = None,
+        max_hash_trees: int | None = None,
     ) -> None:
-        """gate: the gate of a shared segment; None: this process alone serves the weights. hash_tree_limit: bytes that
-        the hash trees of changed rows may take; None: as many as they need."""
+        """gate: the gate of a shared segment; None: this process alone serves the weights."""
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
+        if not (max_hash_trees is None or (type(max_hash_trees) is int and max_hash_trees >= 0)):
+            raise Unsupported(f"max_hash_trees={max_hash_trees!r}: expected bytes, 0 or more, or None")
         self.gate: Gate[Session] = gate or Gate()
         self.turns = Turns()
         self.memory = memory
         self.stages_on_host = memory.stages_on_host and residency == "single"
         self.workers = WorkerThreads()
-        self.trees = HashTrees(hash_tree_limit)
+        self.trees = HashTrees(max_hash_trees)
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
         self.events = Events()

@@ -46,6 +46,7 @@ def load(
     on_event: Listener | None = None,
     op_libraries: Sequence[str] = (),
     max_variants: int = MOST,
+    max_hash_trees: int | None = None,
     admit: Admit | None = None,
 ) -> Model:
     """Open an artifact and, if `weights` names a file or a checkpoint, serve it as generation 0.
@@ -65,7 +66,7 @@ def load(
     share: a model whose weights this one serves from, too. The artifact must have the same table of weights (names,
     types, shapes, ties, order in memory), as when one module is exported twice with different inputs. The engines may
     differ as long as the tables agree. A swap through either model changes both in one commit. `residency`,
-    `keep_previous` and the device are those of the other model, and `weights` are swapped into both.
+    `keep_previous`, `max_hash_trees` and the device are those of the other model, and `weights` are swapped into both.
     on_event: a listener of events, called in the thread that causes them; see `Event`.
 
     engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this one (its machine code runs
@@ -76,6 +77,9 @@ def load(
     threads: the threads that one call of the engine `onnx` uses on the CPU; by default one for each core.
     prologue: let the engine `torch` compute results that depend on weights and constants alone once per staging,
     instead of in every call. max_variants: how many variants of one group may be resident; see `Model.add_variant`.
+    max_hash_trees: bytes that may be kept for the digests of tables of which a few rows change (docs/recommenders.md);
+    by default as many as they need, a sixteenth of these tables at most. With 0, each block of 1 MiB with a changed row
+    is hashed as a whole.
     admit: a callback that is called with the path or URL of each file before it is staged, whoever requests it, and the
     weights id that the file claims; it raises a SwapError to refuse the file. The served weights have exactly that id.
     For a variant, whose file claims no id, it is called after reading, with the actual id. It is not called for the
@@ -101,7 +105,8 @@ def load(
     chosen = choose_engine(engine, opened, model_device)
     opened = as_taken(chosen, opened)
     if share is None:
-        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(model_device, staging))
+        memory = open_memory(model_device, staging)
+        store = Store(opened.manifest.weights, residency, keep_previous, memory, max_hash_trees=max_hash_trees)
     else:
         store = share._store
     store.admit = admit or store.admit

@@ -46,12 +46,17 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a process that truncates the
 _POLL = 0.002  # seconds between two looks at the slots of workers
 
 
-def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
+def keep(
+    artifact: str | os.PathLike[str] | Artifact,
+    segment: Segment,
+    admit: Admit | None = None,
+    max_hash_trees: int | None = None,
+) -> Model:
     """Return a model whose commits change the weights that all workers of a segment serve.
 
     Weights that the segment already holds stay served, with their generation, history and id, so a keeper that was
     killed can be replaced. There must be one keeper at a time, with the segment that `Segment.create` returned. The
-    engine is "torch", on the CPU. admit: as in `load`.
+    engine is "torch", on the CPU. admit, max_hash_trees: as in `load`; workers have no hash trees.
 
     Raises ArtifactError, Unsupported and MissingExtra.
     """
@@ -59,7 +64,8 @@ def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: A
     control = Control(segment.control)
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = KeeperGate(control)
-    store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
+    memory = KeptMemory(segment, control)
+    store = Store(opened.manifest.weights, "double", None, memory, gate, max_hash_trees)
     store.admit = admit
     _adopt(store, gate, control)
     model = Model(opened, store, device=HOST, engine=engine)

@@ -78,7 +78,10 @@ def _keep(manager: ManagerConnection) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     admit = requires(*task.require_signature) if task.require_signature else None
-    models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
+    models = {
+        name: keep(source.artifact, task.segments[name], admit, **source.options)
+        for name, source in task.sources.items()
+    }
     service = Service(models, task.settings)
     for served in service.served:
         served.switch = Control(task.segments[served.name].control)

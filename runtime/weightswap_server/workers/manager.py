@@ -142,7 +142,11 @@ class Workers:
         return ChildTask(
             role=role,
             name="keeper" if role == "keeper" else f"worker {slot}",
-            sources={name: msgspec.structs.replace(source, options={}) for name, source in self._sources.items()},
+            sources={
+                # all workers serve alike; this alone is for their keeper
+                name: msgspec.structs.replace(source, options=_only(source.options, "max_hash_trees"))
+                for name, source in self._sources.items()
+            },
             segments=segments,
             settings=shared,
             admin=self._admin if role == "keeper" else None,
@@ -171,6 +175,10 @@ def check_shareable(source: ModelSource) -> None:
             "--workers with --variant: each process would have its own. Leave --workers out, or start several servers, "
             "each with --variant."
         )
+
+
+def _only(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: options[name]} if name in options else {}
 
 
 def _reserve(stack: ExitStack, host: str, port: int) -> int:

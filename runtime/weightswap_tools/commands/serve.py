@@ -44,7 +44,16 @@ _MIB = 1 << 20
 
 # the groups of `weightswap serve --help`, in their order
 _PANELS = {
-    "Models": ("engine", "device", "residency", "threads", "op_library", "variant", "max_variants"),
+    "Models": (
+        "engine",
+        "device",
+        "residency",
+        "threads",
+        "op_library",
+        "variant",
+        "max_variants",
+        "max_hash_trees_mb",
+    ),
     "Weights": ("weights", "watch", "follow", "interval"),
     "Listening": ("host", "port", "grpc_port", "max_connections", "workers", "worker_timeout", "grace"),
     "Batching": ("max_batch", "max_delay_ms", "batch_dim"),
@@ -96,6 +105,13 @@ def serve(
     max_variants: Annotated[
         int, typer.Option(help="Maximum resident variants of a group; the least recently used one is evicted.")
     ] = 16,
+    max_hash_trees_mb: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum memory of a model for the digests of tables of which rows change, in MiB; by default a "
+            "sixteenth of these tables."
+        ),
+    ] = None,
     interval: Annotated[float, typer.Option(help="Seconds between polls of --watch and --follow.")] = 5.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The HTTP port; 0 picks a free one.")] = 8000,
@@ -222,6 +238,7 @@ def serve(
             "residency": residency,
             "op_libraries": op_library or (),
             "max_variants": max_variants,
+            "max_hash_trees": None if max_hash_trees_mb is None else max_hash_trees_mb << 20,
             "admit": requires(*require_signature) if require_signature else None,
             "threads": threads if takes_threads else None,
         }

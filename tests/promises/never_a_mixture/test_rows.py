@@ -1,0 +1,227 @@
+"""Row updates of large tables: memory is what a model kept beside it says, and no answer mixes two generations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weightswap_exporter import export, pack
+from weightswap_runtime import DigestMismatch, Model, NothingToRollBack, load, native, write_delta
+
+
+class Tables(nn.Module):
+    """Two tables, one of several blocks of 1 MiB and a part of one, one with rows of four bytes, and a dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(70_000, 16)
+        self.wide = nn.EmbeddingBag(400_000, 1, mode="sum")
+        self.dense = nn.Linear(16, 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = self.users(users)
+        return rows, self.wide(items[:, None]), self.dense(rows)
+
+
+class Files(NamedTuple):
+    """An artifact, and a folder for files."""
+
+    artifact: Path
+    folder: Path
+
+    def full(self, values: dict[str, torch.Tensor], name: str) -> Path:
+        pack(dict(values), self.artifact, out=self.folder / name)
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tables") / "artifact"
+    ids = torch.arange(4)
+    batch = torch.export.Dim("batch", max=1000)
+    export(Tables().eval(), (ids, ids), out=path, dynamic_shapes=({0: batch}, {0: batch}))
+    return path
+
+
+@pytest.fixture
+def files(artifact: Path, tmp_path: Path) -> Files:
+    return Files(artifact, tmp_path)
+
+
+@pytest.fixture(params=["native", "numpy"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "library", None)
+    return str(request.param)
+
+
+def values_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: value.clone() for name, value in Tables().state_dict().items()}
+
+
+def changed(values: dict[str, torch.Tensor], random: np.random.Generator, count: int) -> dict[str, torch.Tensor]:
+    """Return values with other rows, of both tables, and another dense part."""
+    new = {name: value.clone() for name, value in values.items()}
+    for name in ("users.weight", "wide.weight"):
+        ids = torch.from_numpy(random.choice(len(new[name]), count, replace=False))
+        new[name][ids] = torch.from_numpy(random.standard_normal((count, new[name].shape[1]), np.float32))
+    new["dense.bias"] += 1
+    return new
+
+
+def serves(model: Model, values: dict[str, torch.Tensor]) -> bool:
+    """Return whether every byte of the served weights is that of the values."""
+    current = model._store.gate.current
+    assert current is not None
+    arena = current.session.arena
+    slots = arena.layout.slots
+    return all(bytes(arena.fetch(*slots[name])) == value.numpy().tobytes() for name, value in values.items())
+
+
+class Beside:
+    """A model, and the weights that it should serve and those before, kept beside it."""
+
+    def __init__(self, files: Files, residency: str, seed: int) -> None:
+        self.files, self.seed = files, seed
+        self.random = np.random.default_rng(seed)
+        self.now = values_of(seed)
+        self.path = files.full(self.now, "0.safetensors")
+        self.model = load(files.artifact, self.path, residency=residency, keep_previous="host")  # type: ignore[arg-type]
+        self.before: tuple[dict[str, torch.Tensor], Path] | None = None
+        self._numbers = count(1)
+
+    def step(self, what: str) -> None:
+        number = next(self._numbers)
+        new = changed(self.now, self.random, int(self.random.integers(1, 3000)))
+        path = self.files.full(new, f"{number}.safetensors")
+        delta = write_delta(self.path, path, self.files.folder / f"d{number}.safetensors").path
+        getattr(self, what)(new, path, delta)
+        assert serves(self.model, self.now), what
+
+    def committed(self, values: dict[str, torch.Tensor], path: Path) -> None:
+        self.before, self.now, self.path = (self.now, self.path), values, path
+        assert self.model.weights_id == load(self.files.artifact, path).weights_id
+
+    def rows(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        self.model.swap(delta)
+        self.committed(new, path)
+
+    def full(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        self.model.swap(path)
+        self.committed(new, path)
+
+    def part(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        self.model.swap(path, only="users.*")
+        new = self.now | {"users.weight": new["users.weight"]}
+        self.committed(new, self.files.full(new, f"part-{path.name}"))
+
+    def roll_back(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        if self.before is None:
+            with pytest.raises(NothingToRollBack):
+                self.model.rollback()
+            return
+        self.model.rollback()
+        self.committed(*self.before)
+
+    def discard(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        with self.model.stage(delta):
+            pass
+
+    def cancel(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        self.model.stage(delta, background=True).discard()
+
+    def refuse(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        raw = bytearray(delta.read_bytes())
+        raw[-1] ^= 1
+        delta.write_bytes(raw)
+        with pytest.raises(DigestMismatch):
+            self.model.swap(delta)
+
+
+STEPS = ("rows", "rows", "rows", "full", "part", "roll_back", "discard", "cancel", "refuse")
+
+
+@pytest.mark.parametrize("residency", ["double", "single"])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(2)
+def test_memory_equals_a_model_kept_beside(files: Files, residency: str, seed: int, code: str) -> None:
+    beside = Beside(files, residency, seed)
+    for _ in range(15):
+        beside.step(str(beside.random.choice(STEPS)))
+    x = torch.arange(0, 70_000, 700)[:90], torch.arange(0, 400_000, 4000)[:90]
+    eager = Tables().eval()
+    eager.load_state_dict(beside.now)
+    with torch.no_grad():
+        assert all(torch.equal(one, other) for one, other in zip(beside.model(*x), eager(*x), strict=True))
+
+
+MARKERS = (0, 16_383, 16_384, 69_999)  # rows on both sides of the borders between blocks
+
+
+@pytest.mark.parametrize("residency", ["double", "single"])
+@pytest.mark.parametrize("updates", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_answer_mixes_two_generations_of_rows(files: Files, residency: str, updates: int) -> None:
+    """Every table, and the dense part, hold the number of the generation in some of their rows."""
+    random = np.random.default_rng(0)
+
+    def marked(number: int) -> dict[str, torch.Tensor]:
+        new = changed(values, random, 500)
+        new["users.weight"][list(MARKERS)] = number
+        new["wide.weight"][list(MARKERS)] = number
+        new["dense.weight"][:] = 0
+        new["dense.bias"][:] = number
+        return new
+
+    values = values_of(0)
+    values = marked(0)
+    path = files.full(values, "0.safetensors")
+    model = load(files.artifact, path, residency=residency)  # type: ignore[arg-type]
+    deltas = []
+    for number in range(1, updates + 1):
+        values = marked(number)
+        new = files.full(values, f"{number}.safetensors")
+        deltas.append(write_delta(path, new, files.folder / f"d{number}.safetensors").path)
+        path.unlink()
+        path = new
+    ids = torch.tensor(MARKERS)
+    with calling(model, ids) as seen:
+        for number, delta in enumerate(deltas):
+            model.swap(delta)
+            if residency == "double" and number % 10 == 0:
+                model.rollback()
+                model.rollback()
+    assert {len(found) for found in seen} == {1}  # each answer is of one generation
+    assert len(seen) > 3
+
+
+@contextmanager
+def calling(model: Model, ids: torch.Tensor) -> Iterator[set[frozenset[float]]]:
+    """Call in eight threads during the block; yield the sets of generations that were found in one answer each."""
+    seen: set[frozenset[float]] = set()
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            seen.add(frozenset(torch.cat([part.reshape(-1) for part in model(ids, ids)]).tolist()))
+            time.sleep(0.0005)  # else the swaps would wait for the interpreter's lock most of the time
+
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(work) for _ in range(8)]
+        try:
+            yield seen
+        finally:
+            stop.set()
+        for call in calls:
+            call.result()
