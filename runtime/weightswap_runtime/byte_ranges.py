@@ -54,6 +54,17 @@ class ByteRanges(NamedTuple):
         outer = not len(self.begins) or bool(self.begins[0] >= 0 and self.ends[-1] <= size)
         return inner and outer and int((self.ends - self.begins).sum()) == len(self.data)
 
+    @property
+    def width(self) -> int | None:
+        """The length of all ranges; None if they differ, or if there is none."""
+        lengths = self.ends - self.begins
+        return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else None
+
+    def rows(self, width: int) -> Offsets:
+        """Return the numbers of rows of this width that the ranges are, counted from the first range."""
+        numbers: Offsets = (self.begins - self.begins[0]) // width
+        return numbers
+
     def are_multiples(self, unit: int) -> bool:
         """Return True if every range begins and ends at a multiple of `unit` bytes."""
         return not ((self.begins % unit).any() or (self.ends % unit).any())
@@ -132,7 +143,7 @@ def scatter(memory: memoryview, ranges: ByteRanges) -> None:
     if native.library is not None:
         native.library.scatter(address(memory), *_sides(ranges), address(ranges.data))
         return
-    if (width := _width(ranges)) is not None:
+    if (width := ranges.width) is not None:
         _windows(memory, width)[ranges.begins] = np.frombuffer(ranges.data, np.uint8).reshape(-1, width)
         return
     for begin, end, offset in zip(*(side.tolist() for side in ranges[:3]), strict=True):
@@ -144,7 +155,7 @@ def gather(memory: memoryview, ranges: ByteRanges) -> None:
     if native.library is not None:
         native.library.gather(address(memory), *_sides(ranges), address(ranges.data))
         return
-    if (width := _width(ranges)) is not None:
+    if (width := ranges.width) is not None:
         np.frombuffer(ranges.data, np.uint8).reshape(-1, width)[:] = _windows(memory, width)[ranges.begins]
         return
     for begin, end, offset in zip(*(side.tolist() for side in ranges[:3]), strict=True):
@@ -156,7 +167,7 @@ def copy(target: memoryview, source: memoryview, ranges: ByteRanges) -> None:
     if native.library is not None:
         native.library.copy(address(target), address(source), *_sides(ranges))
         return
-    if (width := _width(ranges)) is not None:
+    if (width := ranges.width) is not None:
         _windows(target, width)[ranges.begins] = _windows(source, width)[ranges.begins]
         return
     for begin, end in zip(ranges.begins.tolist(), ranges.ends.tolist(), strict=True):
@@ -165,12 +176,6 @@ def copy(target: memoryview, source: memoryview, ranges: ByteRanges) -> None:
 
 def _sides(ranges: ByteRanges) -> tuple[object, ...]:
     return address(ranges.begins), address(ranges.ends), c_int64(len(ranges.begins))
-
-
-def _width(ranges: ByteRanges) -> int | None:
-    """Return the length of all ranges; None if they differ, or if there is none."""
-    lengths = ranges.ends - ranges.begins
-    return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else None
 
 
 def _windows(memory: memoryview, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:

@@ -30,3 +30,8 @@ def address(memory: memoryview | npt.NDArray[Any]) -> ctypes.c_void_p:
     """Return where contiguous memory begins; the caller keeps it alive."""
     array = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, np.uint8)
     return ctypes.c_void_p(array.ctypes.data)
+
+
+def as_bytes(array: Offsets) -> memoryview:
+    """Return the bytes of an array, which are those of its memory if that is contiguous."""
+    return np.ascontiguousarray(array).view(np.uint8).data

@@ -148,7 +148,7 @@ class Double:
         workers: WorkerThreads,
         keep: bool,
     ) -> None:
-        self._gate, self._workers = gate, workers
+        self._gate, self._workers, self._memory = gate, workers, memory
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # by session, the version that is complete in it
@@ -188,7 +188,7 @@ class Double:
             else:
                 ranges = [live.layout.whole] if before is None else differing(live, before, now)
                 copy_ranges(idle.arena, live, ranges, self._workers, job)
-            patch.write_to(idle.arena, self._workers, job)
+            self._memory.staged_patch(patch, self._workers)[0].write_to(idle.arena, self._workers, job)
         idle.content = identity.digests
         self._gap = _Gap(now, identity.digests, patch.places())
         return StagedWeights(identity, report, idle)

@@ -21,7 +21,7 @@ from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
-from weightswap_runtime.native import Offsets
+from weightswap_runtime.native import Offsets, as_bytes
 from weightswap_runtime.tensors import BLOCK
 from weightswap_runtime.threads import WorkerThreads
 
@@ -31,6 +31,7 @@ from .host import available
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
 SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
 LEAST = 64 << 20  # bytes of the smallest set that the device inspects
+_FEW = 16  # ranges that are copied one by one
 WINDOW = 256 << 20  # bytes that are inspected at once, while more are copied
 
 Event = Any  # a mark in a stream; opaque except to the device
@@ -127,6 +128,14 @@ class Device(Protocol):
         """Enqueue a copy of bytes in the current stream. The host does not wait."""
         ...
 
+    def scatter(self, target: Buffer, source: Buffer, rows: Rows) -> None:
+        """Enqueue: write rows that are end to end in `source` to their places in `target`."""
+        ...
+
+    def gather(self, target: Buffer, source: Buffer, rows: Rows) -> None:
+        """Enqueue: the reverse. Fill the rows of `target`, which has their numbers, from their places in `source`."""
+        ...
+
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the thread's current one."""
         ...
@@ -170,6 +179,29 @@ class Copy(NamedTuple):
     offset: int  # in the memory that is written
     begin: int  # in the memory that is read
     nbytes: int
+
+
+class Rows(NamedTuple):
+    """Rows of a table in an arena, with a region that has their content, and their numbers as int64."""
+
+    base: int  # offset in the arena of the row with the number 0
+    width: int  # bytes of a row
+    total: int  # of rows
+    begin: int  # offset in the region of the rows' content, end to end
+    numbers: int  # offset in the region of their numbers, a multiple of 8
+
+    @property
+    def end(self) -> int:
+        return self.numbers + 8 * self.total
+
+    @classmethod
+    def of(cls, part: ByteRanges, begin: int) -> Rows | None:
+        """Return the rows that these ranges are, for a region; None if they are not rows, or fewer than a few."""
+        width = part.width
+        if width is None or len(part.begins) < _FEW or not part.moved(-int(part.begins[0])).are_multiples(width):
+            return None
+        numbers = begin + part.nbytes
+        return cls(int(part.begins[0]), width, len(part.begins), begin, numbers + -numbers % 8)
 
 
 class Region:
@@ -322,13 +354,13 @@ class Region:
             self.read(begin, part)
 
     def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
-        """Return a copy of the pieces; for one of a block, the whole block is copied: many small copies take longer."""
-        found = np.empty((len(numbers), CHUNK), np.uint8)
-        blocks, firsts = np.unique(numbers * CHUNK // BLOCK, return_index=True)
-        for block, first, last in zip(blocks.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True):
-            content = np.frombuffer(self.fetch(slot.offset + block * BLOCK, BLOCK), np.uint8).reshape(-1, CHUNK)
-            found[first:last] = content[numbers[first:last] % len(content)]
-        return found.reshape(-1).data, True
+        """Return a copy of the pieces, which the device has put end to end. Raises MemoryError."""
+        rows = Rows(slot.offset, CHUNK, len(numbers), 0, len(numbers) * CHUNK)
+        found = self.beside(rows.end)
+        with found.writing():
+            found.write(rows.numbers, as_bytes(numbers))
+            found.keep_rows(self, [rows])
+        return found.fetch(0, rows.numbers), True
 
     def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
         """Copy bytes to page-locked memory; the host waits for them."""
@@ -343,6 +375,20 @@ class Region:
             source.use()
             for offset, begin, nbytes in runs:
                 self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
+
+    def take_rows(self, source: Region, rows: Iterable[Rows]) -> None:
+        """Write rows to their places. The host does not wait."""
+        with self.stream():
+            source.use()
+            for each in rows:
+                self.device.scatter(self.buffer, source.buffer, each)
+
+    def keep_rows(self, source: Region, rows: Iterable[Rows]) -> None:
+        """Fill rows, whose numbers are here, from their places in another region. The host does not wait."""
+        with self.stream():
+            source.use()
+            for each in rows:
+                self.device.gather(self.buffer, source.buffer, each)
 
     def beside(self, nbytes: int) -> Region:
         """Allocate other memory on the same device. Raises MemoryError."""

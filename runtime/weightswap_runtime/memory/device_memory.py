@@ -6,7 +6,7 @@ device, too, and fail where a staging has left them none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -14,10 +14,11 @@ import numpy as np
 from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import OutOfMemory, Unsupported
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.native import as_bytes
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, ByteRange, HostArena, HostPatch, Patch, allocate
-from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring
+from .arena import Arena, ArenaLayout, HostArena, HostPatch, Patch
+from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring, Rows
 from .host import HostMemory, Memory, StagedIn
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ class DeviceMemory:
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         """Copy the patch to the device if the mode allows it and there is room, else return it. Raises OutOfMemory."""
         on_device, staged_in = self._on_device(
-            patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
+            patch.nbytes, lambda: DevicePatch.of(patch, lambda size: Region(self._device, size, self._ring), workers)
         )
         return on_device or patch, staged_in
 
@@ -122,33 +123,39 @@ class DeviceMemory:
 
 
 class DevicePatch(Patch):
-    """Ranges whose new bytes are on the arena's device."""
+    """Ranges whose new bytes are on the arena's device, as runs to copy, or as rows that one operation writes."""
 
-    def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
-        self._region = region
-        self._runs = tuple(runs)
-        self.nbytes = sum(run.nbytes for run in self._runs)
+    def __init__(self, region: Region, nbytes: int, runs: Sequence[Copy], rows: Sequence[Rows]) -> None:
+        self._region, self._runs, self._rows = region, tuple(runs), tuple(rows)
+        self.nbytes = nbytes
 
     @classmethod
-    def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
-        """Copy a patch to a region of its size, through the ring. Adjacent ranges become one run."""
+    def of(cls, patch: HostPatch, make: Callable[[int], Region], workers: WorkerThreads) -> DevicePatch:
+        """Copy a patch to a region, which `make` allocates, through the ring. Adjacent ranges become one run."""
         runs: list[Copy] = []
-        start = 0
+        rows: list[Rows] = []
+        uploads: list[tuple[int, memoryview]] = []
+        end = 0
+        for part in patch.parts:
+            uploads.append((end, part.data))
+            if (found := Rows.of(part, end)) is None:
+                runs += _runs_of(part, end)
+                end += part.nbytes
+            else:
+                uploads.append((found.numbers, as_bytes(part.rows(found.width))))
+                rows.append(found)
+                end = found.end
+            end += -end % 8  # numbers are read as such
+        region = make(end)
+
+        def upload(piece: tuple[int, memoryview]) -> None:
+            region.write(*piece)
+
+        pieces = ((at + start, data[start : start + BUFFER_BYTES]) for at, data in uploads for start in _starts(data))
         with region.writing():
-            for part in patch.parts:
-                firsts = np.flatnonzero(np.append(-1, part.ends[:-1]) != part.begins)
-                begins, lasts = part.begins[firsts].tolist(), part.ends[np.append(firsts[1:] - 1, -1)].tolist()
-                at = (start + part.offsets[firsts]).tolist()
-                runs += [Copy(begin, where, end - begin) for begin, where, end in zip(begins, at, lasts, strict=True)]
-                pieces = ByteRange(0, part.nbytes).split(BUFFER_BYTES)
-
-                def write(piece: ByteRange, start: int = start, data: memoryview = part.data) -> None:
-                    region.write(start + piece.offset, data[piece.offset : piece.end])
-
-                workers.run_all(write, pieces)
-                start += part.nbytes
+            workers.run_all(upload, pieces)
         region.synchronize()
-        return cls(region, runs)
+        return cls(region, patch.nbytes, runs, rows)
 
     def write_to(self, arena: Arena, workers: WorkerThreads, job: Job | None = None) -> None:
         """Write every range to its place. The host does not wait if the arena is on the device."""
@@ -162,22 +169,45 @@ class DevicePatch(Patch):
             )
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, runs)
-        else:
-            for offset, begin, nbytes in runs:
-                arena.write(offset, self._region.fetch(begin, nbytes))
+            arena.take_rows(self._region, self._rows)
+            return
+        for offset, begin, nbytes in runs:
+            arena.write(offset, self._region.fetch(begin, nbytes))
+        for rows in self._rows:
+            numbers = np.frombuffer(self._region.fetch(rows.numbers, 8 * rows.total), np.int64)
+            data = self._region.fetch(rows.begin, rows.width * rows.total)
+            arena.scatter(ByteRanges.of_rows(numbers, rows.width, data).moved(rows.base))
 
     def undo(self, arena: Arena) -> DevicePatch:
         """Copy what this patch would overwrite in the arena, on the device. Raises MemoryError."""
         assert isinstance(arena, DeviceArena)
-        region = arena.beside(self.nbytes)
+        region = arena.beside(self._region.buffer.nbytes)
         with region.writing():
+            region.take_from(self._region, [Copy(rows.numbers, rows.numbers, 8 * rows.total) for rows in self._rows])
             region.take_from(arena, [Copy(begin, offset, nbytes) for offset, begin, nbytes in self._runs])
-        return DevicePatch(region, self._runs)
+            region.keep_rows(arena, self._rows)
+        return DevicePatch(region, self.nbytes, self._runs, self._rows)
 
     def saved(self, arena: Arena) -> HostPatch:
-        places = np.array([(offset, offset + nbytes) for offset, _, nbytes in sorted(self._runs)], np.int64).reshape(
-            -1, 2
-        )
-        saved = ByteRanges.of(places, memoryview(allocate(self.nbytes)))
-        arena.gather(saved)
-        return HostPatch([saved])
+        undo = self.undo(arena)
+        parts = []
+        for offset, begin, nbytes in self._runs:
+            place = np.array([[offset, offset + nbytes]], np.int64)
+            parts.append(ByteRanges.of(place, undo._region.fetch(begin, nbytes)))
+        for rows in self._rows:
+            numbers = np.frombuffer(undo._region.fetch(rows.numbers, 8 * rows.total), np.int64)
+            data = undo._region.fetch(rows.begin, rows.width * rows.total)
+            parts.append(ByteRanges.of_rows(numbers, rows.width, data).moved(rows.base))
+        return HostPatch(parts)
+
+
+def _runs_of(part: ByteRanges, start: int) -> list[Copy]:
+    """Return the copies of a part whose bytes begin at `start` of a region."""
+    firsts = np.flatnonzero(np.append(-1, part.ends[:-1]) != part.begins)
+    begins, ends = part.begins[firsts].tolist(), part.ends[np.append(firsts[1:] - 1, -1)].tolist()
+    places = (start + part.offsets[firsts]).tolist()
+    return [Copy(begin, place, end - begin) for begin, place, end in zip(begins, places, ends, strict=True)]
+
+
+def _starts(data: memoryview) -> range:
+    return range(0, len(data), BUFFER_BYTES)

@@ -32,7 +32,7 @@ from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
 from .arena import Inspected
-from .device import BlockTable, Inspector, Ring
+from .device import BlockTable, Inspector, Ring, Rows
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")
@@ -200,6 +200,16 @@ class Accelerator:
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
+    @default_torch_modes()
+    def scatter(self, target: Any, source: Any, rows: Rows) -> None:
+        table, content, numbers = _of_rows(target, source, rows)
+        table.index_copy_(0, numbers, content)
+
+    @default_torch_modes()
+    def gather(self, target: Any, source: Any, rows: Rows) -> None:
+        table, content, numbers = _of_rows(source, target, rows)
+        torch.index_select(table, 0, numbers, out=content)
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the thread's current one.
 
@@ -257,6 +267,17 @@ class Accelerator:
     def lend(self, buffer: Any, stream: Any) -> None:
         """Tell torch's allocator that a stream uses memory."""
         buffer.tensor.record_stream(stream)
+
+
+def _of_rows(arena: TorchBuffer, region: TorchBuffer, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the table from its row 0 on, the rows' content, and their numbers, over the memory of both buffers."""
+    count = (arena.nbytes - rows.base) // rows.width
+    table = arena.tensor[rows.base : rows.base + count * rows.width].view(count, rows.width)
+    content = region.tensor[rows.begin : rows.begin + rows.total * rows.width].view(rows.total, rows.width)
+    numbers = region.tensor[rows.numbers : rows.end].view(torch.int64)
+    if rows.width % 8 == 0 and rows.begin % 8 == 0 and rows.base % 8 == 0:  # else a thread moves a byte at a time
+        table, content = table.view(torch.int64), content.view(torch.int64)
+    return table, content, numbers
 
 
 class _Account:
