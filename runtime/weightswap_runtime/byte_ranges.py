@@ -188,10 +188,9 @@ def _touched(first: Offsets, last: Offsets) -> Offsets:
     """Return the ascending numbers from each of `first` to that of `last`, both ascending, each number once."""
     counts = last - first + 1
     steps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    numbers = np.repeat(first, counts) + steps if (counts > 1).any() else first
-    if not len(numbers):
-        return numbers
-    fresh = np.empty(len(numbers), np.bool_)
-    fresh[0] = True
-    np.not_equal(numbers[1:], numbers[:-1], out=fresh[1:])
-    return numbers[fresh]
+    return distinct(np.repeat(first, counts) + steps if (counts > 1).any() else first)
+
+
+def distinct(numbers: Offsets) -> Offsets:
+    """Return ascending numbers, each once."""
+    return numbers[np.flatnonzero(np.diff(numbers, prepend=-1))]

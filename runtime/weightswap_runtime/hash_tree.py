@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import native
-from .byte_ranges import CHUNK, ByteRanges
+from .byte_ranges import CHUNK, ByteRanges, distinct
 from .native import Offsets, address
 from .tensors import BLOCK
 from .threads import WorkerThreads
@@ -66,7 +66,9 @@ class HashTrees:
 
     def chosen(self, tree: HashTree, chunks: Offsets) -> Offsets:
         """Return those of the changed chunks whose blocks a tree should hash: few in a block, and within the limit."""
-        blocks, counts = np.unique(chunks // _PER_BLOCK, return_counts=True)
+        numbers = chunks // _PER_BLOCK
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        blocks, counts = numbers[firsts], np.diff(firsts, append=len(chunks))
         fits = (counts <= MOST_CHUNKS) & (blocks < len(tree.is_built))
         fresh = np.flatnonzero(fits & ~tree.is_built[np.minimum(blocks, len(tree.is_built) - 1)])
         free = len(fresh) if self._limit is None else max(0, self._limit - self.nbytes) // BLOCK_BYTES
@@ -108,8 +110,8 @@ class HashTree:
         chunks: ascending; all that `ranges` change in these blocks. digests: those of all blocks without the new bytes,
         as `read` returns them. `check` may raise meanwhile; the tree is then of no less use.
         """
-        blocks = np.unique(chunks // _PER_BLOCK)
-        stale = self._stale(np.union1d(blocks, self._last // _PER_BLOCK), digests)
+        blocks = distinct(chunks // _PER_BLOCK)
+        stale = self._stale(np.union1d(blocks, distinct(self._last // _PER_BLOCK)), digests)
         if len(stale):  # after a rollback, or a staging that was not committed
             again = self._last[np.isin(self._last // _PER_BLOCK, stale)]
             self._rehash(again, None, read, workers, check)

@@ -30,6 +30,7 @@ NAMED = (
     "cuda",
     "constants",
     "diff",
+    "rows",
     "state",
     "variants",
     "generate",
