@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -45,6 +46,8 @@ PrepareOption = Annotated[
 _NAME = "weightswap"
 _PREPARE = 600.0
 _CONNECT_TIMEOUT = 5.0  # seconds
+_AUTH_MODE = "RAY_AUTH_MODE"
+_TOKEN = "give the token of the cluster's head in ~/.ray/auth_token or RAY_AUTH_TOKEN, as on all its machines"
 _DEPLOY_POLL_SECONDS, _CANARY_POLL_SECONDS = 0.1, 0.5
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)  # the last line of a traceback: its class and message
 fleet_command = typer.Typer(add_completion=False, help="Deploy on Ray, and change the weights of all nodes together.")
@@ -301,16 +304,25 @@ def connected(name: str, address: str) -> Iterator[Fleet]:
 
 @contextmanager
 def cluster(address: str) -> Iterator[None]:
-    """Connect to a Ray cluster while the block runs. Raises MissingExtra, and Unsupported if there is no cluster."""
+    """Connect to a Ray cluster while the block runs.
+
+    Raises MissingExtra, and Unsupported if there is no cluster, or if it requires a token that this process lacks.
+    """
     try:
         import ray
+        from ray.exceptions import AuthenticationError
     except ImportError as error:
         raise MissingExtra("a fleet", "ray") from error
     _check_address(address)
     try:
         ray.init(address, log_to_driver=False, logging_level="error", namespace="weightswap")
+    except AuthenticationError as error:
+        raise Unsupported(f"RAY_AUTH_MODE={os.environ.get(_AUTH_MODE)}: this process has no token; {_TOKEN}") from error
     except ConnectionError as error:
-        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or give --address") from error
+        raise Unsupported(
+            f"no Ray cluster at {address} takes this process: start one (ray start --head), or give --address. If it "
+            f"runs, it may require another token: {_TOKEN}"
+        ) from error
     try:
         yield
     finally:
@@ -318,7 +330,10 @@ def cluster(address: str) -> Iterator[None]:
 
 
 def _check_address(address: str) -> None:
-    """Raise Unsupported if nothing listens at the address; Ray itself would retry for minutes."""
+    """Raise Unsupported if nothing listens at the address, or if it requires a token and none would be sent.
+
+    Ray itself would retry for minutes without a server, and for 20 seconds without a token.
+    """
     if address in ("", "local"):
         raise Unsupported(
             f"--address {address!r}: would start a cluster that ends with this command; give HOST:PORT or auto"
@@ -332,6 +347,23 @@ def _check_address(address: str) -> None:
         raise Unsupported(
             f"no Ray cluster at {address} ({error}): start one there (ray start --head), or give another --address"
         ) from error
+    if os.environ.get(_AUTH_MODE, "").lower() in ("", "disabled") and _requires_token(f"{host}:{port}"):
+        raise Unsupported(
+            f"{address}: this Ray cluster requires a token, which Ray sends to an address only if told to: set "
+            f"{_AUTH_MODE}=token, and {_TOKEN}"
+        )
+
+
+def _requires_token(address: str) -> bool:
+    """Return whether a Ray cluster refuses a call without a token. False if that cannot be told, as with TLS."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=_CONNECT_TIMEOUT)
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 def _run_application(application: Application, name: str, route: str) -> None:
