@@ -78,6 +78,21 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def percent(share: float) -> str:
+    """Return a share as `100 %` or `0.02 %`. A share that is not 0 never reads as 0."""
+    return f"{_digits(100 * share)} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as `2.5 s`, `12 ms` or `80 µs`."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("µs", 1e-6))
+    return f"{_digits(seconds / size)} {unit}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def listed(texts: Collection[str], most: int = MOST_LISTED, between: str = ", ") -> str:
     """Return the first texts, and how many more there are."""
     hidden = len(texts) - most
@@ -463,6 +478,11 @@ def check_said(by: Any, why: Any = "") -> None:
     for name, text in (("by", by), ("why", why)):
         if isinstance(text, str) and len(text) > MAX_TEXT:
             raise Unsupported(f"{name}: has {len(text)} characters, but at most {MAX_TEXT} are allowed; shorten it")
+
+
+def with_rule(why: str, rule: str) -> str:
+    """Return the reason of a promotion by a rule: what the operator said at its begin, and the rule."""
+    return _ends(f"{why} ({rule})" if why else rule, MAX_TEXT)
 
 
 def is_number(value: Any) -> bool:

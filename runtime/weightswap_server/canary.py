@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from weightswap_runtime.errors import StageClosed, Unsupported
+from weightswap_runtime.errors import StageClosed, Unsupported, duration, percent
 from weightswap_runtime.format.expressions import parse_rule
 from weightswap_runtime.live.variants import VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
@@ -39,6 +39,7 @@ MEASURED = frozenset(
         *("p50_ratio", "p99_ratio", "compared", "differing", "max_abs", "max_rel"),
     }
 )
+_RATES = frozenset({"errors", "nonfinite", "differing", "max_rel"})
 _MOST_WAITING = 8  # answers that wait to be examined; more are skipped, as each keeps its tensors alive
 
 
@@ -388,6 +389,14 @@ class Differences:
 def has_nonfinite(outputs: Outputs) -> bool:
     """Return True if an output has NaN or an infinity."""
     return any(not np.isfinite(_floats(content)).all() for _, content in outputs if has_fractions(content.dtype))
+
+
+def measure_text(name: str, value: float) -> str:
+    """Return a measure as text, by the name that rules use: rates in per cent, times with their unit."""
+    measure = name.removeprefix("served_")
+    if measure in _RATES:
+        return percent(value)
+    return duration(value) if measure in ("p50", "p99") else f"{value:.4g}"
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

@@ -125,12 +125,12 @@ def test_a_rule_promotes_what_all_nodes_have_measured(deployed: Deployed) -> Non
     serving(deployed, 1)
     with calling(deployed):
         rule = "requests >= 100 and errors < 0.01 for 1 s"
-        fleet.canary(files.write(31), share=0.5, promote_if=rule, by="run 7")  # never desired before
+        fleet.canary(files.write(31), share=0.5, promote_if=rule, by="run 7", why="better")  # never desired before
         report = ended(deployed)
     assert (report.outcome, report.reason) == ("promoted", rule)
     assert report.values["requests"] >= 100
     weights = fleet.desired.weights
-    assert (files.number(weights.weights_id), weights.by, weights.why) == (31, "run 7", f"trial: {rule}")
+    assert (files.number(weights.weights_id), weights.by, weights.why) == (31, "run 7", f"better (trial: {rule})")
 
 
 def test_answers_that_are_not_finite_end_it(deployed: Deployed) -> None:

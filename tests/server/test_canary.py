@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -206,7 +207,7 @@ def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
     assert status(server)["staged"] is None
     refusals = call(server, "/admin/models/tiny/history").json["refusals"]
     assert refusals[0]["event"] == "canary aborted"
-    assert "errors=1" in refusals[0]["error"]
+    assert "errors 100 %" in refusals[0]["error"]
     assert (
         f'weightswap_server_canary_errors_total{{model="tiny",weights_id="{canary}"}}'
         in ask(server, "/metrics").body.decode()
@@ -245,7 +246,11 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
     place.set(weight_file(1), revision=0)
     assert change(server, "follow", place=place.where, interval=0.05).status == 200
     canary = begin(
-        server, weight_file(2), share=0.5, promote_if="requests >= 5 and errors < 0.001 and p99_ratio < 1e6 for 0.6 s"
+        server,
+        weight_file(2),
+        share=0.5,
+        promote_if="requests >= 5 and errors < 0.001 and p99_ratio < 1e6 for 0.6 s",
+        why="better tags",
     )
     for _ in range(20):
         answer(server)
@@ -255,7 +260,17 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
     state = place.read()
     assert state.weights is not None
     assert (state.weights.weights_id, state.weights.by) == (canary, "token")
-    assert state.weights.why.startswith("canary: requests >= 5")
+    assert state.weights.why.startswith("better tags (canary: requests >= 5")
+    assert status(server)["served"]["why"] == state.weights.why
+
+
+def test_the_reason_of_a_canary_of_what_is_staged_is_kept(server: Server, weight_file: WriteWeights) -> None:
+    change(server, "stage", source=str(weight_file(2)), why="staged")
+    change(server, "canary", share=0.5)
+    assert status(server)["staged"]["why"] == "staged"
+    change(server, "canary", share=0.5, promote_if="requests >= 0", why="let it decide")
+    until(lambda: status(server)["canary"] is None)
+    assert status(server)["served"]["why"] == "let it decide (canary: requests >= 0)"
 
 
 def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
@@ -330,16 +345,19 @@ def test_the_command(server: Server, weight_file: WriteWeights, tmp_path: Path) 
     assert shown.exit_code == 0, shown.stderr
     assert ", 50 % and shadow\n" in shown.stdout
     answer(server)
-    assert "served" in run().stdout
+    answer(server)  # by the canary
+    table = re.sub(" +", " ", run().stdout)
+    assert re.search(r"errors │? ?0 %", table), table
+    assert re.search(r"p50 │? ?[\d.]+ (ms|µs)", table), table
     assert run("--promote-if", "requests >= 0").exit_code == 2  # of no canary
     assert run("--wait", "--abort").exit_code == 2
     aborted = run(str(weight_file(2)), "--point", "--share", "0.5", "--abort-if", "requests >= 0", "--wait")
-    assert (aborted.exit_code, "not promoted: requests >= 0" in aborted.stderr) == (1, True)
+    assert (aborted.exit_code, "not promoted: requests >= 0: requests 0, errors 0 %" in aborted.stderr) == (1, True)
     done = run(str(weight_file(2)), "--point", "--promote-if", "requests >= 0", "--wait", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["served"]["generation"] == 1
     run(str(weight_file(3)), "--point")
-    assert run("--promote").exit_code == 0
+    assert "why         it is better\n" in run("--promote", "--why", "it is better").stdout
     assert serves(server.service.served[0].model, 3)
 
 

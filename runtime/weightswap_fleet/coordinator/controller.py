@@ -36,7 +36,7 @@ from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.metrics import joined
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
-from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, check_said, text_of
+from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, check_said, text_of, with_rule
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, described, known_weights
 
@@ -124,7 +124,7 @@ class Controller:
             trial = self._current_trial()
             source, weights = trial.order.source, trial.order.weights
             receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, remaining)
-            self._conclude(trial, "promoted", f"by {by}" if by else "")
+            self._conclude(trial, "promoted", _said(by, why))
             return receipt
 
     def abort(self, by: str, why: str) -> TrialReport:
@@ -132,7 +132,7 @@ class Controller:
         with self._exclusively(time.monotonic(), Deadlines(prepare=_ABORT)):
             trial = self._current_trial()
             trial.end()
-            return self._conclude(trial, "aborted", ": ".join(filter(None, (f"by {by}" if by else "", why))))
+            return self._conclude(trial, "aborted", _said(by, why))
 
     def trial(self) -> TrialReport | None:
         """Return the report of the current trial, or else of the last one."""
@@ -209,7 +209,8 @@ class Controller:
         """Publish the weights as a trainer does. Under a hold the trial goes on; any other error aborts it."""
         source, weights = trial.order.source, trial.order.weights
         try:
-            self._agreement().publish(source, _known(weights), weights.by, f"trial: {rule}", DEADLINES)
+            why = with_rule(weights.why, f"trial: {rule}")
+            self._agreement().publish(source, _known(weights), weights.by, why, DEADLINES)
         except Held as error:
             _log.info("%s: %s", self._fleet, error)
         except WeightswapError as error:
@@ -217,6 +218,10 @@ class Controller:
             self._conclude(trial, "aborted", f"{type(error).__name__}: {text_of(error)}")
         else:
             self._conclude(trial, "promoted", rule)
+
+
+def _said(by: str, why: str) -> str:
+    return ": ".join(filter(None, (f"by {by}" if by else "", why)))
 
 
 def _ended(last: TrialReport | None) -> str:

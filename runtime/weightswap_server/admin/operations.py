@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError
+from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError, with_rule
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, check_file
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -24,7 +24,7 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.sources.location import printable
-from weightswap_server.canary import CanaryPlan, check_plan
+from weightswap_server.canary import CanaryPlan, check_plan, measure_text
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
 
@@ -158,7 +158,9 @@ class ModelOperations:
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
-            self._start_canary(self._committable(), plan)
+            entry = self._committable()
+            self._start_canary(entry, plan)
+            entry.request = msgspec.structs.replace(entry.request, why=request.why or entry.request.why)
             return
         entry = self._stage(request.staging(request.source), by, swapping=False)
         try:
@@ -297,7 +299,7 @@ class ModelOperations:
             raise StageClosed(f"{self.name}: the canary with the rule {rule!r} has ended")
         try:
             if verdict == "promote":
-                return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
+                return self._commit(entry, Change(why=with_rule(entry.request.why, f"canary: {rule}")), entry.by)
             self.journal.refuse(_aborted(entry, rule, canary.values()))
         finally:
             self._discard_entry(entry)
@@ -474,7 +476,7 @@ def _staged_weights(entry: _Entry | None) -> StagedWeights | None:
 
 def _aborted(entry: _Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
     """Return the refusal of a canary that its rule has aborted, with its measures."""
-    measured = ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
+    measured = ", ".join(f"{name} {measure_text(name, value)}" for name, value in values.items() if value is not None)
     return Refusal(
         time=time.time(),
         event="canary aborted",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported, plural
+from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported, percent, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState
 from weightswap_runtime.following.place import known_weights
 from weightswap_runtime.sources.location import printable
@@ -433,12 +433,12 @@ def _print_trial(trial: TrialReport | None) -> None:
     if trial is None:
         return
     plan = trial.plan
-    say(f"canary      {trial.source}{f' by {trial.by}' if trial.by else ''}")
+    say(f"canary      {trial.source}{f' by {trial.by}' if trial.by else ''}{f': {trial.why}' if trial.why else ''}")
     say(f"weights id  {trial.weights_id}")
     if trial.outcome:
         say(f"outcome     {trial.outcome}{f': {trial.reason}' if trial.reason else ''}")
     else:
-        shares = [f"{100 * part:g} % of {node}" for node, part in sorted(trial.shares.items())]
+        shares = [f"{percent(part)} of {node}" for node, part in sorted(trial.shares.items())]
         say(f"answers     {', '.join(shares)}{', and shadow' if plan.shadow else ''}")
         if not plan.shadow and not any(trial.shares.values()):
             say("            only requests with X-Weightswap-Canary: 1 reach it; --share or --steps send it others")

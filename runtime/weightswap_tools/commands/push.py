@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ import msgspec
 import typer
 from blake3 import blake3
 
-from weightswap_runtime.errors import GraphMismatch, Unsupported
+from weightswap_runtime.errors import GraphMismatch, Unsupported, duration, percent
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, open_weights
@@ -52,16 +52,16 @@ AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by defau
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it ends; exit with 1 unless it was promoted.")]
 _POLL_SECONDS = 0.3
 _SILENT = 3.0  # seconds without a heartbeat, which processes send each second
-_MEASUREMENTS = (
-    ("requests", "requests", "served_requests"),
-    ("errors", "errors", "served_errors"),
-    ("not finite", "nonfinite", "served_nonfinite"),
-    ("p50 in s", "p50", "served_p50"),
-    ("p99 in s", "p99", "served_p99"),
-    ("compared", "compared", ""),
-    ("differing", "differing", ""),
-    ("largest difference", "max_abs", ""),
-    ("relative", "max_rel", ""),
+_MEASUREMENTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("requests", "requests", "{:.0f}".format),
+    ("errors", "errors", percent),
+    ("not finite", "nonfinite", percent),
+    ("p50", "p50", duration),
+    ("p99", "p99", duration),
+    ("compared", "compared", "{:.0f}".format),
+    ("differing", "differing", percent),
+    ("largest difference", "max_abs", "{:.4g}".format),
+    ("relative", "max_rel", percent),
 )
 push_command = typer.Typer(add_completion=False)
 canary_command = typer.Typer(add_completion=False)
@@ -255,7 +255,7 @@ def canary(
                 request |= {"source": _source_of(weights)} if point else _upload(client, name, weights)
             status = client.post(f"{path}/canary", request)["status"]
         promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
-        _show(client.get(path), as_json)
+        _show(status := client.get(path), as_json, has_ended=promote or wait)
         if not promoted:
             say(f"not promoted: {_why_not(client.get(f'{path}/history')['refusals'])}", err=True)
             raise typer.Exit(1)
@@ -278,14 +278,18 @@ def _wait_for_end(client: AdminClient, path: str, status: dict[str, Any]) -> boo
     return bool(now["served"]["weights_id"] == weights_id)
 
 
-def _show(status: dict[str, Any], as_json: bool) -> None:
+def _show(status: dict[str, Any], as_json: bool, *, has_ended: bool) -> None:
+    """Print the served weights, and the canary; after its end, whose decision and which reason they are served by."""
     if as_json:
         print_json(status)
         return
-    say(f"serves      {status['served']['weights_id']}")
+    served = status["served"]
+    say(f"serves      {served['weights_id']}")
+    if has_ended:
+        _print_since(served)
     if (trial := status["canary"]) is None:
         return
-    say(f"canary      {trial['weights_id']}, {100 * trial['share']:g} %{' and shadow' if trial['shadow'] else ''}")
+    say(f"canary      {trial['weights_id']}, {percent(trial['share'])}{' and shadow' if trial['shadow'] else ''}")
     if trial["promote_if"]:
         say(f"promote if  {trial['promote_if']} (held for {trial['promote_held']:.0f} s)")
     say(f"abort if    {trial['abort_if']}")
@@ -294,12 +298,11 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
 
 def print_measurements(values: Mapping[str, float | None]) -> None:
     """Print the measurements of the canary and of the served weights, which rules refer to."""
-    rows = [[title, _number(values.get(one)), _number(values.get(other))] for title, one, other in _MEASUREMENTS]
+    rows = [
+        [title, *("" if (value := values.get(side + name)) is None else text(value) for side in ("", "served_"))]
+        for title, name, text in _MEASUREMENTS
+    ]
     print_table("", ["", "canary", "served"], rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 @status_command.command()
@@ -320,9 +323,8 @@ def _print(model: dict[str, Any]) -> None:
     state = "ready" if model["ready"] else "unloaded" if not model["loaded"] else "not ready"
     say(f"model       {model['name']} ({state}, {model['engine']} on {model['device']})")
     if served := model["served"]:
-        by = f" by {served['by']}" if served["by"] else ""
         say(f"serves      {served['weights_id']}{labels_text(served['labels'])}")
-        say(f"since       {time_text(served['since'])}{by}, generation {served['generation']}")
+        _print_since(served)
     else:
         say("serves      nothing yet")
     if staging := model["staging"]:
@@ -335,6 +337,13 @@ def _print(model: dict[str, Any]) -> None:
     if watching := model["watching"]:
         error = f": {_one_line(watching['error'])}" if watching["error"] else ""
         say(f"watches     {watching['directory']}{error}")
+
+
+def _print_since(served: dict[str, Any]) -> None:
+    by = f" by {served['by']}" if served["by"] else ""
+    say(f"since       {time_text(served['since'])}{by}, generation {served['generation']}")
+    if served["why"]:
+        say(f"why         {_one_line(served['why'])}")
 
 
 def _print_processes(server: dict[str, Any], model: str) -> None:

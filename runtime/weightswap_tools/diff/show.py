@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from weightswap_runtime.errors import listed, plural
+from weightswap_runtime.errors import listed, percent, plural
 from weightswap_runtime.format.signature import Signature
 from weightswap_tools.diff import ArtifactsDiff, SetInfo, TensorDiff, WeightsDiff
 from weightswap_tools.diff import Histogram as Changes
@@ -49,7 +49,8 @@ _CHANGE_COLUMNS = (
     *columns("level", "tensor", "what"),
     Column("relative change", "number"),
     Column("largest change"),
-    *columns("share changed", "cosine", "sign flips", kind="number"),
+    Column("elements changed", "percent"),
+    *columns("cosine", "sign flips", kind="number"),
     *columns("new NaN", "new Inf", "new dead rows", kind="number", flag=True),
 )
 _VALUE_COLUMNS = (
@@ -177,18 +178,13 @@ def _overall(diff: WeightsDiff) -> str:
     if not whole.tensors:
         return "no value changed"
     change = "infinite" if math.isinf(whole.rel_change) else f"{whole.rel_change:.3g}"
-    share = _percent(whole.changed / max(1, whole.elements))
+    share = percent(whole.changed / max(1, whole.elements))
     tensors = plural(whole.tensors, "tensor")
     return f"{change} (relative, of {tensors} with other values); {share} of the elements"
 
 
 def _failure(condition: str, names: Sequence[str]) -> str:
     return f"{condition}: {listed(names, _MOST_NAMED)}"
-
-
-def _percent(share: float) -> str:
-    """Return a share as `100 %` or `0.02 %`. A nonzero share never reads as 0."""
-    return f"{100 * share:.3g} %"
 
 
 def _largest_change(tensor: TensorDiff) -> str:
@@ -208,7 +204,7 @@ def _tensor_cells(tensor: TensorDiff) -> list[str]:
         "; ".join(tensor.reasons),
         f"{change.rel_change:.3g}" if change else "",
         _largest_change(tensor),
-        _percent(change.share_changed) if change else "",
+        percent(change.share_changed) if change else "",
         f"{change.cosine:.6f}" if change and change.cosine is not None else "",
     ]
 

@@ -13,7 +13,7 @@ import msgspec
 Cell = str | int | float | bool | None
 Scale = Literal["linear", "log"]
 T = TypeVar("T")
-ColumnKind = Literal["text", "number", "bytes"]
+ColumnKind = Literal["text", "number", "bytes", "percent"]
 
 
 class _BlockPart(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Column(_BlockPart, frozen=True):
     """A column of a table."""
 
     name: str
-    kind: ColumnKind = "text"  # "bytes" are shown as `1.2 MB`, and sorted as numbers
+    kind: ColumnKind = "text"  # "bytes" are shown as `1.2 MB`, "percent" as `40 %`; sorted as numbers
     flag: bool = False  # mark rows whose cell is true, nonzero or not empty, and offer to show only these
 
 

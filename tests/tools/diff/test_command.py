@@ -196,6 +196,7 @@ def test_a_report_of_weights(diff: Diff, tmp_path: Path) -> None:
     assert "What changed in the weights" in text
     assert "layers.0.w" in text
     assert "1 alarm, 1 changed, 2 the same" in text
+    assert '"name":"elements changed","kind":"percent"' in text
 
 
 @pytest.mark.parametrize("page", ["absent/p.html", "/proc/p.html", "a.safetensors/p.html", ".", "x" * 300])

@@ -54,6 +54,12 @@ def test_numbers_are_sorted_as_numbers_and_what_is_missing_comes_last(open_repor
     assert column(page, 1) == ["-1.5", "1e-9", "3", "20", ""]
 
 
+def test_shares_are_shown_in_per_cent(open_report: Open) -> None:
+    page = open_report(report_of(of(0.005, 1.0, None, 1e-9, kind="percent")))
+    page.get_by_role("button", name="value").click()
+    assert column(page, 1) == ["100 %", "0.5 %", "1e-7 %", ""]
+
+
 def test_the_filter_takes_every_word(open_report: Open) -> None:
     page = open_report(report_of(table(30)))
     box = page.get_by_role("searchbox", name="Filter rows")

@@ -20,6 +20,7 @@ function numberText(value) {
 }
 
 function amountText(value, kind) {
+  if (kind === "percent" && typeof value === "number") return `${Number((100 * value).toPrecision(3))} %`;
   if (kind !== "bytes" || typeof value !== "number") return numberText(value);
   const unit = Math.min(4, Math.floor(Math.log10(Math.max(1, value)) / 3));
   return unit ? `${(value / 1000 ** unit).toFixed(1)} ${" kMGT"[unit]}B` : `${value} B`;
