@@ -14,8 +14,9 @@ from kserve import InferOutput, InferRequest, InferResponse
 from kserve.errors import InvalidInput, ModelNotReady
 from kserve.utils.utils import generate_uuid
 
-from weightswap_runtime import CallError, NoWeights, load
+from weightswap_runtime import CallError, NoWeights, Unsupported, load
 from weightswap_server import ServedMethod
+from weightswap_server.errors import BadRequest
 
 
 class Tagger(kserve.Model):
@@ -40,7 +41,7 @@ class Tagger(kserve.Model):
                 weights = {"weights_id": pinned.weights_id, "generation": str(pinned.generation)}
         except NoWeights as error:
             raise ModelNotReady(self.name, str(error)) from error
-        except CallError as error:
+        except (BadRequest, CallError, Unsupported) as error:
             raise InvalidInput(str(error)) from error
         answer = InferResponse(
             request.id or generate_uuid(), self.name, [], parameters=weights, use_binary_outputs=binary

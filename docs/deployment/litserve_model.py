@@ -10,8 +10,9 @@ import numpy as np
 from fastapi import HTTPException
 from litserve import LitAPI, LitServer
 
-from weightswap_runtime import CallError, load
+from weightswap_runtime import CallError, Unsupported, load
 from weightswap_server import ServedMethod
+from weightswap_server.errors import BadRequest
 
 
 class Tagger(LitAPI):
@@ -26,8 +27,11 @@ class Tagger(LitAPI):
         self.follower.wait(timeout=300)  # a worker is ready once it serves what is desired
 
     def decode_request(self, request: dict[str, Any]) -> dict[str, Any]:
+        dtypes = self.method.dtypes
+        if unknown := [name for name in request if name not in dtypes]:
+            raise HTTPException(400, f"{unknown[0]}: no such input; expected nested lists by name: {', '.join(dtypes)}")
         try:
-            return {name: np.asarray(value, self.method.dtypes.get(name)) for name, value in request.items()}
+            return {name: np.asarray(value, dtypes[name]) for name, value in request.items()}
         except (TypeError, ValueError, OverflowError) as error:
             raise HTTPException(400, str(error)) from error
 
@@ -36,7 +40,7 @@ class Tagger(LitAPI):
             with self.model.pin() as pinned:
                 outputs = self.method.answer(pinned, inputs)
                 return {"outputs": outputs, "weights_id": pinned.weights_id, "generation": pinned.generation}
-        except CallError as error:
+        except (BadRequest, CallError, Unsupported) as error:
             raise HTTPException(400, str(error)) from error
 
     def encode_response(self, output: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from weightswap_runtime import DesiredPlace
 DEPLOYMENT = ROOT / "docs" / "deployment"
 NOBODY = 65532
 X = [[1.0, 2.0, 3.0, 4.0]]
+PAGE = page("deployment")
 
 
 def documents() -> dict[str, Any]:
@@ -177,17 +178,28 @@ def desired(folder: Path) -> DesiredPlace:
     return place
 
 
+def requests() -> list[tuple[str, Any]]:
+    """The paths and bodies of the page's requests to other servers: KServe's, and LitServe's."""
+    return [
+        (path, json.loads(body))
+        for path, body in re.findall(r"curl -s localhost:8000(\S+) -H 'Content-Type.*?-d '(.*?)'", PAGE, re.DOTALL)
+    ]
+
+
 @pytest.mark.slow
 def test_litserve(folder: Path, desired: DesiredPlace, unused_port: int) -> None:
     pytest.importorskip("litserve")
     command = [sys.executable, str(DEPLOYMENT / "litserve_model.py"), "tagger.artifact", "service"]
     with running([*command, "--port", str(unused_port), "--workers", "2"], folder):
-        url = f"http://127.0.0.1:{unused_port}/predict"
+        (_, protocols), (path, document) = requests()
+        url = f"http://127.0.0.1:{unused_port}{path}"
         assert eventually(lambda: asked(url, {"input": X})[0] == 200), (folder / "log").read_text()
-        answer = asked(url, {"input": X})[1]
+        answer = asked(url, document)[1]
         assert answer["outputs"]["output"] == [output(folder, "v1.safetensors")]
         status, wrong = asked(url, {"input": [[1, 2, 3]]})
         assert (status, wrong["detail"]) == (400, "forward: input: dimension 1 expected 4, got 3")
+        status, wrong = asked(url, protocols)
+        assert (status, wrong["detail"]) == (400, "inputs: no such input; expected nested lists by name: input")
         desired.set(folder / "v2.safetensors", revision=1)
         assert eventually(lambda: all(asked(url, {"input": X})[1]["generation"] == 1 for _ in range(10)))
         assert asked(url, {"input": X})[1]["outputs"]["output"] == [output(folder, "v2.safetensors")]
@@ -206,12 +218,13 @@ def test_kserve(folder: Path, desired: DesiredPlace, with_kserve: str, unused_po
     with running([*command, *options], folder):
         url = f"http://127.0.0.1:{unused_port}/v2"
         assert eventually(lambda: asked(f"{url}/models/tagger/ready")[0] == 200), (folder / "log").read_text()
-        tensor = {"name": "input", "datatype": "FP32", "shape": [1, 4], "data": X[0]}
-        infer = f"{url}/models/tagger/infer"
+        ((path, document), _) = requests()
+        (tensor,), infer = document["inputs"], f"http://127.0.0.1:{unused_port}{path}"
         answer = asked(infer, {"inputs": [tensor]})[1]
         assert answer["outputs"][0]["data"] == output(folder, "v1.safetensors")
         status, wrong = asked(infer, {"inputs": [tensor | {"shape": [1, 3], "data": [1, 2, 3]}]})
         assert (status, wrong["error"]) == (400, "forward: input: dimension 1 expected 4, got 3")
+        assert asked(infer, {"inputs": [tensor | {"datatype": "BYTES", "data": ["a", "b", "c", "d"]}]})[0] == 400
         desired.set(folder / "v2.safetensors", revision=1)
         assert eventually(lambda: asked(infer, {"inputs": [tensor]})[1]["parameters"]["generation"] == "1")
         assert asked(infer, {"inputs": [tensor]})[1]["outputs"][0]["data"] == output(folder, "v2.safetensors")
@@ -230,5 +243,5 @@ def triton_over_http(address: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_method_with_arrays(folder: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", page("deployment"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert python(folder, code) == "(1, 2) 0\n"
