@@ -2,7 +2,7 @@
 
 import { Canary } from "./canary.js";
 import { listen } from "./connection.js";
-import { Facts, Id, Labels, Section, When, duration } from "./parts.js";
+import { Facts, Id, Labels, Lines, Section, Table, When, duration } from "./parts.js";
 import { html, render, useEffect, useReducer } from "./vendor/htm/preact.js";
 
 /** Reduce the page's state by a message of the event stream. */
@@ -53,7 +53,17 @@ function afterTheFirst(nodes) {
   return times.map((time) => (time === null ? null : time - first));
 }
 
-function Node({ node, desired, after, longest, now }) {
+const NODES = {
+  Node: "text",
+  State: "text",
+  Weights: "text",
+  Revision: "",
+  Replicas: "text",
+  Commit: "text",
+  Since: "text",
+};
+
+function nodeRow(node, desired, after, longest, now) {
   const serves = node.weights_id === desired;
   const [tone, text] = node.error
     ? ["bad", node.error]
@@ -64,53 +74,33 @@ function Node({ node, desired, after, longest, now }) {
       : serves
         ? ["good", "serves"]
         : ["mark", "behind"];
-  return html`<tr>
-    <th scope="row">${node.node}</th>
-    <td><span class=${`badge ${tone}`}>${text}</span></td>
-    <td>${node.weights_id && html`<${Id} id=${node.weights_id} />`}</td>
-    <td>${node.keeper ? node.revision : "?"}</td>
-    <td>
-      <ul class="replicas" aria-label=${`Replicas of ${node.node}`}>
-        ${node.replicas.map((pid) => html`<li key=${pid} class=${serves ? "good" : "mark"}>${pid}</li>`)}
-      </ul>
-    </td>
-    <td class="after">
-      ${after === null ? "" : after === 0 ? "first" : `${duration(after)} later`}
-      ${after !== null && html`<span style=${{ width: `${longest ? (100 * after) / longest : 0}%` }}></span>`}
-    </td>
-    <td>${node.since && html`<${When} at=${node.since} now=${now} />`}</td>
-  </tr>`;
+  return [
+    node.node,
+    html`<span class=${`badge ${tone}`}>${text}</span>`,
+    node.weights_id && html`<${Id} id=${node.weights_id} />`,
+    node.keeper ? node.revision : "?",
+    html`<ul class="replicas" aria-label=${`Replicas of ${node.node}`}>
+      ${node.replicas.map((pid) => html`<li key=${pid} class=${serves ? "good" : "mark"}>${pid}</li>`)}
+    </ul>`,
+    after !== null &&
+      html`<div class="after">
+        ${after === 0 ? "first" : `${duration(after)} later`}
+        <span style=${{ width: `${longest ? (100 * after) / longest : 0}%` }}></span>
+      </div>`,
+    node.since && html`<${When} at=${node.since} now=${now} />`,
+  ];
 }
 
 function Nodes({ fleet }) {
   const { nodes, desired, time } = fleet;
   const after = afterTheFirst(nodes);
   const longest = Math.max(...after);
+  const rows = nodes.map((node, at) => [
+    node.node,
+    nodeRow(node, desired.weights?.weights_id, after[at], longest, time),
+  ]);
   return html`<${Section} id="nodes" title="Nodes">
-    <div class="wide" tabindex="0" role="group" aria-label="Nodes">
-      <table>
-        <thead>
-          <tr>
-            ${["Node", "State", "Weights", "Revision", "Replicas", "Commit", "Since"].map(
-              (title) => html`<th key=${title} scope="col">${title}</th>`,
-            )}
-          </tr>
-        </thead>
-        <tbody>
-          ${nodes.map(
-            (node, index) =>
-              html`<${Node}
-                key=${node.node}
-                node=${node}
-                desired=${desired.weights?.weights_id}
-                after=${after[index]}
-                longest=${longest}
-                now=${time}
-              />`,
-          )}
-        </tbody>
-      </table>
-    </div>
+    <${Table} label="Nodes" columns=${NODES} rows=${rows} />
     <p class="hint">All replicas of a node change with it. Times of commits are those of the nodes' own clocks.</p>
   <//>`;
 }
@@ -134,44 +124,28 @@ function Trial({ trial, now }) {
   <//>`;
 }
 
+const BEFORE = { Weights: "text", State: "text", Source: "text", By: "text", Why: "text", Desired: "text" };
+
 /** Weights that were desired before. Nodes may have refused them, so that they were never served. */
 function History({ desired, nodes, now }) {
-  const refusedBy = ({ weights_id }) => nodes.filter(({ refused }) => refused[weights_id]);
-  const described = (entries, what) =>
-    [...entries].reverse().map((weights) => ({ ...weights, what, refusing: refusedBy(weights) }));
-  const entries = [...described(desired.history, "desired before"), ...described(desired.withdrawn, "withdrawn")];
-  if (!entries.length) return null;
+  const rows = (entries, what) =>
+    [...entries].reverse().map((weights) => {
+      const refusing = nodes.filter(({ refused }) => refused[weights.weights_id]);
+      const reasons = refusing.map(
+        ({ node, refused }) =>
+          html`<div key=${node} class="info">
+            <${Lines} text=${`refused by ${node}: ${refused[weights.weights_id]}`} />
+          </div>`,
+      );
+      const when = html`<${When} at=${weights.since} now=${now} />`;
+      const state = html`<div>${what}${reasons}</div>`;
+      const id = html`<${Id} id=${weights.weights_id} />`;
+      return [`${what} ${weights.weights_id}`, [id, state, weights.source, weights.by, weights.why, when]];
+    });
+  const all = [...rows(desired.history, "desired before"), ...rows(desired.withdrawn, "withdrawn")];
+  if (!all.length) return null;
   return html`<${Section} id="history" title="Before">
-    <div class="wide" tabindex="0" role="group" aria-label="Before">
-      <table>
-        <thead>
-          <tr>
-            ${["Weights", "", "Source", "By", "Why", "Desired"].map(
-              (title) => html`<th key=${title} scope="col">${title}</th>`,
-            )}
-          </tr>
-        </thead>
-        <tbody>
-          ${entries.map(
-            (weights) =>
-              html`<tr key=${`${weights.what} ${weights.weights_id}`}>
-                <th scope="row"><${Id} id=${weights.weights_id} /></th>
-                <td>
-                  ${weights.what}
-                  ${weights.refusing.map(
-                    ({ node, refused }) =>
-                      html`<p key=${node} class="info reason">refused by ${node}: ${refused[weights.weights_id]}</p>`,
-                  )}
-                </td>
-                <td>${weights.source}</td>
-                <td>${weights.by}</td>
-                <td>${weights.why}</td>
-                <td><${When} at=${weights.since} now=${now} /></td>
-              </tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>
+    <${Table} label="Before" columns=${BEFORE} rows=${all} />
   <//>`;
 }
 

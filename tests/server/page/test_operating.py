@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sign_in
 from tests.support.administered import TOKEN, administered, change, status
@@ -192,7 +193,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(
     entry.get_by_text("withdrawn", exact=True).wait_for()
     assert entry.get_by_role("button", name="Roll back").count() == 0
     entries = section(page, "history").get_by_role("listitem")
-    never_served = entries.filter(has_text="not served by this process").filter(
+    never_served = entries.filter(has_text="not served by this server").filter(
         has_text=before.history[-1].weights_id[:12]
     )
     never_served.get_by_text("withdrawn", exact=True).wait_for()
@@ -205,6 +206,30 @@ def test_what_was_withdrawn_or_refused_is_called_that(
 def model_refusals(server: Server) -> list[str]:
     assert server.admin is not None
     return [each.error for each in server.admin.models["tiny"].journal.refusals if each.kind]
+
+
+def test_a_long_refusal_is_folded(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+    """Its beginning and what to do stay; and there is no section of what the model does not have."""
+    page = open_page(server)
+    save_file({f"layer.{place}": torch.ones(1) for place in range(20)}, tmp_path / "many.safetensors")
+    refused = change(server, "swap", source=str(tmp_path / "many.safetensors")).json["error"]
+    entry = section(page, "history").get_by_role("listitem").first
+    entry.get_by_text(refused.splitlines()[-1]).wait_for()
+    folded = entry.get_by_text("layer.7: unexpected")
+    assert not folded.is_visible()
+    entry.get_by_text("more lines").click()
+    folded.wait_for()
+    assert page.get_by_role("heading", name="variants").count() == 0
+
+
+def test_the_history_of_an_earlier_server(
+    tiny: TinyArtifact, weight_file: WriteWeights, place: DesiredPlace, open_page: OpenPage
+) -> None:
+    place.set(weight_file(2), revision=1, by="bo", why="the second")
+    model = load(tiny.path)
+    model.follow(place.where, interval=0.1)
+    with administered({"tiny": model}) as server:
+        wait(open_page(server), "history", "desired by ana, before this server was started")
 
 
 @pytest.mark.slow

@@ -56,3 +56,8 @@ def test_all_processes_are_shown(fleet: Fleet, open_page: OpenPage, number: int)
     rows.nth(1).get_by_text("ready").wait_for()
     page.set_viewport_size({"width": 360, "height": 800})
     assert not page.evaluate(WIDE)
+    cells = rows.nth(1).locator("td")
+    assert {cells.nth(at).bounding_box()["x"] for at in range(3)} == {cells.last.bounding_box()["x"]}
+    assert not page.evaluate(
+        "document.querySelector('.wide').scrollWidth > document.querySelector('.wide').clientWidth"
+    )

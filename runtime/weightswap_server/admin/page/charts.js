@@ -7,6 +7,7 @@ const LONGEST = 600; // seconds of the time axis
 const SHORTEST = 30;
 const HEIGHT = 150;
 const SPACE = 14; // pixels above the plot, for the names of commits
+const HALF_A_TIME = 36; // pixels beside it, for half of a time's label at its end
 
 /** Return the colours of CSS variables, as a canvas takes them. */
 function colours(element, names) {
@@ -42,7 +43,7 @@ function options(element, { series, format, scale, least }, marks) {
   return {
     width: element.clientWidth,
     height: HEIGHT,
-    padding: [SPACE, 8, 0, 0],
+    padding: [SPACE, HALF_A_TIME, 0, 0],
     legend: { show: false },
     cursor: { drag: { setScale: false }, sync: { key: "load" }, y: false },
     select: { show: false },

@@ -1,7 +1,7 @@
 // Commits with their receipts, and refusals, the latest first.
 
 import { html, useState } from "./vendor/htm/preact.js";
-import { Facts, Id, Labels, Section, When, bytes, duration, plain } from "./parts.js";
+import { Facts, Id, Labels, Lines, Section, When, bytes, duration, empty, plain } from "./parts.js";
 
 const FIRST = 20; // entries that are shown at first
 
@@ -15,8 +15,6 @@ const FORMATS = {
 };
 const TONES = { serving: "good", commit: "plain", "desired before": "plain", withdrawn: "mark", refused: "bad" };
 const IN_ENTRY = new Set(["generation", "labels", "why", "by"]); // fields that the entry itself shows
-
-const empty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
 
 function Receipt({ receipt }) {
   const fields = Object.entries(receipt).filter(([name, value]) => !IN_ENTRY.has(name) && !empty(value));
@@ -58,8 +56,8 @@ function Commit({ receipt, now, states, rollBack }) {
   </li>`;
 }
 
-/** Weights that the place has desired, and this process has not served. */
-function Desired({ weights, now, states, rollBack }) {
+/** Weights that the place has desired, and this process has not served. started: when its server was. */
+function Desired({ weights, started, now, states, rollBack }) {
   return html`<li class="entry">
     <div class="line">
       <${Badges} states=${states} />
@@ -69,12 +67,13 @@ function Desired({ weights, now, states, rollBack }) {
     </div>
     <div class="info line">
       <span>
-        desired${weights.by && ` by ${weights.by}`}, not served by this process
+        desired${weights.by && ` by ${weights.by}`},${" "}
+        ${weights.since < started ? "before this server was started" : "not served by this server"}
         ${weights.why && html`: <q>${weights.why}</q>`}
       </span>
       ${rollBack && html`<${RollBack} to=${weights.weights_id.slice(0, 12)} act=${rollBack} />`}
     </div>
-    ${weights.refused && html`<p class="info reason">${weights.refused}</p>`}
+    ${weights.refused && html`<div class="info"><${Lines} text=${weights.refused} /></div>`}
   </li>`;
 }
 
@@ -87,7 +86,7 @@ function Refusal({ refusal, now }) {
       ${kind && html`<strong>${kind}</strong>`}
       <span class="muted push"><${When} at=${time} now=${now} /></span>
     </div>
-    ${error && html`<p class="info reason">${error}</p>`}
+    ${error && html`<div class="info"><${Lines} text=${error} /></div>`}
     <p class="info muted">${source}${by && `, by ${by}`}${phase && `, while ${phase}`}</p>
   </li>`;
 }
@@ -101,7 +100,7 @@ function targets(history, model) {
   return new Map(earlier.map((weights) => [weights.weights_id, weights]));
 }
 
-function entries(history, model, now, openDialog) {
+function entries(history, model, started, now, openDialog) {
   const back = targets(history, model);
   const isRefused = (id) => Boolean(back.get(id)?.refused);
   const rollBack = (id) =>
@@ -122,7 +121,7 @@ function entries(history, model, now, openDialog) {
     .filter(({ weights_id }) => !seen.has(weights_id))
     .map((weights) => {
       const id = weights.weights_id;
-      const props = { weights, now, states: statesOf(id, false, "desired before"), rollBack: rollBack(id) };
+      const props = { weights, started, now, states: statesOf(id, false, "desired before"), rollBack: rollBack(id) };
       return [weights.since, html`<${Desired} key=${`desired ${id}`} ...${props} />`];
     });
   const refusals = history.refusals.map((refusal, index) => [
@@ -133,9 +132,9 @@ function entries(history, model, now, openDialog) {
 }
 
 /** The section of the history. history: null while it is loading. */
-export function History({ history, model, now, openDialog }) {
+export function History({ history, model, started, now, openDialog }) {
   const [all, setAll] = useState(false);
-  const known = history ? entries(history, model, now, openDialog) : [];
+  const known = history ? entries(history, model, started, now, openDialog) : [];
   const hidden = all ? 0 : Math.max(0, known.length - FIRST);
   return html`<${Section} id="history" title="History">
     ${!known.length && html`<p class="hint">${history ? "Nothing was committed or refused yet." : "Loading…"}</p>`}

@@ -4,7 +4,7 @@ import { html } from "./vendor/htm/preact.js";
 import { Canary } from "./canary.js";
 import { Answering, Load } from "./charts.js";
 import { History } from "./history.js";
-import { Facts, Id, Labels, Section, When, bytes, plain, verified } from "./parts.js";
+import { Facts, Id, Labels, Lines, Section, When, bytes, empty, plain, verified } from "./parts.js";
 import { Processes } from "./processes.js";
 
 const SHOWN_FIELDS = new Set([
@@ -141,7 +141,7 @@ function Following({ model, now, openDialog }) {
       <span class=${`badge ${tone}`}>${text}</span>
       ${on_hold && html`<span class="badge mark">on hold</span>`}
     </p>
-    ${error && html`<p class="note bad">${error}</p>`}
+    ${error && html`<div class="note bad"><${Lines} text=${error} /></div>`}
     <${Facts}
       rows=${[
         ["Place", following.place],
@@ -161,10 +161,12 @@ function Watching({ model }) {
   const list = (files) =>
     Object.keys(files).length > 0 &&
     html`<ul>
-      ${Object.entries(files).map(([name, why]) => html`<li key=${name}><code>${name}</code>: ${why}</li>`)}
+      ${Object.entries(files).map(
+        ([name, why]) => html`<li key=${name}><code>${name}</code>: <${Lines} text=${why} /></li>`,
+      )}
     </ul>`;
   return html`<${Section} id="watching" title="Watched directory">
-    ${watching.error && html`<p class="note bad">${watching.error}</p>`}
+    ${watching.error && html`<div class="note bad"><${Lines} text=${watching.error} /></div>`}
     <${Facts}
       rows=${[
         ["Directory", watching.directory],
@@ -177,11 +179,12 @@ function Watching({ model }) {
 
 /** Fields of a newer server that this page does not know, as they are. */
 function Others({ model }) {
-  const known = Object.entries(model).filter(([name, value]) => !SHOWN_FIELDS.has(name) && value !== null);
+  const known = Object.entries(model).filter(([name, value]) => !SHOWN_FIELDS.has(name) && !empty(value));
   return known.map(([name, value]) => {
+    const title = name.replaceAll("_", " ");
     const fields = value && typeof value === "object" ? Object.entries(value) : [[name, value]];
     const rows = fields.map(([field, item]) => [field.replaceAll("_", " "), item === null ? "" : plain(item)]);
-    return html`<${Section} key=${name} id=${`other-${name}`} title=${name.replaceAll("_", " ")}>
+    return html`<${Section} key=${name} id=${`other-${name}`} title=${title[0].toUpperCase() + title.slice(1)}>
       <${Facts} rows=${rows} />
     <//>`;
   });
@@ -203,5 +206,5 @@ export function Model({ model, server, points, history, now, openDialog }) {
       <${Load} points=${points} commits=${commits} />
       <${Answering} points=${points} now=${now} model=${model} />
     <//>
-    <${History} history=${history} model=${model} now=${now} openDialog=${openDialog} />`;
+    <${History} history=${history} model=${model} started=${server.started} now=${now} openDialog=${openDialog} />`;
 }

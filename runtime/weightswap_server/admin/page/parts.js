@@ -95,6 +95,54 @@ export function verified(how) {
   );
 }
 
+/** Tell whether a value says nothing. */
+export const empty = (value) =>
+  value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
+
+const SHOWN_LINES = 3; // of a long text, beside its last line, which says what to do
+
+/** A text of several lines; if it is long, all but its first lines and its last one are folded. */
+export function Lines({ text }) {
+  const lines = text.split("\n");
+  const [folded, last] = [lines.slice(SHOWN_LINES, -1), lines.at(-1)];
+  if (folded.length < 3) return html`<div class="lines">${text}</div>`;
+  return html`<div class="lines">${lines.slice(0, SHOWN_LINES).join("\n")}</div>
+    <details>
+      <summary>${folded.length} more lines</summary>
+      <div class="lines">${folded.join("\n")}</div>
+    </details>
+    <div class="lines">${last}</div>`;
+}
+
+/** A wide table; on phones each row is a list.
+ *
+ * columns: "text" or "" by title. rows: [key, cells], of which the first names the row.
+ */
+export function Table({ label, columns, rows }) {
+  const titles = Object.keys(columns);
+  return html`<div class="wide" tabindex="0" role="group" aria-label=${label}>
+    <table>
+      <thead>
+        <tr>
+          ${titles.map((title) => html`<th key=${title} class=${columns[title]} scope="col">${title}</th>`)}
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          ([key, [name, ...cells]]) =>
+            html`<tr key=${key}>
+              <th scope="row">${name}</th>
+              ${cells.map((cell, at) => {
+                const title = titles[at + 1];
+                return html`<td key=${title} class=${columns[title]} data-title=${title}>${cell}</td>`;
+              })}
+            </tr>`,
+        )}
+      </tbody>
+    </table>
+  </div>`;
+}
+
 /** Format any value of a document. */
 export function plain(value) {
   return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);

@@ -1,7 +1,7 @@
 // The keeper and the workers of a server: served weights, start time, and number of answers of each.
 
 import { html } from "./vendor/htm/preact.js";
-import { Id, Section, When, number } from "./parts.js";
+import { Id, Section, Table, When, number } from "./parts.js";
 
 const SILENT = 3; // seconds; processes report each second
 
@@ -10,37 +10,35 @@ function state({ ready, since, heard }, now) {
   return ready ? ["good", "ready"] : ["mark", "begins"];
 }
 
-function Row({ process, name, now }) {
+const COLUMNS = {
+  Process: "text",
+  State: "text",
+  Generation: "",
+  Weights: "text",
+  Answered: "",
+  Since: "text",
+  Pid: "",
+};
+
+function row(process, name, now) {
   const serving = process.models[name];
   const [tone, text] = state(process, now);
-  return html`<tr>
-    <th scope="row">${process.name}</th>
-    <td><span class=${`badge ${tone}`}>${text}</span></td>
-    <td>${serving?.generation ?? ""}</td>
-    <td>${serving?.weights_id && html`<${Id} id=${serving.weights_id} />`}</td>
-    <td>${process.role === "keeper" ? "" : number(process.answered)}</td>
-    <td><${When} at=${process.since} now=${now} /></td>
-    <td>${process.pid}</td>
-  </tr>`;
+  return [
+    process.name,
+    html`<span class=${`badge ${tone}`}>${text}</span>`,
+    serving?.generation,
+    serving?.weights_id && html`<${Id} id=${serving.weights_id} />`,
+    process.role !== "keeper" && number(process.answered),
+    html`<${When} at=${process.since} now=${now} />`,
+    process.pid,
+  ];
 }
 
 /** The section of processes, if there are several. name: of the model. */
 export function Processes({ processes, name, now }) {
   if (processes.length < 2) return null;
+  const rows = processes.map((process) => [process.name, row(process, name, now)]);
   return html`<${Section} id="processes" title="Processes">
-    <div class="wide" tabindex="0" role="group" aria-label="Processes">
-      <table>
-        <thead>
-          <tr>
-            ${["Process", "State", "Generation", "Weights", "Answered", "Since", "Pid"].map(
-              (title) => html`<th key=${title} scope="col">${title}</th>`,
-            )}
-          </tr>
-        </thead>
-        <tbody>
-          ${processes.map((process) => html`<${Row} key=${process.name} process=${process} name=${name} now=${now} />`)}
-        </tbody>
-      </table>
-    </div>
+    <${Table} label="Processes" columns=${COLUMNS} rows=${rows} />
   <//>`;
 }
