@@ -18,6 +18,7 @@ from weightswap_runtime.format.weight_set import (
     SUFFIX,
     companions,
     open_weights,
+    shard_set,
 )
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, Url, as_location, fixed
@@ -52,6 +53,8 @@ Listing = Callable[[], list[Entry]]
 def open_directory(directory: str | os.PathLike[str]) -> Listing:
     """Return a function that lists the weight files of a directory, local or behind a URL, in no order.
 
+    An index of shards stands for those that have its name.
+
     The listing opens no file. It raises WeightFileError, caused by an OSError for a local directory, if the directory
     cannot be listed. `open_directory` itself raises MissingExtra and Unsupported for a URL that is not supported.
     """
@@ -64,7 +67,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
         check_listable(location)
     else:
         location = fixed(location)
-    return lambda: _weight_files(_entries(location))
+    return lambda: _sets(_entries(location))
 
 
 def fingerprint(path: str | Path, check: Check) -> Hashable:
@@ -128,6 +131,17 @@ def _weight_files(entries: list[Entry]) -> list[Entry]:
         return entry._replace(beside=tuple((each.name, each.fingerprint, each.changed) for each in others))
 
     return [beside(each) for each in entries if each.name.endswith(SUFFIX) and not each.name.endswith(GOLDENS_SUFFIX)]
+
+
+def _sets(entries: list[Entry]) -> list[Entry]:
+    """Return the weight files and the indices, without the shards of these."""
+    indices = {entry.name: entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)}
+
+    def has_index(entry: Entry) -> bool:
+        shard = shard_set(entry.name)
+        return shard is not None and shard[0] + INDEX_SUFFIX in indices
+
+    return [each for each in _weight_files(entries) if not has_index(each)] + list(indices.values())
 
 
 def _entries(folder: Location) -> list[Entry]:

@@ -31,9 +31,11 @@ from weightswap_runtime.errors import (
     Superseded,
     TruncatedFile,
     Unproven,
+    Unsupported,
     WeightFileError,
     WeightswapError,
 )
+from weightswap_runtime.format.weight_set import INDEX_SUFFIX, shard_set
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.sources.location import printable
 
@@ -206,7 +208,28 @@ class Intake:
             return
         if self._is_superseded(file):
             self._skip_superseded(file, target)
-        elif self._clock() >= file.retry_at:
+        elif shard_set(file.entry.name) or file.entry.name.endswith(INDEX_SUFFIX):
+            self._process_of_several(file, target)
+        else:
+            self._process_whole(file, target)
+
+    def _process_of_several(self, file: _File, target: WatchTarget) -> None:
+        """Skip an index, and all but the first shard whose index is not there; that one is tried, and reported."""
+        where, own = printable(file.entry.path), shard_set(file.entry.name)
+        skipped = (other.entry.name for other in self._files.values() if other.settled and other.error is not None)
+        if own is None:
+            error = Unsupported(
+                f"{where}: an index of shards, but a watched directory takes each set of weights as one file. Pack the "
+                f"checkpoint into it: weightswap pack {where} ARTIFACT -o FILE.safetensors"
+            )
+            self._set_failed(file, error, target)
+        elif own in map(shard_set, skipped):
+            file.settled = True
+        else:
+            self._process_whole(file, target)
+
+    def _process_whole(self, file: _File, target: WatchTarget) -> None:
+        if self._clock() >= file.retry_at:
             file.peek = file.peek or peek(file.entry.path, target.check)
             if file.peek.weights_id is not None and target.serves(file.peek.weights_id):
                 self._set_taken(file, target)

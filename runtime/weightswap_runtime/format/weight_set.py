@@ -207,6 +207,12 @@ def lost_index(names: Sequence[str]) -> str:
     )
 
 
+def shard_set(name: str) -> tuple[str, str] | None:
+    """Return the beginning and the number of shards that the name of a safetensors shard has; None for others."""
+    shard = _SHARD.fullmatch(name)
+    return (shard[1], shard[2]) if shard is not None and shard[3] == SUFFIX and int(shard[2]) > 1 else None
+
+
 def shard_advice(where: str) -> str:
     """Return what to do about a file that is one shard of several; otherwise an empty string."""
     shard = _SHARD.search(where)

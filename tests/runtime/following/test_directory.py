@@ -62,7 +62,7 @@ def test_of_two_files_of_one_published_step_the_later_one_is_last() -> None:
         ".v1.safetensors.tmp-01234567": False,
         "v1.safetensors.part": False,
         "v1.safetensors.sig": False,
-        "v1.safetensors.index.json": False,
+        "v1.safetensors.index.json": True,
         "v1.bin": False,
     }.items(),
 )

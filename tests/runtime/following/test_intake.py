@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.support.intake_rig import INTERVAL, IntakeRig
 from tests.support.tiny import serves
@@ -279,3 +281,23 @@ def test_errors_that_are_kept_hold_no_frames(rig: IntakeRig) -> None:
     rig.look()
     error = rig.intake.skipped["v1.safetensors"]
     assert error.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("index", "reports"),
+    [
+        (False, [("skipped model-00001-of-00003", "WeightsMismatch")]),
+        (True, [("skipped model.safetensors.index", "Unsupported")]),
+    ],
+)
+def test_a_set_of_several_files_is_reported_once(index: bool, reports: list[tuple[str, str]], rig: IntakeRig) -> None:
+    """By its index; by its first shard, if the index comes later or never."""
+    if index:
+        (rig.folder / "model.safetensors.index.json").write_text("{}")
+    for number in (1, 2, 3):
+        save_file({"weight": torch.ones(3, 5)}, rig.folder / f"model-0000{number}-of-00003.safetensors")
+        rig.look()
+        rig.look()
+    rig.write("v1", 1)
+    rig.look()
+    assert (rig.committed, rig.reports, len(rig.intake.skipped)) == (["v1"], reports, 1)
