@@ -184,7 +184,7 @@ def _verify(spec: Spec, source: str) -> None:
 def _check_graph(what: str, graph_id: str, expected: str) -> None:
     if graph_id and graph_id != expected:
         raise GraphMismatch(
-            f"{what}: packed for graph {graph_id[:SHOWN]}, but the artifact has graph {expected[:SHOWN]}. Nothing was "
+            f"{what}: packed for another graph, {graph_id[:SHOWN]}; the artifact has {expected[:SHOWN]}. Nothing was "
             "deployed: pack their checkpoint for this artifact, or follow another place"
         )
 

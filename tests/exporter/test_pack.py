@@ -189,6 +189,37 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         CheckpointError,
         "c.pt: w: a nested tensor (torch.nested) cannot be written as safetensors",
     ),
+    "a jagged tensor": (
+        lambda path: {"w": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)},
+        CheckpointError,
+        "w: a nested tensor (torch.nested) cannot be written as safetensors",
+    ),
+    "a file of a jagged tensor": (
+        lambda path: saved(path / "c.pt", {"w": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}),
+        CheckpointError,
+        "c.pt: a nested tensor (torch.nested) cannot be written as safetensors",
+    ),
+    "a GGUF file": (
+        lambda path: written(path / "c.pt", b"GGUF\3" + bytes(99)),
+        CheckpointError,
+        "c.pt: a GGUF file, as llama.cpp reads. Give the checkpoint that it was made of",
+    ),
+    "an HDF5 file": (
+        lambda path: written(path / "c.bin", b"\x89HDF\r\n\x1a\n" + bytes(99)),
+        CheckpointError,
+        "c.bin: an HDF5 file, as Keras writes. Give a checkpoint of the PyTorch model",
+    ),
+    "an ONNX file": (
+        lambda path: written(path / "c.pt", b"\x08\x0a\x12\x07pytorch\x1a\x03" + bytes(99)),
+        CheckpointError,
+        "c.pt: an ONNX file, a graph. Give a checkpoint of the PyTorch model that it was made of",
+    ),
+    "a torch file by the name of another": (
+        lambda path: saved(path / "c.pt", Renamed().state_dict()).rename(path / "c.safetensors"),
+        WeightFileError,
+        "c.safetensors: a zip file, like those that torch.save writes, not a safetensors file. Give it a name that "
+        "ends with .pt, and pack it",
+    ),
     "an adapter of old": (
         lambda path: saved(path / "adapter_model.bin", {"w": torch.ones(1)}).parent,
         CheckpointError,

@@ -76,7 +76,7 @@ def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: 
     from weightswap_fleet import deployment
 
     weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="packed for graph 000000000000, but the artifact has graph"):
+    with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000; the artifact has "):
         deployment(tiny.path, weights)
     assert DesiredPlace(tmp_path).read().weights is None
 

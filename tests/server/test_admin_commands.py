@@ -177,6 +177,7 @@ def test_who_serves_what_is_desired(
         assert done.exit_code == status, done.output
         return [(each["model"], each["agrees"], each["state"]) for each in json.loads(done.stdout)["servers"]]
 
+    (tmp_path / "link").symlink_to(folder)
     ((name, agrees, why),) = desired("--wait", "--timeout", 0.1, status=1)
     assert (name, agrees) == ("", False)
     assert f"no model follows {folder}" in why
@@ -185,6 +186,9 @@ def test_who_serves_what_is_desired(
         set_ = ("--set", weight_file(2), "--revision", "latest", "--wait")
         assert desired(*set_) == [("tiny", True, "serves")]
         assert serves(model, 2)
+        for other_name in (tmp_path / "link", folder / ".." / "service"):
+            done = CliRunner().invoke(desired_command, [str(other_name), "--server", url_of(server)])
+            assert (done.exit_code, "serve it    1 of 1" in done.stdout) == (0, True)
         (tiny, other) = desired("--server", "http://127.0.0.1:1", "--wait", "--timeout", 0.1, status=1)
         assert (tiny[1], other[:2]) == (True, ("", False))
         assert "no server answers there" in other[2]

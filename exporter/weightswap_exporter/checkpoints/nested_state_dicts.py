@@ -22,6 +22,7 @@ from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
 from .tensor import CheckpointTensor, PartOf
 
+NESTED = "a nested tensor (torch.nested) cannot be written as safetensors"
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _DEPTH = 2  # of wrappers in wrappers that are searched for the weights
 _MOST_DEPTH = 8  # of mappings that a user can choose
@@ -256,8 +257,9 @@ def _nested(
     if prefix:
         names = [key for key in tree if isinstance(key, str) and key.startswith(prefix)]
         tree = {name[len(prefix) :]: tree[name] for name in names}
-    tensors = _tensors(tree)
-    problems = tuple(text for key, value in tensors.items() for text in _problems(key, value))
+    nested = [f"{key}: {NESTED}" for key, value in tree.items() if isinstance(value, torch.Tensor) and value.is_nested]
+    tensors = {} if nested else _tensors(tree)  # the parts of a nested tensor are not those of a quantised one
+    problems = (*nested, *(text for key, value in tensors.items() for text in _problems(key, value)))
     values = {} if problems else {key: values_of(value) for key, value in tensors.items()}
     for key, part_of in _parts(tree) if values else ():
         values[key] = values[key]._replace(part_of=part_of)
@@ -324,6 +326,6 @@ def _problems(key: object, tensor: Any) -> Iterator[str]:
         advice = "gather it (full_tensor()), or save it with torch.distributed.checkpoint"
         yield f"{key}: is a {kind}, not a plain tensor; {advice}"
     elif tensor.is_nested:
-        yield f"{key}: a nested tensor (torch.nested) cannot be written as safetensors"
+        yield f"{key}: {NESTED}"
     elif tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         yield f"{key}: {tensor.dtype} {tensor.layout} cannot be written as safetensors"

@@ -31,6 +31,7 @@ from weightswap_runtime.errors import CheckpointError, WeightFileError, listed
 from weightswap_runtime.format.safetensors import FOREIGN_HEAD, foreign_kind, is_safetensors
 from weightswap_runtime.format.weight_set import read_index
 
+from .nested_state_dicts import NESTED
 from .pickle_scan import Refused, Repeated, Scan, as_text, scan
 from .tensor import CheckpointTensor, Files, Stored, Window, dtype_of, read_into, values_of
 
@@ -225,6 +226,8 @@ def _load(source: Path | IO[bytes], path: Path, names: Collection[str], *, mmap:
     """Load a file with torch, without executing code. `names` are those of classes and functions in it."""
     if any(name.startswith("torchao.") for name in names):
         _import_torchao(path)
+    if any(name.startswith("torch.nested.") for name in names):
+        raise CheckpointError(f"{path}: {NESTED}")
     try:
         with warnings.catch_warnings():  # that torch 2.14 checks sparse tensors, which are then refused
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)

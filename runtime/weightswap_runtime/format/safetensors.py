@@ -41,6 +41,7 @@ _DATA_ALIGNMENT = 4096
 _LABEL_ROOM = 1024  # two sets of weights have the same layout unless labels are longer
 _LENGTH = struct.Struct("<Q")
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
+_ONNX = re.compile(rb"\x08[\x01-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]")  # a ModelProto: ir_version, and a next field
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
 
@@ -138,6 +139,12 @@ def foreign_kind(head: bytes) -> str:
         return "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull"
     if head.lstrip()[:1] == b"<":
         return "a web page (HTML or XML), as a server answers instead of a file. Download the file itself"
+    if head.startswith(b"GGUF"):
+        return "a GGUF file, as llama.cpp reads. Give the checkpoint that it was made of"
+    if head.startswith(b"\x89HDF\r\n\x1a\n"):
+        return "an HDF5 file, as Keras writes. Give a checkpoint of the PyTorch model"
+    if _ONNX.match(head):
+        return "an ONNX file, a graph. Give a checkpoint of the PyTorch model that it was made of"
     if head.startswith(_COMPRESSED):
         return "a compressed file. Unpack it, and give the checkpoint that is in it"
     if head[257:262] == b"ustar":
@@ -174,12 +181,11 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
     """
     if len(prefix) < _LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
-    if prefix.startswith(b"PK\x03\x04"):
-        raise DamagedFile(
-            f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
-            "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
-        )
     length: int = _LENGTH.unpack(prefix)[0]
+    if prefix.startswith(b"PK\x03\x04"):
+        _refuse_torch(where, "a zip file, like those that torch.save writes")
+    if length > MAX_HEADER and prefix.startswith(b"\x80\x02"):
+        _refuse_torch(where, "a pickle, like those that old versions of torch.save wrote")
     if length > MAX_HEADER and (foreign := foreign_kind(prefix)):
         raise DamagedFile(f"{where}: {foreign}")
     if length > MAX_HEADER:
@@ -192,6 +198,14 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
             "tensors and less metadata."
         )
     return length
+
+
+def _refuse_torch(where: str, what: str) -> NoReturn:
+    name = "Give it a name that ends with .pt, and pack" if where.endswith(".safetensors") else "Pack"
+    raise DamagedFile(
+        f"{where}: {what}, not a safetensors file. {name} it on the build side: weightswap pack CHECKPOINT.pt ARTIFACT "
+        "-o FILE.safetensors"
+    )
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from msgspec import Struct, field
 
-from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights, Unsupported, check_timeout, lines_of
-from weightswap_runtime.format.delta import DeltaStamp
+from weightswap_runtime.errors import (
+    GraphMismatch,
+    UnexpectedWeights,
+    Unsupported,
+    WeightswapError,
+    check_timeout,
+    lines_of,
+)
+from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
 from weightswap_runtime.format.goldens import Mode, check_mode
 from weightswap_runtime.format.identity import (
     Allowed,
@@ -24,6 +32,7 @@ from weightswap_runtime.format.identity import (
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings, check_whole, patterns
 from weightswap_runtime.format.safetensors import Stamp
+from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job, check_rate_limit
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
@@ -125,11 +134,25 @@ class SwapRequest(NamedTuple):
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
-            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
+            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{self._about_expected()}")
         check_mode(self.verify)
         check_busy(self.busy)
         check_timeout(self.timeout)
         check_rate_limit(self.rate_limit)
+
+    def _about_expected(self) -> str:
+        """Return more about an `expect` that is no weights id: its length, and if the file's id begins so."""
+        expected = self.expect
+        if not (isinstance(expected, str) and re.fullmatch("[0-9a-f]+", expected)):
+            return ""
+        try:
+            with open_weights(self.path) as weights:
+                stamp = delta_stamp(weights) or weights.stamp
+        except WeightswapError:
+            stamp = None
+        begins = stamp is not None and stamp.weights_id.startswith(expected)
+        more = f"; the id that the file records begins so: {stamp.weights_id}" if stamp and begins else ""
+        return f", this has {len(expected)}{more}"
 
     @property
     def patience(self) -> float | None:

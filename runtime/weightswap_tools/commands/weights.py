@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from weightswap_runtime.following.desired_state import SHOWN, DesiredState, Desi
 from weightswap_runtime.following.place import DesiredPlace, known_weights
 from weightswap_runtime.format.delta import write_delta
 from weightswap_runtime.format.identity import Counts
-from weightswap_runtime.sources.location import Url, as_location, printable
+from weightswap_runtime.sources.location import Url, as_location, is_url, printable
 from weightswap_runtime.staging.reading import check_content
 from weightswap_tools.admin_client import AdminClient, AdminUnreachable, read_token
 from weightswap_tools.terminal import (
@@ -263,7 +264,7 @@ def _ask(client: AdminClient, model: str | None, place: str, desired: str | None
         yield _Asked(client.where, model or "", None, False, str(error).removeprefix(f"{client.where}: "))
         return
     if model is None:
-        meant = [each for each in models if each["following"] and each["following"]["place"] == place]
+        meant = [each for each in models if each["following"] and _is_same(each["following"]["place"], place)]
         what = f"no model follows {place}; give --model if it is mounted elsewhere there"
     else:
         meant, what = [each for each in models if each["name"] == model], "has no such model"
@@ -273,6 +274,13 @@ def _ask(client: AdminClient, model: str | None, place: str, desired: str | None
         served = each["served"]["weights_id"] if each["served"] else None
         agrees = desired is not None and served == desired
         yield _Asked(client.where, each["name"], served, agrees, "serves" if agrees else _why_not(each, desired))
+
+
+def _is_same(place: str, other: str) -> bool:
+    """Return whether two texts mean the same place: local ones may differ in `..` and links."""
+    if is_url(place) or is_url(other):
+        return place == other
+    return os.path.realpath(place) == os.path.realpath(other)
 
 
 def _why_not(model: dict[str, Any], desired: str | None) -> str:

@@ -63,6 +63,8 @@ BROKEN = {
     "an entry of lists": (raw_file(b'{"a":[' + b"[]," * 100_000 + b"[]]}"), "a long entry"),
     "a long name": (raw_file(b'{"' + b"a" * 100_000 + b'":0}'), "is not an object with dtype"),
     "a torch checkpoint": (b"PK\x03\x04" + b"\0" * 40, "weightswap pack"),
+    "an old torch checkpoint": (b"\x80\x02\x8a\x0al\xfc\x9cF" + b"\0" * 40, "a name that ends with .pt"),
+    "a GGUF file": (b"GGUF\3" + b"\0" * 40, "a GGUF file, as llama.cpp reads"),
     "a git-lfs pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
         "a git-lfs pointer, not the file itself. Fetch the file: git lfs pull",
