@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from weightswap_runtime.errors import ExportError, RecipeError
 
 _FORM = "give file.py:function, module:function or hf:DIR"
 _HF = "hf:"
+_LIBRARIES = ("torch", "torchao", "transformers")  # loggers
 
 
 def export_recipe(
@@ -101,13 +102,18 @@ def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Hide what torch, torchao and transformers log about themselves, but no errors, unless TORCH_LOGS is set."""
-    previous = logging.root.manager.disable
-    if "TORCH_LOGS" not in os.environ:
-        logging.disable(logging.WARNING)
+    with suppress(ImportError):  # reported where it is needed
+        import torch  # noqa: F401
+        import transformers  # noqa: F401 - both set the levels of their loggers when they are imported
+    loggers = [] if "TORCH_LOGS" in os.environ else [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.level, logging.ERROR))
     try:
         yield
     finally:
-        logging.disable(previous)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:

@@ -258,6 +258,14 @@ def test_invalid_inputs_are_bad_usage(text: str, says: str, tmp_path: Path) -> N
     assert says in done.stderr
 
 
+def test_what_the_users_code_logs_is_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And what the libraries log about themselves is not."""
+    logs = "[__import__('logging').getLogger(name).warning(name) for name in ('mine', 'torch.x', 'transformers')]"
+    export_by_command(tmp_path, "--inputs", given(tmp_path, logs))
+    assert [each.name for each in caplog.records if each.name in each.getMessage()] == ["mine"]
+    assert logging.getLogger("transformers").level < logging.ERROR
+
+
 def test_a_recipe_gives_its_inputs_itself(tmp_path: Path) -> None:
     arguments = ["recipe.py:build", "-o", str(tmp_path / "a.artifact"), "--pictures"]
     done = CliRunner().invoke(export_command, arguments)
