@@ -193,7 +193,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(
     entry.get_by_text("withdrawn", exact=True).wait_for()
     assert entry.get_by_role("button", name="Roll back").count() == 0
     entries = section(page, "history").get_by_role("listitem")
-    never_served = entries.filter(has_text="not served by this server").filter(
+    never_served = entries.filter(has_text="not served by this process").filter(
         has_text=before.history[-1].weights_id[:12]
     )
     never_served.get_by_text("withdrawn", exact=True).wait_for()
@@ -229,7 +229,7 @@ def test_the_history_of_an_earlier_server(
     model = load(tiny.path)
     model.follow(place.where, interval=0.1)
     with administered({"tiny": model}) as server:
-        wait(open_page(server), "history", "desired by ana, before this server was started")
+        wait(open_page(server), "history", "desired by ana, before this process was started")
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ function Commit({ receipt, now, states, rollBack }) {
   </li>`;
 }
 
-/** Weights that the place has desired, and this process has not served. started: when its server was. */
+/** Weights that the place has desired, and this process has not served. started: when it was. */
 function Desired({ weights, started, now, states, rollBack }) {
   return html`<li class="entry">
     <div class="line">
@@ -68,7 +68,7 @@ function Desired({ weights, started, now, states, rollBack }) {
     <div class="info line">
       <span>
         desired${weights.by && ` by ${weights.by}`},${" "}
-        ${weights.since < started ? "before this server was started" : "not served by this server"}
+        ${weights.since < started ? "before this process was started" : "not served by this process"}
         ${weights.why && html`: <q>${weights.why}</q>`}
       </span>
       ${rollBack && html`<${RollBack} to=${weights.weights_id.slice(0, 12)} act=${rollBack} />`}
