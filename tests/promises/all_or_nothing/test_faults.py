@@ -22,7 +22,16 @@ import torch
 from tests.support.faults import Fault, after, each_call, failing, raises
 from tests.support.varied import Origin, RichFiles, X, addresses, live_bytes, small_blocks
 from weightswap_exporter import MethodSpec, export
-from weightswap_runtime import Model, ModelFailed, OutOfMemory, SwapError, WeightFileError, WeightswapError, load
+from weightswap_runtime import (
+    Model,
+    ModelFailed,
+    OutOfMemory,
+    SwapError,
+    WeightFileError,
+    WeightswapError,
+    byte_ranges,
+    load,
+)
 from weightswap_runtime import tensors as digests
 from weightswap_runtime import threads as worker_threads
 from weightswap_runtime.engines.torch_cpu import TorchEngine
@@ -75,6 +84,7 @@ FAULTS = {
     "a hash of a changed block fails": Fault(overlay, "blake3", NO_MEMORY),
     "a hash of a tensor fails": Fault(digests, "blake3", NO_MEMORY),
     "a hash of a set fails": Fault(weightfile, "blake3", NO_MEMORY),
+    "a copy of ranges fails": Fault(byte_ranges, "address", NO_MEMORY),
     "a copy fails": Fault(ctypes, "memmove", BROKEN),
     "no thread": Fault(threading.Thread, "start", NO_THREAD),
     "no helper": Fault(worker_threads.ThreadPoolExecutor, "submit", NO_THREAD),
