@@ -270,8 +270,7 @@ def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list
         signature = manifest.methods[call.method].signature
         check = CallCheck(call.method, signature, torch.Tensor, DTYPE_NAMES, TorchEngine.misplaced, TorchEngine.kind)
         try:
-            args, kwargs = (unflatten(*_plain_tree(tree)) for tree in (call.args, call.kwargs))
-            given = check.flatten(args, kwargs)
+            given = check.flatten(tuple(call.args), dict(call.kwargs))
             flat.append([value.detach().clone() if isinstance(value, torch.Tensor) else value for value in given])
         except InputMismatch as error:
             problems += [f"case {number}, {call.method}: {problem}" for problem in error.problems]
@@ -283,7 +282,7 @@ def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list
 def _plain_tree(value: Any) -> tuple[Node, list[Any]]:
     """Return the tree that a server has in place of a value, with leaves named by path, and its flat values."""
     flat, spec = pytree.tree_flatten(value)
-    return tree_of(spec, "", lambda path: Integer(path or "output", 0)), flat
+    return tree_of(spec, "", iter(flat), lambda _, path: Integer(path or "output", 0)), flat
 
 
 def with_literals(call: GoldenCall, manifest: Manifest) -> GoldenCall:

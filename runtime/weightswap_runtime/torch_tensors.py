@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from .errors import Unsupported
 from .tensors import DTYPES, TORCH_NAMES, TensorBytes
@@ -77,6 +80,29 @@ def tensor_content(tensor: torch.Tensor) -> TensorBytes:
     if name is None:
         raise Unsupported(f"{tensor.dtype} is not a dtype of the safetensors format")
     return TensorBytes(name, tuple(tensor.shape), tensor_bytes(tensor))
+
+
+def class_name(kind: type[Any]) -> str:
+    """Return the name of a class as signatures have it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def context_text(kind: type[Any], context: Any) -> str:
+    """Return what an object keeps beside its fields, as the class's registration with pytree gives it, as JSON.
+
+    Raises TypeError or ValueError if JSON cannot express it.
+    """
+    dumps = pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
+    return "" if context is None else json.dumps(dumps(context) if dumps else context, ensure_ascii=False)
+
+
+def registered_fields(value: Any) -> tuple[str, list[Any]] | None:
+    """Return an object's context and its fields, in order; None if its class is not registered with pytree."""
+    kind = type(value)
+    if kind not in pytree.SUPPORTED_NODES:
+        return None
+    fields, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    return context_text(kind, context), list(fields)
 
 
 @contextmanager

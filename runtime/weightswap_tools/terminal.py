@@ -289,7 +289,8 @@ def node_text(node: Node) -> str:
         case Tuple():
             return f"({', '.join(map(node_text, node.items))}{',' if len(node.items) == 1 else ''})"
         case Dict():
-            return "{" + ", ".join(f"{key_text(key)}: {node_text(item)}" for key, item in node.items) + "}"
+            of = node.kind.rpartition(".")[2] + (f"({node.context})" if node.context else "")
+            return f"{of}{{{', '.join(f'{key_text(key)}: {node_text(item)}' for key, item in node.items)}}}"
 
 
 def signature_sentence(name: str, signature: Signature) -> str:
@@ -328,7 +329,8 @@ def node_words(node: Node) -> str:
             return _sequence_words("tuple", node.items)
         case Dict():
             entries = enumerated([f"{key_text(key)} ({node_words(item)})" for key, item in node.items])
-            return f"a dict with {entries}" if entries else "an empty dict"
+            kind = f"{node.kind.rpartition('.')[2]} {node.context}".strip() or "dict"
+            return f"a {kind} with {entries}" if entries else f"an empty {kind}"
 
 
 def _sequence_words(kind: str, nodes: Sequence[Node]) -> str:

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch._export import config as export_config
 from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.modules.tensors import ModelView, is_composed, parts_of, put_together
+from weightswap_exporter.modules.tensors import ModelView, is_composed, key_paths, parts_of, put_together
 from weightswap_runtime.errors import CaptureError, listed
 
 from .document_check import is_identifier
@@ -70,7 +71,7 @@ class Captured:
     program: ExportedProgram
     parameters: inspect.Signature  # of the method in Python
     keywords: tuple[str, ...]  # names of the keyword arguments, which the program may call otherwise
-    dynamic_shapes: Any
+    shapes: list[Any]  # what `dynamic_shapes` has for each flat input
     mutated: frozenset[str]  # FQNs of buffers that a call changes
     leftovers: Leftovers  # attributes that a call changes and that no later call reads
     stale: list[str]  # texts about constants that may follow from weights
@@ -80,7 +81,13 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
     """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
     _check_spec(name, spec)
     # whatever the caller's mode: the graph must not depend on it
-    with torch.inference_mode(False), torch.enable_grad(), _hollow_constants(view), _in_parts(view) as parts:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _hollow_constants(view),
+        key_paths(),
+        _in_parts(view) as parts,
+    ):
         root = _as_forward(view.model, spec.fn_name)
         try:
             with _identifiers(root, spec.kwargs) as kwargs:
@@ -96,13 +103,17 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
 
 
 def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywords: tuple[str, ...]) -> Captured:
-    args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
+    args, kwargs = (tuple(spec.args), dict(spec.kwargs))
+    shapes = spec.dynamic_shapes
+    if isinstance(shapes, torch.export.ShapesCollection):  # it knows the tensors that the caller has
+        shapes = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
+    args, kwargs = _distinct((args, kwargs))
     view = ModelView(root)  # not the caller's: composed parameters are in parts here
     # torch counts buffers that are None, and would assign values to the wrong ones: they come last
     buffers = dict(sorted(root._buffers.items(), key=lambda item: item[1] is None))
     with leftovers_of_calls(root) as leftovers, mock.patch.object(root, "_buffers", buffers), _no_new_tensors(view):
         with no_seeding(), replaced_tensors(root) as replaced:
-            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+            program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
         if parts:
             _name_parts(program, parts)
@@ -112,7 +123,27 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
     if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
         raise CaptureError(_problem_of(*leftovers))
     stale = stale_constants(view, (args, kwargs), program, mutated)
-    return Captured(program, inspect.signature(root.forward), keywords, spec.dynamic_shapes, mutated, leftovers, stale)
+    parameters = inspect.signature(root.forward)
+    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, leftovers, stale)
+
+
+def _shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> list[Any]:
+    """Return what `dynamic_shapes` has for each flat input, as torch assigns it; None for no tensor.
+
+    It is by parameter or in their order, with `*args` in one; it has a list of the fields for a class that is
+    registered with pytree.
+    """
+    if isinstance(shapes, torch.export.AdditionalInputs):
+        shapes = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
+    found: dict[int, Any] = {}
+    if shapes:
+        combined = _combine_args(root, args, kwargs)
+        whole = combined if isinstance(shapes, Mapping) else type(shapes)(combined.values())
+        _tree_map_with_path(lambda _, value, shape: found.update({id(value): shape}), whole, shapes, tree_name="inputs")
+    return [
+        found.get(id(value)) if isinstance(value, torch.Tensor) else None
+        for value in pytree.tree_leaves((args, kwargs))
+    ]
 
 
 def training_operators(captured: Captured) -> set[str]:

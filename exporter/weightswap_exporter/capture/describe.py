@@ -33,11 +33,11 @@ def describe_method(captured: Captured) -> Signature:
     parameters = list(zip(names, children(args_spec), strict=True))
     keywords = list(zip(captured.keywords, children(kwargs_spec), strict=True))
     values = _user_inputs(captured)
-    dims = _Dims(_dim_names(captured, parameters + keywords, values))
+    dims = _Dims(_dim_names(captured.shapes, parameters + keywords, values))
     flat = iter(values)
 
     def tree(name: str, spec: pytree.TreeSpec) -> tuple[str, Node]:
-        return name, tree_of(spec, name, lambda path: _leaf(next(flat), path, dims, strict=True))
+        return name, tree_of(spec, name, flat, lambda value, path: _leaf(value, path, dims, strict=True))
 
     args = tuple(tree(name, spec) for name, spec in parameters)
     kwargs = tuple(tree(name, spec) for name, spec in keywords)
@@ -90,7 +90,7 @@ def _output(captured: Captured, dims: _Dims) -> Node:
     (outputs,) = program.graph.output_node().args
     assert isinstance(outputs, tuple | list)
     values = (item.meta["val"] if isinstance(item, torch.fx.Node) else item for item in outputs)
-    return tree_of(out_spec, "", lambda path: _leaf(next(values), path or "output", dims, strict=False))
+    return tree_of(out_spec, "", values, lambda value, path: _leaf(value, path or "output", dims, strict=False))
 
 
 def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:
@@ -173,27 +173,18 @@ def _symbols(expression: Any) -> list[sympy.Symbol]:
 
 
 def _dim_names(
-    captured: Captured, parameters: list[tuple[str, pytree.TreeSpec]], values: list[Any]
+    shapes: list[Any], parameters: list[tuple[str, pytree.TreeSpec]], values: list[Any]
 ) -> dict[sympy.Symbol, str]:
-    """Return the user's names of dimensions, from `dynamic_shapes`. Raises CaptureError if one of them became fixed."""
-    shapes = captured.dynamic_shapes
-    if not isinstance(shapes, Mapping):
-        shapes = dict(zip((name for name, _ in parameters), shapes or (), strict=False))
+    """Return the user's names of dimensions, from the `shapes` of the flat inputs.
+
+    Raises CaptureError if one of them became fixed.
+    """
     names: dict[sympy.Symbol, str] = {}
-    flat = iter(values)
-    for name, spec in parameters:
-        leaves = [next(flat) for _ in range(spec.num_leaves)]
-        for value, shape in zip(leaves, _per_leaf(spec, shapes.get(name)), strict=True):
-            for symbol, dim in _named_sizes(value, shape, name):
-                names.setdefault(symbol, dim)
+    owners = (name for name, spec in parameters for _ in range(spec.num_leaves))
+    for name, value, shape in zip(owners, values, shapes, strict=True):
+        for symbol, dim in _named_sizes(value, shape, name):
+            names.setdefault(symbol, dim)
     return names
-
-
-def _per_leaf(spec: pytree.TreeSpec, shapes: Any) -> list[Any]:
-    try:
-        return spec.flatten_up_to(shapes)
-    except ValueError:  # the shapes are given for a part of the tree only; the rest stays unnamed
-        return [None] * spec.num_leaves
 
 
 def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symbol, str]]:
@@ -204,8 +195,12 @@ def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symb
         size: Any = value.shape[axis]
         if _is_dynamic(dim) and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols):
             raise CaptureError(f"{name}: dimension {axis} was declared dynamic, but the capture fixed it at {size}")
-        if type(dim) is Dim and isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            yield size.node.expr, dim.__name__
+        if isinstance(dim, Dim) and isinstance(size, torch.SymInt):
+            # `3*rows` may be the only use of `rows`: a derived dimension knows the one that it is computed from
+            root, expected = getattr(dim, "root", dim), getattr(dim, "fn", lambda symbol: symbol)
+            for symbol in _symbols(size.node.expr):
+                if expected(symbol) == size.node.expr:
+                    yield symbol, root.__name__
 
 
 def _is_dynamic(dim: Any) -> bool:

@@ -7,8 +7,10 @@ import io
 import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cached_property
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightswap_runtime.errors import CaptureError, Unsupported, listed
 from weightswap_runtime.format.names import EXTRA_STATE
 from weightswap_runtime.format.signature import Dict, Items, Key, Leaf, Node, Tuple, key_text
-from weightswap_runtime.torch_tensors import DTYPE_NAMES
+from weightswap_runtime.torch_tensors import DTYPE_NAMES, class_name, context_text
 
 Kind = dict[str, Any]
 """JSON of what is no tensor. `type` is the class; `parts` has the kinds of those parts that are composed, too."""
@@ -263,19 +265,27 @@ def _text(value: Any, depth: int = 0) -> str:
     return f"{value.get('type', '')}({content})"
 
 
-def tree_of(spec: pytree.TreeSpec, path: str, leaf: Callable[[str], Leaf]) -> Node:
-    """Return a value's tree; `leaf(path)` makes its leaves, in order. Raises CaptureError for unsupported keys."""
+def tree_of(spec: pytree.TreeSpec, path: str, values: Iterator[Any], leaf: Callable[[Any, str], Leaf]) -> Node:
+    """Return a value's tree; `leaf(value, path)` makes its leaves of the flat `values`, in order.
+
+    Raises CaptureError for unsupported keys.
+    """
     if spec.is_leaf():
-        return leaf(path)
-    keys = _keys(spec)
+        return leaf(next(values), path)
+    own = list(islice(values, spec.num_leaves))
+    keys = _keys(spec, own, path)
     names = map(key_text, keys or range(spec.num_children))
+    rest = iter(own)
     parts = [
-        tree_of(child, f"{path}.{name}" if path else name, leaf)
+        tree_of(child, f"{path}.{name}" if path else name, rest, leaf)
         for child, name in zip(children(spec), names, strict=True)
     ]
-    if keys is not None:
-        return Dict(tuple(zip(keys, parts, strict=True)))
-    return Items(tuple(parts)) if spec.type in (list, deque) else Tuple(tuple(parts))
+    if keys is None:
+        return Tuple(tuple(parts)) if issubclass(_kind(spec), tuple) else Items(tuple(parts))
+    items = tuple(zip(keys, parts, strict=True))
+    if issubclass(_kind(spec), Mapping):
+        return Dict(items)
+    return Dict(items, class_name(_kind(spec)), _context(spec, path))
 
 
 def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
@@ -283,20 +293,23 @@ def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
-def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
-    """Return the keys of a node that the server rebuilds as a dict; None for a sequence."""
+def _kind(spec: pytree.TreeSpec) -> type[Any]:
     kind: Any = spec.type
-    if kind in (tuple, list, deque, namedtuple):
+    return tuple if kind is namedtuple else kind
+
+
+def _keys(spec: pytree.TreeSpec, values: list[Any], path: str) -> list[Key] | None:
+    """Return the keys of a node that the server rebuilds as a dict; None for a sequence."""
+    kind = _kind(spec)
+    if issubclass(kind, tuple | list | deque):
         return None
-    keys: list[Any] | None
+    keys: list[Any]
     if kind in (dict, OrderedDict):
         keys = list(spec.context)
     elif kind is defaultdict:
         keys = list(spec.context[1])
     else:
-        keys = _class_keys(spec)
-    if keys is None:
-        return None
+        keys = _class_keys(spec, values, path)
     if not all(_is_key(key) for key in keys):
         raise CaptureError(
             f"an input or output is a dict with the keys {keys}; keys must be strings, integers, or tuples of these"
@@ -312,20 +325,64 @@ def _is_key(key: Any) -> bool:
     return all(type(part) in (str, int) for part in parts)
 
 
-def _class_keys(spec: pytree.TreeSpec) -> list[Any] | None:
-    """Return the field names of a registered class: the context of an HF ModelOutput, the key paths of others."""
-    context = spec.context
-    if (
-        isinstance(context, list | tuple)
-        and len(context) == spec.num_children
-        and all(isinstance(k, str) for k in context)
-    ):
-        return list(context)
-    kind: Any = spec.type
-    flatten = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
-    if flatten is None:
-        return None
-    dummy = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    keys = [key for key, _ in flatten(dummy)[0]]
-    fields = [getattr(key, "name", getattr(key, "key", None)) for key in keys]
-    return None if None in fields else fields
+def _class_keys(spec: pytree.TreeSpec, values: list[Any], path: str) -> list[Any]:
+    """Return the names of a registered class's fields.
+
+    Only an object has them, so one is made of the values. Its context may look like names, and is none: that of a
+    KeyedJaggedTensor of six features has six strings, and the class has six fields.
+    """
+    kind = _kind(spec)
+    node = pytree.SUPPORTED_NODES[kind]
+    try:
+        entries, _ = (node.flatten_with_keys_fn or _named_by_attributes(node))(pytree.tree_unflatten(values, spec))
+        names = [_entry_name(entry) for entry, _ in entries]
+    except Exception as error:
+        raise CaptureError(
+            f"{path or 'output'}: a {class_name(kind)} cannot be made of its own parts: {error}"
+        ) from error
+    usable = len(names) == spec.num_children == len(set(names)) and None not in names
+    return names if usable else list(range(spec.num_children))
+
+
+def _entry_name(entry: Any) -> Any:
+    """Return the name in an entry of a key path: of an attribute, a key or an index."""
+    return next((getattr(entry, name) for name in ("name", "key", "idx") if hasattr(entry, name)), None)
+
+
+def _named_by_attributes(node: pytree.NodeDef) -> pytree.FlattenWithKeysFn:
+    """Return a function that names an object's parts by the keys or attributes that have them, or else numbers them."""
+
+    def flatten(whole: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        parts, context = node.flatten_fn(whole)
+        attributes = whole if isinstance(whole, Mapping) else getattr(whole, "__dict__", {})
+        names = [next((name for name, value in attributes.items() if value is part), None) for part in parts]
+        numbered = None in names or len(set(names)) < len(names)
+        keys: list[Any] = [
+            pytree.SequenceKey(index) if numbered else pytree.MappingKey(name) for index, name in enumerate(names)
+        ]
+        return list(zip(keys, parts, strict=True)), context
+
+    return flatten
+
+
+@contextmanager
+def key_paths() -> Iterator[None]:
+    """Register key paths in the block for the classes that have none: torch.export takes no others as inputs."""
+    without = {kind: node for kind, node in pytree.SUPPORTED_NODES.items() if node.flatten_with_keys_fn is None}
+    try:
+        for kind, node in without.items():
+            pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_named_by_attributes(node))
+        yield
+    finally:
+        pytree.SUPPORTED_NODES.update(without)
+
+
+def _context(spec: pytree.TreeSpec, path: str) -> str:
+    kind = _kind(spec)
+    try:
+        return context_text(kind, spec.context)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(
+            f"{path or 'output'}: a {class_name(kind)} keeps what JSON cannot express ({error}). Give "
+            "to_dumpable_context where it is registered with pytree"
+        ) from error

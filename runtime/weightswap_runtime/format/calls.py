@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -25,6 +27,8 @@ from .signature import (
     unflatten,
 )
 
+# fields of torchrec's jagged tensors that follow from each other: which of them an object has is a matter of its past
+_CACHED = {"_lengths": "lengths", "_offsets": "offsets"}
 _MOST_ACCEPTED = 1024  # kinds of calls that are remembered; others are checked each time
 
 
@@ -107,8 +111,8 @@ class CallCheck:
         for name, node in self._parameters:
             if name in values:
                 continue
-            if all(isinstance(leaf, Literal) for leaf in leaves(node)):
-                values[name] = unflatten(node, leaves(node))
+            if _is_fixed(node):
+                values[name] = _fixed(node)
             else:
                 check.problems.append(f"{name}: missing")
         return values
@@ -131,7 +135,7 @@ class _Check:
         elif type(node) is Literal:
             self._literal(node, value)
         elif type(node) is Dict:
-            self._dict(node, value, path)
+            self._dict(node, value, path) if isinstance(value, Mapping) else self._object(node, value, path)
         else:
             self._sequence(node, value, path)  # type: ignore[arg-type]
 
@@ -183,19 +187,37 @@ class _Check:
 
     def _sequence(self, node: Items | Tuple, value: Any, path: str) -> None:
         container = list if isinstance(node, Items) else tuple
-        if not isinstance(value, container) or len(value) != len(node.items):
+        if not isinstance(value, (list, deque) if container is list else tuple) or len(value) != len(node.items):
             self.problems.append(f"{path}: expected a {container.__name__} of {len(node.items)}, got {_show(value)}")
             return
         for index, (item, part) in enumerate(zip(node.items, value, strict=True)):
             self.walk(item, part, f"{path}.{index}")
 
-    def _dict(self, node: Dict, value: Any, path: str) -> None:
-        keys = [key for key, _ in node.items]
-        if not isinstance(value, Mapping) or set(value) != set(keys):
-            self.problems.append(f"{path}: expected a dict with the keys {keys}, got {_show(value)}")
+    def _dict(self, node: Dict, value: Mapping[Any, Any], path: str) -> None:
+        # the fields of an object that the graph has no input for need not be given
+        fixed = {key: _fixed(item) for key, item in node.items if _is_fixed(item)} if node.kind else {}
+        if {*value, *fixed} != {key for key, _ in node.items}:
+            self.problems.append(f"{path}: expected {_expected(node)}, got {_show(value)}")
             return
         for key, item in node.items:
-            self.walk(item, value[key], f"{path}.{key_text(key)}")
+            self.walk(item, value[key] if key in value else fixed[key], f"{path}.{key_text(key)}")
+
+    def _object(self, node: Dict, value: Any, path: str) -> None:
+        """Walk over the fields of an object of the class that was exported."""
+        given = f"{type(value).__module__}.{type(value).__qualname__}"
+        # no class is imported because an artifact names it; one that is registered has imported torch
+        if given != node.kind or "torch" not in sys.modules:
+            self.problems.append(f"{path}: expected {_expected(node)}, got {_show(value)}")
+            return
+        from weightswap_runtime.torch_tensors import registered_fields
+
+        found = registered_fields(value)
+        if found is None or found[0] != node.context or len(found[1]) != len(node.items):
+            context = found[0] if found else "no fields, as it is not registered with pytree here"
+            self.problems.append(f"{path}: expected a {node.kind} with {node.context}, got one with {context}")
+            return
+        for (key, item), field in zip(node.items, found[1], strict=True):
+            self.walk(item, _field(item, str(key), field, value), f"{path}.{key_text(key)}")
 
     def _size(self, expected: Size, size: int, name: str, where: str) -> None:
         """Compare a size with the expected one, and bind the dimension in it if this is its first use."""
@@ -219,6 +241,28 @@ class _Check:
         if value < limits.min or (limits.max is not None and value > limits.max):
             most = "any" if limits.max is None else limits.max
             self.problems.append(f"{name}:{where} expected {expected} with {dim} in {limits.min}..{most}, got {size}")
+
+
+def _is_fixed(node: Node) -> bool:
+    return all(isinstance(leaf, Literal) for leaf in leaves(node))
+
+
+def _fixed(node: Node) -> Any:
+    return unflatten(node, list(leaves(node)))
+
+
+def _expected(node: Dict) -> str:
+    keys = [key for key, item in node.items if not (node.kind and _is_fixed(item))]
+    return f"a {node.kind}, or a dict of its fields {keys}" if node.kind else f"a dict with the keys {keys}"
+
+
+def _field(node: Node, name: str, field: Any, owner: Any) -> Any:
+    """Return a field's value in the form that was exported: one of those that follow from each other is computed."""
+    if name not in _CACHED or not hasattr(owner, _CACHED[name]):
+        return field
+    if isinstance(node, Literal):
+        return node.content
+    return getattr(owner, _CACHED[name])() if field is None else field
 
 
 def _show(value: object) -> str:

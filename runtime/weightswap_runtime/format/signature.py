@@ -62,10 +62,12 @@ class Tuple(msgspec.Struct, frozen=True, tag="tuple"):
     items: tuple[Node, ...]
 
 
-class Dict(msgspec.Struct, frozen=True, tag="dict"):
+class Dict(msgspec.Struct, frozen=True, tag="dict", omit_defaults=True):
     """Dict node. Keys keep their order and their type."""
 
     items: tuple[tuple[Key, Node], ...]
+    kind: str = ""  # the class that was exported, as `module.Class`, if this has its fields; calls give it or a dict
+    context: str = ""  # what else the class keeps, as JSON: the keys of a KeyedJaggedTensor
 
 
 Leaf = Tensor | Integer | Literal

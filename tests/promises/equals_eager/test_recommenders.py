@@ -1,0 +1,311 @@
+"""Models of torchrec, with jagged tensors as their inputs: exported as they are, and bitwise as eager."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ShapesCollection
+
+from tests.support.served import ask, serving
+from tests.support.setups import different, equal
+from weightswap_exporter import export, pack, skeleton
+from weightswap_runtime import InputMismatch, load
+from weightswap_runtime.format.signature import Dict, Items, Node, Tensor
+from weightswap_tools.terminal import node_text, node_words
+
+with warnings.catch_warnings():  # those of its own and of fbgemm's deprecated modules
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchrec")
+    from torchrec.models.deepfm import SimpleDeepFMNN
+    from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+FEATURES = ["f0", "f1", "f2"]
+ROWS = 100
+KJT = "torchrec.sparse.jagged_tensor.KeyedJaggedTensor"
+DENSE: dict[str, Any] = {
+    "dense_in_features": 8,
+    "dense_arch_layer_sizes": [32, 16],
+    "over_arch_layer_sizes": [16, 1],
+}
+
+
+def bags(features: list[str] = FEATURES, **options: Any) -> nn.Module:
+    tables = [
+        EmbeddingBagConfig(name=f"t{index}", embedding_dim=16, num_embeddings=ROWS, feature_names=[feature], **options)
+        for index, feature in enumerate(features)
+    ]
+    return EmbeddingBagCollection(tables=tables)
+
+
+def weighted_bags() -> nn.Module:
+    tables = [EmbeddingBagConfig(name=f, embedding_dim=16, num_embeddings=ROWS, feature_names=[f]) for f in FEATURES]
+    return EmbeddingBagCollection(tables=tables, is_weighted=True)
+
+
+def sequences() -> nn.Module:
+    tables = [EmbeddingConfig(name=f, embedding_dim=16, num_embeddings=ROWS, feature_names=[f]) for f in FEATURES]
+    return EmbeddingCollection(tables=tables)
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = bags(["q", "c"])
+        self.q, self.c = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, kjts: list[Any]) -> torch.Tensor:
+        pooled = self.bags(kjts[0])
+        return (self.q(pooled["q"]) * self.c(pooled["c"])).sum(1).sigmoid()
+
+
+class Scoring(nn.Module):
+    """Takes what the pooling of another model gives, and one feature's ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.ids = nn.Linear(32, 1), nn.EmbeddingBag(ROWS, 4, mode="sum")
+
+    def forward(self, features: Mapping[str, Any]) -> torch.Tensor:
+        pooled, ids = features["pooled"], features["ids"]
+        known = self.ids(ids.values(), ids.offsets()[:-1])
+        return self.linear(torch.cat([pooled["f0"], pooled["f1"]], 1)) + known.sum(1, keepdim=True)
+
+
+def kjt(
+    batch: int = 4,
+    features: list[str] = FEATURES,
+    *,
+    most: int = 5,
+    weighted: bool = False,
+    offsets: bool = False,
+    dtype: torch.dtype = torch.int64,
+) -> Any:
+    lengths = torch.randint(most, (len(features) * batch,), dtype=dtype)
+    count = int(lengths.sum())
+    ids = torch.randint(ROWS, (count,), dtype=dtype)
+    weights = torch.rand(count) if weighted else None
+    if offsets:
+        begins = torch.cat([torch.zeros(1, dtype=dtype), lengths.cumsum(0).to(dtype)])
+        return KeyedJaggedTensor(keys=features, values=ids, weights=weights, offsets=begins)
+    return KeyedJaggedTensor(keys=features, values=ids, weights=weights, lengths=lengths)
+
+
+def strided(batch: int = 4, *, most: int = 5) -> Any:
+    """A KJT that has another number of rows for each feature."""
+    strides = [[batch], [max(1, batch // 2)], [max(1, batch - 1)]]
+    lengths = torch.randint(most, (sum(rows for (rows,) in strides),))
+    inverse = torch.stack([torch.arange(batch) % rows for (rows,) in strides])
+    return KeyedJaggedTensor(
+        keys=FEATURES,
+        values=torch.randint(ROWS, (int(lengths.sum()),)),
+        lengths=lengths,
+        stride_per_key_per_rank=strides,
+        inverse_indices=(FEATURES, inverse),
+    )
+
+
+def dense(batch: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 8)
+
+
+def pooled_and_ids(batch: int = 4, *, most: int = 5) -> Any:
+    table = KeyedTensor(keys=["f0", "f1"], length_per_key=[16, 16], values=torch.randn(batch, 32))
+    lengths = torch.randint(most, (batch,))
+    return {"pooled": table, "ids": JaggedTensor(torch.randint(ROWS, (int(lengths.sum()),)), lengths=lengths)}
+
+
+batch, count = Dim("batch", max=999), Dim("ids", min=0, max=9999)
+
+
+def fields(features: int = 3, *, weighted: bool = False, offsets: bool = False) -> list[Any]:
+    """`dynamic_shapes` of a KJT."""
+    rows = [None, None] if offsets else [{0: features * batch}, None]  # torch fixes the number of offsets
+    return [{0: count}, {0: count} if weighted else None, *rows, None, None]
+
+
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    make: Callable[..., tuple[Any, ...]]  # arguments of a batch, with fewer than `most` ids in a row
+    shapes: Any
+
+
+def with_kjt(build: Callable[[], nn.Module], features: list[str] = FEATURES) -> Case:
+    return Case(build, lambda b=4, most=5: (dense(b), kjt(b, features, most=most)), ({0: batch}, fields(len(features))))
+
+
+def alone(build: Callable[[], nn.Module], features: int = 3, **options: Any) -> Case:
+    names = [f"f{index}" for index in range(features)]
+    given = {key: value for key, value in options.items() if key != "dtype"}
+    return Case(build, lambda b=4, most=5: (kjt(b, names, most=most, **options),), (fields(features, **given),))
+
+
+def of(features: int) -> list[str]:
+    return [f"f{index}" for index in range(features)]
+
+
+CASES = {
+    "DLRM": with_kjt(lambda: DLRM(bags(), **DENSE)),
+    "DLRM_DCN": with_kjt(lambda: DLRM_DCN(bags(), dcn_num_layers=2, dcn_low_rank_dim=4, **DENSE)),
+    "DLRM_Projection": with_kjt(
+        lambda: DLRM_Projection(
+            bags(), interaction_branch1_layer_sizes=[32, 32], interaction_branch2_layer_sizes=[32, 32], **DENSE
+        )
+    ),
+    "DeepFM": with_kjt(
+        lambda: SimpleDeepFMNN(
+            num_dense_features=8, embedding_bag_collection=bags(), hidden_layer_size=20, deep_fm_dimension=5
+        )
+    ),
+    "5 features": alone(lambda: bags(of(5)), 5),
+    "6 features": alone(lambda: bags(of(6)), 6),
+    "7 features": alone(lambda: bags(of(7)), 7),
+    "mean": alone(lambda: bags(pooling=PoolingType.MEAN)),
+    "weighted": alone(weighted_bags, weighted=True),
+    "offsets": alone(bags, offsets=True),
+    "int32": alone(bags, dtype=torch.int32),
+    "sequences": alone(sequences),
+    "strides": Case(
+        bags,
+        lambda b=4, most=5: (strided(b, most=most),),
+        ([{0: count}, None, {0: Dim("lengths", max=999)}, None, None, {1: batch}],),
+    ),
+    "list": Case(Towers, lambda b=4, most=5: ([kjt(b, ["q", "c"], most=most)],), ([fields(2)],)),
+    "dict": Case(
+        Scoring,
+        lambda b=4, most=5: (pooled_and_ids(b, most=most),),
+        {"features": {"pooled": [{0: batch}], "ids": [{0: count}, None, {0: batch}, None]}},
+    ),
+}
+
+
+def plain(value: Any) -> Any:
+    """What a server gives in place of a value: fields by name."""
+    if isinstance(value, KeyedTensor):
+        return {"_values": value.values()}
+    if isinstance(value, JaggedTensor):
+        return {"_values": value.values(), "_weights": None, "_lengths": value._lengths, "_offsets": value._offsets}
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def eagerly(model: nn.Module, args: tuple[Any, ...]) -> Any:
+    with torch.no_grad():
+        return plain(model(*args))
+
+
+def as_fields(value: Any, node: Node) -> Any:
+    """An argument with dicts of fields in place of objects."""
+    if isinstance(node, Dict) and node.kind:
+        given = {str(key): getattr(value, str(key)) for key, _ in node.items if hasattr(value, str(key))}
+        if "_inverse_indices" in given and given["_inverse_indices"] is not None:
+            given["_inverse_indices"] = given["_inverse_indices"][1]
+        return {str(key): given[str(key)] for key, item in node.items if isinstance(item, Tensor)}
+    if isinstance(node, Dict):
+        return {key: as_fields(value[key], item) for key, item in node.items}
+    if isinstance(node, Items):
+        return [as_fields(item, part) for item, part in zip(value, node.items, strict=True)]
+    return value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    with skeleton():
+        hollow = case.build().eval()
+    sample = case.make()
+    artifact = export(hollow, sample, out=tmp_path / "skeleton", dynamic_shapes=case.shapes)
+    models = [different(case.build, seed) for seed in (1, 2)]
+    real = export(models[0], sample, out=tmp_path / "real", dynamic_shapes=case.shapes)
+    assert real.graph_id == artifact.graph_id
+    files = [pack(model, artifact, out=tmp_path / f"{index}.safetensors").path for index, model in enumerate(models)]
+    served = load(artifact, files[0])
+    signature = served.signatures["forward"]
+    assert set(signature.dims) <= {"batch", "ids", "lengths"}
+    assert "ids" in signature.dims
+    for index, model in enumerate(models):
+        if index:
+            served.swap(files[index])
+        rows = (4, 4) if name == "offsets" else (9, 5)
+        for args in (sample, case.make(rows[0]), case.make(rows[1], most=1)):
+            expected = eagerly(model, args)
+            assert equal(served(*args), expected)
+            apart = [as_fields(value, node) for value, (_, node) in zip(args, signature.args, strict=True)]
+            assert equal(served(*apart), expected)
+
+
+def test_torch_fixes_the_number_of_offsets() -> None:
+    shapes = ([{0: count}, None, None, {0: 3 * batch + 1}, None, None],)
+    with pytest.raises(Exception, match="specialized it to be a constant"):
+        torch.export.export(bags().eval(), (kjt(offsets=True),), dynamic_shapes=shapes, strict=False)
+
+
+def test_dimensions_of_a_collection_of_shapes(tmp_path: Path) -> None:
+    args = (dense(), kjt())
+    shapes = ShapesCollection()
+    shapes[args[0]], shapes[args[1].values()], shapes[args[1].lengths()] = {0: batch}, {0: count}, {0: 3 * batch}
+    artifact = export(DLRM(bags(), **DENSE).eval(), args, out=tmp_path / "a", dynamic_shapes=shapes)
+    assert set(artifact.manifest.methods["forward"].signature.dims) == {"batch", "ids"}
+
+
+def test_keys_are_recorded_and_checked(tmp_path: Path) -> None:
+    model = different(bags, 1)
+    artifact = export(model, (kjt(),), out=tmp_path / "a", dynamic_shapes=(fields(),))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+    signature = served.signatures["forward"]
+    ((_, given),) = signature.args
+    assert isinstance(given, Dict)
+    assert isinstance(signature.output, Dict)
+    assert (given.kind, given.context) == (KJT, '["f0", "f1", "f2"]')
+    assert signature.output.context == '[["f0", "f1", "f2"], [16, 16, 16]]'
+    assert node_text(signature.output) == f"KeyedTensor({signature.output.context}){{_values: F32[batch, 48]}}"
+    assert node_words(given).startswith('a KeyedJaggedTensor ["f0", "f1", "f2"] with _values (')
+    ids = kjt()
+    whole = {"_values": ids.values(), "_lengths": ids.lengths()}
+    others = [kjt(features=["f1", "f0", "f2"]), kjt(features=of(4)), kjt()["f0"], {"_values": ids.values()}]
+    for wrong in (*others, {**whole, "values": ids.values()}, kjt(weighted=True), dense()):
+        with pytest.raises(InputMismatch, match="features"):
+            served(wrong)
+
+
+def test_what_an_object_has_computed_before_changes_nothing(tmp_path: Path) -> None:
+    model = different(bags, 1)
+    for form in (False, True):
+        artifact = export(model, (kjt(offsets=form),), out=tmp_path / "a", dynamic_shapes=(fields(offsets=form),))
+        served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+        for given in (False, True):
+            value = kjt(4 if form else 7, offsets=given)
+            expected = eagerly(model, (value,))  # computes lengths, offsets and more
+            assert equal(served(value), expected)
+
+
+def test_over_http_as_fields(tmp_path: Path) -> None:
+    model = different(lambda: DLRM(bags(), **DENSE), 1)
+    artifact = export(model, (dense(), kjt()), out=tmp_path / "a", dynamic_shapes=({0: batch}, fields()))
+    file = pack(model, artifact, out=tmp_path / "w.safetensors").path
+    args = (dense(9), kjt(9))
+    inputs = {"dense_features": args[0], "sparse_features._values": args[1].values()}
+    inputs["sparse_features._lengths"] = args[1].lengths()
+    with serving({"dlrm": load(artifact, file)}) as server:
+        reply = ask(server, "/v2/models/dlrm/infer", infer_request(inputs))
+    (output,) = reply.json["outputs"]
+    found = torch.tensor(output["data"]).reshape(output["shape"])
+    assert torch.equal(found, eagerly(model, args))
+
+
+def infer_request(inputs: Mapping[str, torch.Tensor]) -> Any:
+    kinds = {torch.float32: "FP32", torch.int64: "INT64"}
+    return {
+        "inputs": [
+            {"name": name, "datatype": kinds[value.dtype], "shape": list(value.shape), "data": value.flatten().tolist()}
+            for name, value in inputs.items()
+        ]
+    }
