@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from weightswap_runtime.errors import InputMismatch, Unsupported, brief
+from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError, brief
 from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.expressions import all_hold, parse_condition
 from weightswap_runtime.format.signature import (
+    Dict,
     Integer,
+    Items,
     Leaf,
     Literal,
+    Node,
     Signature,
     Size,
     Tensor,
+    Tuple,
     call_arguments,
     input_leaves,
     leaves,
@@ -32,6 +38,13 @@ from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_ar
 from .errors import BadRequest
 from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
 
+# how the engines' operators refuse indices, lengths and other values that are no numbers to compute with
+_OF_VALUES = re.compile(
+    r"out of (range|bounds|data bounds)|not in the valid range|input appears to be incorrect|offsets\[|split_sizes"
+    r"|^Runtime assertion failed|Class values must|negative (dimension|length)|repeats? can not be negative"
+    r"|does not match required size|exceeds dimension size",
+    re.IGNORECASE,
+)
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
 
@@ -51,6 +64,13 @@ class ServedMethod:
         self.inputs, self.outputs = _metadata(name, self._inputs), _metadata(name, self._outputs)
         self.dtypes = {tensor.name: numpy_dtype(DATATYPES[tensor.datatype]) for tensor in self.inputs}
         known = {dtype: dtype for dtype in DTYPES}
+        self._jagged = [jagged for _, node in _parameters(self.signature) for jagged in _jagged(node)]
+        checked = {leaf.name for fields in self._jagged for leaf in fields if leaf and leaf.name != fields[0].name}
+        free = [leaf.name for leaf in self._inputs if isinstance(leaf, Tensor) and leaf.name not in checked]
+        integers = [name for name in free if self.dtypes[name].kind in "iu"]
+        self._suspects = ", ".join(
+            integers or free
+        )  # inputs whose values may be at fault when an operator refuses them
         self._check = CallCheck(name, self.signature, TensorBytes, known, lambda _: None, lambda value: value[:2])
 
     def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
@@ -61,7 +81,10 @@ class ServedMethod:
             raise InputMismatch(self.name, problems)
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
-        return self._check.flatten(args, kwargs)
+        checked = self._check.flatten(args, kwargs)
+        if problems := [problem for fields in self._jagged for problem in _jagged_problems(*fields, given)]:
+            raise InputMismatch(self.name, problems)
+        return checked
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise BadRequest for names of no output, and for duplicates, with which responses could have any size."""
@@ -73,9 +96,18 @@ class ServedMethod:
 
     def call(self, caller: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
         """Call the method on one version of the weights, and return its named outputs. The inputs are copied first.
-        variants: as in calls of a model."""
+        variants: as in calls of a model. Raises InputMismatch if an operator refuses the inputs' values, such as the
+        number of a row that a table does not have."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
-        values = caller.call_flat(self.name, tensors, variants)
+        try:
+            values = caller.call_flat(self.name, tensors, variants)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            if not self._suspects or isinstance(error, WeightswapError) or not _OF_VALUES.search(reason):
+                raise
+            raise InputMismatch(
+                self.name, [f"{self._suspects}: the model cannot compute with these values: {reason}"]
+            ) from error
         return [
             (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))
             for leaf, value in zip(self._outputs, values, strict=True)
@@ -88,11 +120,21 @@ class ServedMethod:
         return {name: as_array(content) for name, content in self.call(pinned, flat)}
 
     def sample(self) -> list[Any] | None:
-        """Return flat inputs of zeros of the smallest allowed sizes, at least 1; None if no call may have these."""
+        """Return flat inputs of zeros of the smallest allowed sizes, at least 1; None if no call may have these.
+
+        All ids of a jagged tensor are in its first row.
+        """
         sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
         if not all_hold(self.signature.conditions, sizes):
             return None
-        return [_zeros(leaf, sizes) for leaf in self._inputs]
+        filled: dict[str, TensorBytes] = {}
+        for values, lengths, offsets in self._jagged:
+            (count,) = _shape(values, sizes)[:1]
+            if lengths:
+                filled[lengths.name] = _zeros(lengths, sizes, {0: count})
+            if offsets:
+                filled[offsets.name] = _zeros(offsets, sizes, {slice(1, None): count})
+        return [filled.get(leaf.name) or _sample(leaf, sizes) for leaf in self._inputs]
 
     def batch_limit(self, dim: str) -> int | None:
         """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
@@ -110,6 +152,52 @@ class ServedMethod:
                 "outputs, and occur nowhere else"
             )
         return self.signature.dims[dim].max
+
+
+_Fields = tuple[Tensor, Tensor | None, Tensor | None]  # of a jagged tensor: values, lengths, offsets
+
+
+def _parameters(signature: Signature) -> tuple[tuple[str, Node], ...]:
+    return (*signature.args, *signature.kwargs)
+
+
+def _jagged(node: Node) -> Iterator[_Fields]:
+    """Yield the fields of torchrec's jagged tensors in a tree."""
+    match node:
+        case Items(items) | Tuple(items):
+            for item in items:
+                yield from _jagged(item)
+        case Dict(items):
+            fields = {str(key): item for key, item in items if isinstance(item, Tensor)}
+            if node.kind.endswith("JaggedTensor") and "_values" in fields:
+                yield fields["_values"], fields.get("_lengths"), fields.get("_offsets")
+            else:
+                for _, item in items:
+                    yield from _jagged(item)
+
+
+def _jagged_problems(
+    values: Tensor, lengths: Tensor | None, offsets: Tensor | None, given: Mapping[str, TensorBytes]
+) -> Iterator[str]:
+    """Yield what contradicts itself in a jagged tensor: not every graph checks it, and none names the input.
+
+    Lengths and offsets that are not yet read from a request's JSON are not looked at.
+    """
+    count = given[values.name].shape[0]
+    rows: NDArray[Any] | None = None
+    if offsets and given[offsets.name].data:
+        ends = as_array(given[offsets.name]).astype(np.int64)
+        rows = np.diff(ends)
+        if not len(ends) or ends[0] or (rows < 0).any() or ends[-1] != count:
+            yield f"{offsets.name}: must rise from 0 to {count}, the number of {values.name}"
+    if lengths and given[lengths.name].data:
+        found = as_array(given[lengths.name]).astype(np.int64)
+        if (found < 0).any():
+            yield f"{lengths.name}: {int(found.min())} is negative"
+        elif (found > count).any() or int(found.sum()) != count:  # a sum of large numbers may wrap around
+            yield f"{lengths.name}: add up to {int(found.sum())}, and {values.name} has {count}"
+        elif rows is not None and not np.array_equal(found, rows):
+            yield f"{lengths.name}: are not the differences of {offsets.name if offsets else ''}"
 
 
 def _uses(shape: Sequence[Size], dim: str) -> bool:
@@ -142,13 +230,24 @@ def _value(leaf: Leaf, tensors: Mapping[str, TensorBytes]) -> Any:
     return int(as_array(content).reshape(-1)[0])
 
 
-def _zeros(leaf: Leaf, sizes: Mapping[str, int]) -> Any:
+def _sample(leaf: Leaf, sizes: Mapping[str, int]) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
         return size_at(leaf.value, sizes)
-    shape = tuple(size_at(size, sizes) for size in leaf.shape)
-    return TensorBytes(leaf.dtype, shape, memoryview(bytes(numpy_dtype(leaf.dtype).itemsize * math.prod(shape))))
+    return _zeros(leaf, sizes)
+
+
+def _zeros(leaf: Tensor, sizes: Mapping[str, int], filled: Mapping[int | slice, int] | None = None) -> TensorBytes:
+    """Return zeros of the given sizes; filled: other values by place."""
+    values = np.zeros(_shape(leaf, sizes), numpy_dtype(leaf.dtype))
+    for place, value in (filled or {}).items():
+        values[place] = value
+    return array_content(values)
+
+
+def _shape(leaf: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(size_at(size, sizes) for size in leaf.shape)
 
 
 def _integer_content(value: int) -> TensorBytes:

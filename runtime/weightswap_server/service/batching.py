@@ -14,6 +14,7 @@ from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any
 
+from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.model.served import ServedModel, choice_of
@@ -226,7 +227,7 @@ class ModelThread:
         try:
             answers = self._run_calls(calls)
         except BaseException as error:
-            if (canary := calls[0].canary) is None:
+            if (canary := calls[0].canary) is None or isinstance(error, InputMismatch):  # no weights are at fault
                 raise
             canary.failed(error, len(calls))
             for call in calls:

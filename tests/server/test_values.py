@@ -1,0 +1,142 @@
+"""Requests whose shapes are right and whose values are not: ids that no table has, lengths that do not add up."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support.served import Reply, ask, serving
+from tests.support.setups import different
+from weightswap_exporter import export, pack
+from weightswap_runtime import load
+from weightswap_server import Server
+
+
+def request(inputs: Mapping[str, torch.Tensor]) -> Any:
+    kinds = {torch.float32: "FP32", torch.int64: "INT64", torch.int32: "INT32"}
+    return {
+        "inputs": [
+            {"name": name, "datatype": kinds[value.dtype], "shape": list(value.shape), "data": value.flatten().tolist()}
+            for name, value in inputs.items()
+        ]
+    }
+
+
+def infer(server: Server, inputs: Mapping[str, torch.Tensor], model: str = "model") -> Reply:
+    return ask(server, f"/v2/models/{model}/infer", request(inputs))
+
+
+class Embedded(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table, self.bag, self.row = nn.Embedding(10, 4), nn.EmbeddingBag(10, 4), nn.Parameter(torch.rand(10))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ways = {
+            "table": lambda: self.table(ids).sum(),
+            "bag": lambda: self.bag(ids.view(1, -1)),
+            "index": lambda: self.row[ids],
+            "gather": lambda: self.row.gather(0, ids),
+            "one_hot": lambda: nn.functional.one_hot(ids, 10) * self.row,
+            "split": lambda: torch.stack([part.sum() for part in self.row.split([size.item() for size in ids])]),
+        }
+        return ways[self.how]() + x
+
+
+@pytest.mark.parametrize("how", ["table", "bag", "index", "gather", "one_hot", "split"])
+def test_a_value_that_an_operator_refuses_is_the_requests_fault(tmp_path: Path, how: str) -> None:
+    model = different(lambda: Embedded(how), 1)
+    good = {"x": torch.ones(1), "ids": torch.tensor([3, 3, 4])}
+    artifact = export(model, tuple(good.values()), out=tmp_path / "a")
+    with serving({"model": load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)}) as server:
+        for wrong in ([3, 10, 3], [1, -11, 2]):
+            reply = infer(server, {**good, "ids": torch.tensor(wrong)})
+            assert reply.status == 400, reply.body
+            assert "forward: ids: the model cannot compute with these values: " in reply.error
+        assert infer(server, good).status == 200
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchrec")
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+FEATURES = ["a", "b"]
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=f"t{name}", embedding_dim=4, num_embeddings=10, feature_names=[name])
+            for name in FEATURES
+        ]
+        self.bags = EmbeddingBagCollection(tables=tables)
+
+    def forward(self, kjt: Any) -> torch.Tensor:
+        return self.bags(kjt).values()
+
+
+class Wrapped(Bags):
+    """Makes the jagged tensor itself."""
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return super().forward(KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths))
+
+
+IDS, LENGTHS = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([2, 0, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("jagged")
+    rows, count = Dim("rows", max=99), Dim("count", min=0, max=999)
+    model, wrapped = different(Bags, 1), different(Wrapped, 1)
+    kjt = KeyedJaggedTensor(keys=FEATURES, values=IDS, lengths=LENGTHS)
+    shapes = ([{0: count}, None, {0: 2 * rows}, None, None, None],)
+    artifact = export(model, (kjt,), out=folder / "a", dynamic_shapes=shapes)
+    other = export(wrapped, (IDS, LENGTHS), out=folder / "b", dynamic_shapes=({0: count}, {0: 2 * rows}))
+    both = {"model": load(artifact, pack(model, artifact, out=folder / "w").path)}
+    both["wrapped"] = load(other, pack(wrapped, other, out=folder / "v").path)
+    with serving(both) as running:
+        yield running
+
+
+WRONG: dict[str, tuple[str, Mapping[str, list[int]]]] = {
+    "an id outside": ("_values", {"_values": [1, 2, 3, 4, 10]}),
+    "a negative id": ("_values", {"_values": [1, 2, 3, 4, -1]}),
+    "too many ids": ("_lengths", {"_values": [1, 2, 3, 4, 5, 6]}),
+    "too few ids": ("_lengths", {"_values": [1, 2]}),
+    "a negative length": ("_lengths", {"_lengths": [2, -1, 2, 2]}),
+    "lengths that wrap around": ("_lengths", {"_lengths": [2**62, 2**62, 2**62, 2**62 + 5]}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_jagged_tensor_that_contradicts_itself_is_named(server: Server, what: str) -> None:
+    name, changed = WRONG[what]
+    good = {"_values": IDS, "_lengths": LENGTHS}
+    inputs = good | {key: torch.tensor(value) for key, value in changed.items()}
+    reply = infer(server, {f"kjt.{key}": value for key, value in inputs.items()})
+    assert reply.status == 400, reply.body
+    assert f"kjt.{name}: " in reply.error
+    assert infer(server, {f"kjt.{key}": value for key, value in good.items()}).status == 200
+    reply = infer(server, {key.removeprefix("_"): value for key, value in inputs.items()}, "wrapped")
+    assert reply.status == 400, reply.body
+    assert name.removeprefix("_") in reply.error
+
+
+def test_the_warm_up_is_with_ids_that_fit(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    method = server.service.served[0].methods["model"]
+    values, _, lengths, *_ = method.sample() or []
+    assert (values.shape, bytes(lengths.data)) == ((1,), bytes([1, *[0] * 31]))
