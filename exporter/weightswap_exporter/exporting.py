@@ -31,7 +31,7 @@ from weightswap_exporter.engines.compiling import (
     write_files,
 )
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
-from weightswap_exporter.modules.tensors import ModelView, unwrapped
+from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrapped
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError, listed
 from weightswap_runtime.format.artifact import zeros
@@ -177,7 +177,7 @@ def _export(
     view.check_separable()
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     groups = find_groups(view, variants)
-    with without_garbage_collection(), base_alone(view, groups):
+    with without_garbage_collection(), plain_buffers(model), base_alone(view, groups):
         tell(f"capturing {', '.join(specs)}")
         manifest, files, texts = _artifact(view, specs, load, example, groups)
         for text in texts:  # before anything is written: a warning may be an error

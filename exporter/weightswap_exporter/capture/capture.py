@@ -38,6 +38,7 @@ from .leftovers import (
     no_seeding,
     replaced_tensors,
 )
+from .lifted import settle_constants
 from .programs import arguments, graphs, inline_operators, mutated_buffers, rename_tensors
 from .stale_constants import stale_constants
 
@@ -115,6 +116,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         with no_seeding(), replaced_tensors(root) as replaced:
             program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
+        settle_constants(program)
         if parts:
             _name_parts(program, parts)
             inline_operators(program)

@@ -70,6 +70,7 @@ def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, muta
             "not been called"
         )
     held = {item for place in places for _, value in place.values() for item in memory(value)}
+    held |= memory(list(_of_modules_in_lists(view.model)))
     return [*_outside(type(view.model).__qualname__, constants, held), *_alike(constants, real)]
 
 
@@ -331,10 +332,20 @@ def _is_filled(bits: Any) -> bool:
     return not isinstance(bits, tuple) or bits[2].count(0) < len(bits[2])
 
 
+def _of_modules_in_lists(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors of modules that a plain list, dict or object holds: those are none of the model's modules."""
+    attributes = [value for module in model.modules() for key, value in vars(module).items() if key not in _NO_PLACES]
+    hidden = [item for value in attributes for _, item in within("", value) if isinstance(item, nn.Module)]
+    for part in (part for module in hidden for part in module.modules()):
+        for table in (vars(part), part._parameters, part._buffers):
+            yield from (item for item in table.values() if isinstance(item, torch.Tensor))
+
+
 def _outside(model: str, constants: _Constants, held: Collection[int]) -> Iterator[str]:
     """Yield texts about constants that are held by nothing that the model has. model: the name of its class."""
     for name, (node, value) in constants.items():
-        if name.startswith("lifted_tensor") and memory(value).isdisjoint(held) and not _is_table(value):
+        free = value.numel() and memory(value).isdisjoint(held)
+        if name.startswith("lifted_tensor") and free and not _is_table(value):
             stack = next(iter(node.users)).meta.get("nn_module_stack") or {"": ("", "")}
             module = next(reversed(stack.values()))[0] or model
             yield (

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from weightswap_exporter.modules.stand_ins import first_line
-from weightswap_exporter.modules.tensors import is_composed, is_empty_state, is_fake, is_sharded, kind_of, parts_of
+from weightswap_exporter.modules.tensors import (
+    is_composed,
+    is_empty_state,
+    is_fake,
+    is_sharded,
+    kind_of,
+    parts_of,
+    plain_bits,
+)
 from weightswap_runtime.errors import CheckpointError, listed, plural
 from weightswap_runtime.format.names import extra_state_of, ignored_names, is_among
 from weightswap_runtime.torch_tensors import DTYPE_NAMES
@@ -300,7 +308,7 @@ def _extra(tree: Mapping[Any, Any]) -> tuple[str, ...]:
 def _separate(key: Any, value: torch.Tensor) -> dict[Any, torch.Tensor]:
     """Return the parts of a tensor. Raises CheckpointError if they are none: an untrusted file can claim anything."""
     try:
-        parts = parts_of(key, value)
+        parts = parts_of(key, plain_bits(value))
         if all(isinstance(part, torch.Tensor) for part in parts.values()):
             return parts
         reason = "its parts are not tensors"

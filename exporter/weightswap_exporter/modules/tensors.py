@@ -49,7 +49,7 @@ class ModelView:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.buffers = {name: plain_bits(value) for name, value in model.named_buffers(remove_duplicate=False)}
         self.whole = self.parameters | self.buffers
         unsaved = {
             f"{path}.{name}" if path else name
@@ -93,6 +93,30 @@ class ModelView:
         texts = {name: _inseparable(tensor, name in self.parameters) for name, tensor in self.whole.items()}
         if problems := [f"{name} is a {text}" for name, text in texts.items() if text]:
             raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done.")
+
+
+def plain_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a table of torchrec's integers of 4 or 2 bits as the bytes that it has; other tensors as they are."""
+    packed = type(tensor).__module__ == "torchrec.tensor_types"
+    return tensor.elem if packed else tensor  # type: ignore[attr-defined]
+
+
+@contextmanager
+def plain_buffers(model: nn.Module) -> Iterator[None]:
+    """Have a model's buffers as `plain_bits` in the block: its calls read the memory that they are views of."""
+    packed = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and plain_bits(buffer) is not buffer
+    ]
+    try:
+        for buffers, name, buffer in packed:
+            buffers[name] = plain_bits(buffer)
+        yield
+    finally:
+        for buffers, name, buffer in packed:
+            buffers[name] = buffer
 
 
 def _in_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

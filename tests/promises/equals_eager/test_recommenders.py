@@ -15,7 +15,7 @@ from torch.export import Dim, ShapesCollection
 from tests.support.served import ask, serving
 from tests.support.setups import different, equal
 from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import InputMismatch, load
+from weightswap_runtime import InputMismatch, load, write_delta
 from weightswap_runtime.format.signature import Dict, Items, Node, Tensor
 from weightswap_tools.terminal import node_text, node_words
 
@@ -26,6 +26,8 @@ with warnings.catch_warnings():  # those of its own and of fbgemm's deprecated m
     from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantisedBags
+    from torchrec.quant.embedding_modules import EmbeddingCollection as QuantisedCollection
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 FEATURES = ["f0", "f1", "f2"]
@@ -285,6 +287,54 @@ def test_what_an_object_has_computed_before_changes_nothing(tmp_path: Path) -> N
             value = kjt(4 if form else 7, offsets=given)
             expected = eagerly(model, (value,))  # computes lengths, offsets and more
             assert equal(served(value), expected)
+
+
+def quantised(sequence: bool, dtype: torch.dtype, seed: int, features: list[str] = FEATURES) -> nn.Module:
+    observer = torch.ao.quantization.PlaceholderObserver
+    model = different(sequences if sequence else lambda: bags(features), seed)
+    model.qconfig = torch.ao.quantization.QConfig(
+        activation=observer.with_args(dtype=torch.float), weight=observer.with_args(dtype=dtype)
+    )
+    kind = QuantisedCollection if sequence else QuantisedBags
+    return kind.from_float(model).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_quantised_tables_are_weights(tmp_path: Path, sequence: bool, dtype: torch.dtype) -> None:
+    models = [quantised(sequence, dtype, seed) for seed in (1, 2)]
+    artifact = export(models[0], (kjt(),), out=tmp_path / "a", dynamic_shapes=(fields(),))
+    names = {f"embedding{'s' if sequence else '_bags'}.{table}.weight" for table in FEATURES if sequence}
+    names |= set() if sequence else {f"embedding_bags.t{index}.weight" for index in range(3)}
+    assert {weight.name for weight in artifact.manifest.weights} == names
+    first = pack(models[0], artifact, out=tmp_path / "1.safetensors").path
+    second = pack(models[1].state_dict(), artifact, out=tmp_path / "2.safetensors").path
+    served = load(artifact, first)
+    for index in (0, 1):
+        if index:
+            served.swap(second)
+        for args in ((kjt(),), (kjt(9),), (kjt(5, most=1),)):
+            assert equal(served(*args), eagerly(models[index], args))
+    wrong = KeyedJaggedTensor(FEATURES, torch.tensor([1, ROWS, -3]), lengths=torch.tensor([1, 0, 0, 1, 0, 1]))
+    apart = KeyedJaggedTensor(FEATURES, wrong.values().clone(), lengths=wrong.lengths())
+    assert equal(served(wrong), eagerly(models[1], (apart,)))  # the row 0 instead
+
+
+def test_rows_of_a_quantised_table_are_changed_by_a_delta(tmp_path: Path) -> None:
+    model, other = quantised(False, torch.qint8, 1), quantised(False, torch.qint8, 2)
+    artifact = export(model, (kjt(),), out=tmp_path / "a", dynamic_shapes=(fields(),))
+    first = pack(model, artifact, out=tmp_path / "1.safetensors").path
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["embedding_bags.t1.weight"][3:7] = other.state_dict()["embedding_bags.t1.weight"][3:7]
+    second = pack(state, artifact, out=tmp_path / "2.safetensors").path
+    write_delta(first, second, out=tmp_path / "delta")
+    served = load(artifact, first)
+    receipt = served.swap(tmp_path / "delta")
+    with torch.no_grad():
+        model.state_dict()["embedding_bags.t1.weight"].copy_(state["embedding_bags.t1.weight"])
+    args = (kjt(9, most=9),)
+    assert equal(served(*args), eagerly(model, args))
+    assert receipt.generation == 1
 
 
 def test_over_http_as_fields(tmp_path: Path) -> None:
