@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -166,7 +167,7 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     try:
         # torch logs why it cannot open a program, with texts of an untrusted file
         with mock.patch.object(logging.getLogger("torch.export"), "disabled", new=True):
-            return torch.export.load(io.BytesIO(_checked_archive(raw, where)))
+            program = torch.export.load(io.BytesIO(_checked_archive(raw, where)))
     except ArtifactError:
         raise
     except Exception as error:
@@ -175,6 +176,17 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
             f"{where}: torch {torch.__version__} cannot open the graph that torch {artifact.manifest.producer.torch} "
             f"wrote ({reason}). Install that version, or export again."
         ) from error
+    _only_symbols(program)
+    return program
+
+
+def _only_symbols(program: ExportedProgram) -> None:
+    """Remove ranges of sizes such as `3*rows` from where torch has those of symbols: its decompositions fail there."""
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")])
+    if mode is not None and mode.shape_env is not None:
+        ranges = mode.shape_env.var_to_range
+        for size in [size for size in ranges if not size.is_Symbol]:
+            del ranges[size]
 
 
 def _checked_archive(raw: bytes, where: str) -> bytes:

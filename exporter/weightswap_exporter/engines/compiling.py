@@ -15,7 +15,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.engines import aoti_package as aoti_targets
 from weightswap_runtime.engines import onnx_names
 from weightswap_runtime.engines.choosing import ENGINES
-from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported
+from weightswap_runtime.errors import CaptureError, ExportError, UnknownMethod, Unsupported, WeightswapError
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from weightswap_runtime.memory.device_memory import HOST, device_name
 from weightswap_runtime.sources.writing import new_file
@@ -124,7 +124,15 @@ def engine_files(
     pairs = [(engine, method) for engine in compiled for method, names in engines.items() if engine in names]
     for number, (engine, name) in enumerate(pairs, start=1):
         tell(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")
-        file, content = _MAKERS[engine](artifact, name, device)
+        try:
+            file, content = _MAKERS[engine](artifact, name, device)
+        except (WeightswapError, OSError):
+            raise
+        except Exception as error:  # of torch's, which names no model
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise CaptureError(
+                f"method {name!r}: the engine {engine!r} cannot express it: {reason}. Use the engine 'torch'"
+            ) from error
         files[file] = content
     return files
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.export import Dim, ShapesCollection
 
+from tests.support.compiled import needs_compiler
 from tests.support.served import ask, serving
 from tests.support.setups import different, equal
 from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import InputMismatch, load, write_delta
+from weightswap_runtime import CaptureError, InputMismatch, load, write_delta
 from weightswap_runtime.format.signature import Dict, Items, Node, Tensor
 from weightswap_tools.terminal import node_text, node_words
 
@@ -335,6 +336,25 @@ def test_rows_of_a_quantised_table_are_changed_by_a_delta(tmp_path: Path) -> Non
     args = (kjt(9, most=9),)
     assert equal(served(*args), eagerly(model, args))
     assert receipt.generation == 1
+
+
+@pytest.mark.parametrize("engine", ["onnx", pytest.param("aoti", marks=needs_compiler)])
+def test_other_engines(tmp_path: Path, engine: str) -> None:
+    model = different(bags, 1)
+    artifact = export(model, (kjt(),), out=tmp_path / "a", dynamic_shapes=(fields(),), engines=("torch", engine))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path, engine=engine)
+    for args in ((kjt(),), (kjt(9),)):
+        given = {"_values": args[0].values(), "_lengths": args[0].lengths()}
+        if engine == "onnx":
+            given = {name: value.numpy() for name, value in given.items()}
+        found = served(given)["_values"]
+        torch.testing.assert_close(torch.as_tensor(found), eagerly(model, args)["_values"])
+
+
+@pytest.mark.parametrize("engine", ["onnx", pytest.param("aoti", marks=needs_compiler)])
+def test_engines_refuse_quantised_tables_by_name(tmp_path: Path, engine: str) -> None:
+    with pytest.raises(CaptureError, match=r"method 'forward': .*fbgemm"):
+        export(quantised(False, torch.qint8, 1), (kjt(),), out=tmp_path / "a", engines=("torch", engine))
 
 
 def test_over_http_as_fields(tmp_path: Path) -> None:
