@@ -344,6 +344,23 @@ def test_a_torchscript_module_is_refused(compiled: Any, tmp_path: Path) -> None:
         export(compiled(nn.Linear(3, 3)), (torch.ones(3),), out=tmp_path / "a.artifact")
 
 
+class Adjacent(nn.Module):
+    """Embeddings that are passed along the edges of a graph, as in LightGCN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = nn.Embedding(3, 2)
+        self.edges = torch.eye(3).to_sparse()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.edges, self.nodes.weight)[ids]
+
+
+def test_a_sparse_attribute_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"method 'forward': edges is a torch\.sparse_coo tensor"):
+        export(Adjacent(), (torch.tensor([0]),), out=tmp_path / "a")
+
+
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     model, out = Everything().eval(), tmp_path / "a.artifact"
     with pytest.raises(CaptureError, match="Everything has no method 'decode'"):

@@ -116,6 +116,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         with no_seeding(), replaced_tensors(root) as replaced:
             program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
+        _check_dense(program)
         settle_constants(program)
         if parts:
             _name_parts(program, parts)
@@ -171,6 +172,16 @@ def _check_spec(name: str, spec: MethodSpec) -> None:
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", "tuple")
             raise CaptureError(f"method {name!r}: {field_name} must be a {expected}, got a {type(value).__qualname__}")
+
+
+def _check_dense(program: ExportedProgram) -> None:
+    """Raise CaptureError for sparse constants, which neither a weight file nor a graph's document has."""
+    for name, value in program.constants.items():
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                f"{name} is a {value.layout} tensor, and an artifact has dense ones alone. Keep what it is made of: "
+                "the edges' indices and values, with index_add or scatter_add in the call; or keep it dense"
+            )
 
 
 def _distinct(inputs: Any) -> Any:

@@ -288,7 +288,9 @@ class _Twice(nn.Module):
             buffer.copy_(values)
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
-        leftovers = [tensor.clone() for tensor in _plain_tensors(self.root).values()]
+        # parameters in a list are no leftovers, and those of a skeleton crash torch's second pass as fake constants
+        found = (tensor for tensor in _plain_tensors(self.root).values() if not isinstance(tensor, nn.Parameter))
+        leftovers = [tensor.clone() for tensor in found]
         return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], leftovers
 
     def state(self) -> list[tuple[Any, str]]:

@@ -411,3 +411,29 @@ class Sees(nn.Module):
 def test_a_size_that_each_call_finds_anew(tmp_path: Path) -> None:
     artifact = export(Sees(), (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
     compare_calls(load(artifact, pack(Sees(), artifact, out=tmp_path / "w.safetensors").path), Sees())
+
+
+class Regularised(nn.Module):
+    """Module that has its parameters in a list, too, as deepctr's do for their losses, and stores its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.regularised = [list(self.linear.parameters())]
+        self.attention: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.attention = torch.softmax(self.linear(x), 1)
+        return self.attention * 2
+
+
+def test_parameters_in_a_list_are_no_leftovers(tmp_path: Path) -> None:
+    with skeleton():
+        hollow = Regularised().eval()
+    with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):
+        artifact = export(hollow, (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=SIZES)
+    eager = Regularised().eval()
+    with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):
+        real = export(eager, (torch.randn(2, 3),), out=tmp_path / "b", dynamic_shapes=SIZES)
+    assert real.graph_id == artifact.graph_id
+    compare_calls(load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path), eager)
