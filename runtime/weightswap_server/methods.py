@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ _OF_VALUES = re.compile(
     r"|does not match required size|exceeds dimension size",
     re.IGNORECASE,
 )
+_MOST_TRIED = 4096  # rows of a batch, for which conditions of a graph are tried
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
 
@@ -65,7 +66,9 @@ class ServedMethod:
         self.dtypes = {tensor.name: numpy_dtype(DATATYPES[tensor.datatype]) for tensor in self.inputs}
         known = {dtype: dtype for dtype in DTYPES}
         self._jagged = [jagged for _, node in _parameters(self.signature) for jagged in _jagged(node)]
-        checked = {leaf.name for fields in self._jagged for leaf in fields if leaf and leaf.name != fields[0].name}
+        self._joins: list[_Join] = []
+        self._rows: tuple[int, int] = 0, 1  # index of an input, and how many of its rows each row of a batch has
+        checked = {leaf.name for jagged in self._jagged for leaf in (jagged.lengths, jagged.offsets) if leaf}
         free = [leaf.name for leaf in self._inputs if isinstance(leaf, Tensor) and leaf.name not in checked]
         integers = [name for name in free if self.dtypes[name].kind in "iu"]
         self._suspects = ", ".join(
@@ -82,7 +85,7 @@ class ServedMethod:
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
         checked = self._check.flatten(args, kwargs)
-        if problems := [problem for fields in self._jagged for problem in _jagged_problems(*fields, given)]:
+        if problems := [problem for jagged in self._jagged for problem in _jagged_problems(jagged, given)]:
             raise InputMismatch(self.name, problems)
         return checked
 
@@ -128,41 +131,118 @@ class ServedMethod:
         if not all_hold(self.signature.conditions, sizes):
             return None
         filled: dict[str, TensorBytes] = {}
-        for values, lengths, offsets in self._jagged:
-            (count,) = _shape(values, sizes)[:1]
-            if lengths:
-                filled[lengths.name] = _zeros(lengths, sizes, {0: count})
-            if offsets:
-                filled[offsets.name] = _zeros(offsets, sizes, {slice(1, None): count})
+        for jagged in self._jagged:
+            (count,) = _shape(jagged.values, sizes)[:1]
+            if jagged.lengths:
+                filled[jagged.lengths.name] = _zeros(jagged.lengths, sizes, {0: count})
+            if jagged.offsets:
+                filled[jagged.offsets.name] = _zeros(jagged.offsets, sizes, {slice(1, None): count})
         return [filled.get(leaf.name) or _sample(leaf, sizes) for leaf in self._inputs]
 
     def batch_limit(self, dim: str) -> int | None:
         """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
-        Raises Unsupported if calls cannot be batched along it."""
-        tensors = [leaf for leaf in (*self._inputs, *self._outputs) if isinstance(leaf, Tensor)]
-        conditions = [parse_condition(text).names for text in self.signature.conditions]
+
+        A jagged tensor has so many rows for each of its keys. Raises Unsupported if calls cannot be batched along it.
+        """
+        every = (*self._inputs, *self._outputs)
+        joins = [join for jagged in self._jagged if (join := self._join(jagged, dim))]
+        names = {self._inputs[index].name for join in joins for index in (join.lengths, *join.values)}
+        tensors = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.name not in names]
+        limit = self.signature.dims[dim].max if dim in self.signature.dims else None
+        tried = [{dim: size} for size in range(2, min(limit or _MOST_TRIED, _MOST_TRIED) + 1)]
+        conditions = [parse_condition(text) for text in self.signature.conditions]
+        # such as `batch != 1`: what holds for every size of a batch does not matter
+        narrow = [found.names for found in conditions if found.names != {dim} or not all(map(found.holds, tried))]
         if (
             dim not in self.signature.dims
-            or any(isinstance(leaf, Integer) for leaf in (*self._inputs, *self._outputs))
+            or any(isinstance(leaf, Integer) for leaf in every)
             or any(leaf.shape[:1] != (dim,) or _uses(leaf.shape[1:], dim) for leaf in tensors)
-            or any(dim in dims for dims in conditions)
+            or any(_uses(leaf.shape, join.dim) for leaf in tensors for join in joins)
+            or any(dims & {dim, *(join.dim for join in joins)} for dims in narrow)
         ):
             raise Unsupported(
                 f"{self.name}: calls cannot be batched along {dim!r}: it must be the first dimension of all inputs and "
-                "outputs, and occur nowhere else"
+                "outputs, and occur nowhere else; a jagged tensor must have lengths, and a number of ids of its own"
             )
-        return self.signature.dims[dim].max
+        self._joins = joins
+        first = next((index for index, leaf in enumerate(self._inputs) if leaf in tensors), None)
+        self._rows = (joins[0].lengths, joins[0].keys) if first is None and joins else (first or 0, 1)
+        return min(limit or _MOST_TRIED, _MOST_TRIED) if conditions else limit
+
+    def _join(self, jagged: _Jagged, dim: str) -> _Join | None:
+        """Return how jagged tensors of several calls are joined; None if they cannot be, with rows along `dim`."""
+        lengths, values = jagged.lengths, [leaf for leaf in (jagged.values, jagged.weights) if leaf]
+        counts = {leaf.shape[0] for leaf in values}
+        if lengths is None or jagged.offsets or len(lengths.shape) != 1 or len(counts) != 1:
+            return None
+        (count,), (rows,) = counts, lengths.shape
+        if not isinstance(count, str) or count not in self.signature.dims or not isinstance(rows, str):
+            return None
+        keys, name, offset = parse_size(rows)
+        if name != dim or offset:
+            return None
+        places = {leaf.name: index for index, leaf in enumerate(self._inputs)}
+        most = self.signature.dims[count].max
+        return _Join(places[lengths.name], tuple(places[leaf.name] for leaf in values), keys, count, most)
+
+    def rows(self, flat: Flat) -> int:
+        """Return the number of rows of a call that may be batched."""
+        index, keys = self._rows
+        return int(flat[index].shape[0]) // keys
+
+    def joined(self, calls: Sequence[Flat]) -> list[Any]:
+        """Concatenate the inputs of several calls along the first dimension, those of jagged tensors key by key.
+
+        Raises InputMismatch if together they have more ids than a call may have.
+        """
+        inside = {index for join in self._joins for index in (join.lengths, *join.values)}
+        columns = enumerate(zip(*calls, strict=True))
+        flat = [
+            _concatenated(values) if isinstance(values[0], TensorBytes) and index not in inside else values[0]
+            for index, values in columns
+        ]
+        for join in self._joins:
+            rows = [as_array(call[join.lengths]).reshape(join.keys, -1) for call in calls]
+            flat[join.lengths] = array_content(np.concatenate(rows, axis=1).reshape(-1))
+            ends = [found.sum(axis=1).cumsum()[:-1] for found in rows]
+            for index in join.values:
+                parts = [np.split(as_array(call[index]), places) for call, places in zip(calls, ends, strict=True)]
+                flat[index] = array_content(np.concatenate([part for key in zip(*parts, strict=True) for part in key]))
+            if join.most is not None and flat[join.values[0]].shape[0] > join.most:
+                raise InputMismatch(self.name, [f"{join.dim} is at most {join.most}, in a batch, too"])
+        return flat
 
 
-_Fields = tuple[Tensor, Tensor | None, Tensor | None]  # of a jagged tensor: values, lengths, offsets
+class _Jagged(NamedTuple):
+    """The inputs that are the fields of one jagged tensor."""
+
+    values: Tensor
+    weights: Tensor | None
+    lengths: Tensor | None
+    offsets: Tensor | None
+
+
+class _Join(NamedTuple):
+    """How jagged tensors of several calls become one."""
+
+    lengths: int  # index of the input
+    values: tuple[int, ...]  # and of those with an element for each id
+    keys: int  # as many as there are lengths for each row of a batch
+    dim: str  # the number of ids
+    most: int | None
+
+
+def _concatenated(values: Sequence[TensorBytes]) -> TensorBytes:
+    shape = (sum(value.shape[0] for value in values), *values[0].shape[1:])
+    return TensorBytes(values[0].dtype, shape, memoryview(b"".join(value.data for value in values)))
 
 
 def _parameters(signature: Signature) -> tuple[tuple[str, Node], ...]:
     return (*signature.args, *signature.kwargs)
 
 
-def _jagged(node: Node) -> Iterator[_Fields]:
-    """Yield the fields of torchrec's jagged tensors in a tree."""
+def _jagged(node: Node) -> Iterator[_Jagged]:
+    """Yield torchrec's jagged tensors in a tree."""
     match node:
         case Items(items) | Tuple(items):
             for item in items:
@@ -170,19 +250,18 @@ def _jagged(node: Node) -> Iterator[_Fields]:
         case Dict(items):
             fields = {str(key): item for key, item in items if isinstance(item, Tensor)}
             if node.kind.endswith("JaggedTensor") and "_values" in fields:
-                yield fields["_values"], fields.get("_lengths"), fields.get("_offsets")
+                yield _Jagged(fields["_values"], *map(fields.get, ("_weights", "_lengths", "_offsets")))
             else:
                 for _, item in items:
                     yield from _jagged(item)
 
 
-def _jagged_problems(
-    values: Tensor, lengths: Tensor | None, offsets: Tensor | None, given: Mapping[str, TensorBytes]
-) -> Iterator[str]:
+def _jagged_problems(jagged: _Jagged, given: Mapping[str, TensorBytes]) -> Iterator[str]:
     """Yield what contradicts itself in a jagged tensor: not every graph checks it, and none names the input.
 
     Lengths and offsets that are not yet read from a request's JSON are not looked at.
     """
+    values, _, lengths, offsets = jagged
     count = given[values.name].shape[0]
     rows: NDArray[Any] | None = None
     if offsets and given[offsets.name].data:

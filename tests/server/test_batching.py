@@ -54,7 +54,7 @@ def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     called = ServedMethod.call
 
     def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
-        seen.append(batching.rows_of(flat))
+        seen.append(self.rows(flat))
         return called(self, session, flat, *variants)
 
     monkeypatch.setattr(ServedMethod, "call", call)

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.support.served import Reply, ask, serving
+from tests.support.served import Reply, ask, occupied, serving
 from tests.support.setups import different
 from weightswap_exporter import export, pack
 from weightswap_runtime import load
+from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
+from weightswap_server.methods import ServedMethod
 
 
 def request(inputs: Mapping[str, torch.Tensor]) -> Any:
@@ -140,3 +142,57 @@ def test_the_warm_up_is_with_ids_that_fit(tmp_path: Path, server: Server, caplog
     method = server.service.served[0].methods["model"]
     values, _, lengths, *_ = method.sample() or []
     assert (values.shape, bytes(lengths.data)) == ((1,), bytes([1, *[0] * 31]))
+
+
+class Scored(Bags):
+    """A model with numbers beside the ids, which have weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(tables=self.bags.embedding_bag_configs(), is_weighted=True)
+
+    def forward(self, dense: torch.Tensor, kjt: Any) -> torch.Tensor:
+        return super().forward(kjt) * dense
+
+
+def arguments(rows: int, most: int = 4, *, weighted: bool = False) -> dict[str, torch.Tensor]:
+    lengths = torch.randint(most, (2 * rows,))
+    found = {"_values": torch.randint(10, (int(lengths.sum()),)), "_lengths": lengths}
+    return found | ({"_weights": torch.rand(len(found["_values"]))} if weighted else {})
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_jagged_requests_are_joined_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
+    torch.manual_seed(0)
+    batch, count = Dim("batch", max=99), Dim("count", min=0, max=30)
+    model = different(Scored if weighted else Bags, 1)
+    sample = arguments(3, 9, weighted=weighted)
+    kjt = KeyedJaggedTensor(FEATURES, sample["_values"], sample.get("_weights"), lengths=sample["_lengths"])
+    shapes = [{0: count}, {0: count} if weighted else None, {0: 2 * batch}, None, None, None]
+    args, sizes = ((torch.rand(3, 1), kjt), ({0: batch}, shapes)) if weighted else ((kjt,), (shapes,))
+    artifact = export(model, args, out=tmp_path / "a", dynamic_shapes=sizes)
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w").path)
+    seen: list[int] = []
+    called = ServedMethod.call
+    monkeypatch.setattr(
+        ServedMethod, "call", lambda self, *args: (seen.append(self.rows(args[1])), called(self, *args))[1]
+    )
+    with serving({"model": served}, max_batch=8, warm=True) as server:
+        given = [arguments(rows, most, weighted=weighted) for rows, most in ((2, 3), (2, 4), (2, 1), (4, 6), (4, 6))]
+        calls = []
+        for each in given:
+            tensors = {f"kjt.{name}": array_content(value.numpy()) for name, value in each.items()}
+            dense = {"dense": array_content(torch.rand(len(each["_lengths"]) // 2, 1).numpy())} if weighted else {}
+            calls.append(server.service.call("model", "", dense | tensors))
+        alone = [dict(called(call.method, served, call.flat)) for call in calls]
+        seen.clear()
+        with occupied(server):
+            for call in calls:
+                server.service.served[0].thread.submit(call)
+        for call, expected in zip(calls, alone, strict=True):
+            found = dict(call.answer.result(20).outputs)
+            assert {name: bytes(value.data) for name, value in found.items()} == {
+                name: bytes(value.data) for name, value in expected.items()
+            }
+    assert seen[0] == 6  # 2 + 2 + 2; the last two have more ids together than the graph takes, and go one by one
+    assert seen[1:] == [4, 4]

@@ -60,7 +60,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        return rows_of(self.flat)
+        return self.method.rows(self.flat)
 
     @cached_property
     def kind(self) -> Hashable:
@@ -266,7 +266,7 @@ def _call(
     method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
     if len(calls) == 1:
         return [Answer(method.call(pinned, calls[0].flat, choice), generation, weights_id, variant)]
-    outputs = method.call(pinned, joined([call.flat for call in calls]), choice)
+    outputs = method.call(pinned, method.joined([call.flat for call in calls]), choice)
     parts = split(outputs, [call.rows for call in calls])
     return [Answer(part, generation, weights_id, variant) for part in parts]
 
@@ -278,23 +278,8 @@ def _do(task: Task) -> None:
         task.answer.set_exception(error)
 
 
-def rows_of(flat: Flat) -> int:
-    """Return the number of rows of a call that may be batched."""
-    return int(_tensors(flat)[0].shape[0])
-
-
 def _tensors(flat: Flat) -> list[TensorBytes]:
     return [value for value in flat if isinstance(value, TensorBytes)]
-
-
-def joined(calls: Sequence[Flat]) -> list[Any]:
-    """Concatenate the inputs of several calls along the first dimension."""
-    return [_join(values) if isinstance(values[0], TensorBytes) else values[0] for values in zip(*calls, strict=True)]
-
-
-def _join(values: Sequence[TensorBytes]) -> TensorBytes:
-    shape = (sum(value.shape[0] for value in values), *values[0].shape[1:])
-    return TensorBytes(values[0].dtype, shape, memoryview(b"".join(value.data for value in values)))
 
 
 def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:

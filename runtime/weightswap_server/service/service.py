@@ -41,7 +41,7 @@ from weightswap_server.protocol import (
 )
 from weightswap_server.settings import Settings
 
-from .batching import Call, ModelThread, joined, rows_of
+from .batching import Call, ModelThread
 from .metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class Served:
         for _ in range(2):
             self.thread.try_out(method, sample)
         if limit := self.thread.limits.get(method):
-            self.thread.try_out(method, joined([sample] * (limit // rows_of(sample))))
+            self.thread.try_out(method, method.joined([sample] * (limit // method.rows(sample))))
 
 
 def _methods(name: str, model: ServedModel) -> dict[str, ServedMethod]:

@@ -290,6 +290,16 @@ def test_what_an_object_has_computed_before_changes_nothing(tmp_path: Path) -> N
             assert equal(served(value), expected)
 
 
+def test_one_row_with_the_option_of_torch(tmp_path: Path) -> None:
+    model = different(lambda: DLRM(bags(), **DENSE), 1)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        artifact = export(model, (dense(), kjt()), out=tmp_path / "a", dynamic_shapes=({0: batch}, fields()))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+    for rows in (1, 2, 9):
+        args = (dense(rows), kjt(rows))
+        assert equal(served(*args), eagerly(model, args))
+
+
 def quantised(sequence: bool, dtype: torch.dtype, seed: int, features: list[str] = FEATURES) -> nn.Module:
     observer = torch.ao.quantization.PlaceholderObserver
     model = different(sequences if sequence else lambda: bags(features), seed)
