@@ -25,9 +25,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="of processor time for each type")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--libraries", action="store_true", help="models of others than transformers, always exported")
+    parser.add_argument("--recommenders", action="store_true", help="of those, the ones of recommenders")
     wanted = parser.parse_args()
     end = time.monotonic() + 60 * wanted.minutes
-    path, tried = _libraries(wanted) if wanted.libraries else _transformers(wanted)
+    path, tried = _libraries(wanted) if wanted.libraries or wanted.recommenders else _transformers(wanted)
     for name, look in tried:
         if time.monotonic() > end:
             break
@@ -37,9 +38,9 @@ def main() -> None:
 
 
 def _libraries(wanted: argparse.Namespace) -> tuple[Path, list[Tried]]:
-    from tests.wild import libraries
+    from tests.wild import libraries, recommenders
 
-    found = libraries.cases()
+    found = recommenders.cases() if wanted.recommenders else libraries.cases()
     order = wanted.types or _order(list(found), page.read(page.LIBRARIES), wanted.seed)
     return page.LIBRARIES, [
         (name, partial(libraries.survey_case, found[name], seconds=wanted.seconds)) for name in order

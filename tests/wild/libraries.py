@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from tests.support.setups import equal
 from tests.wild.survey import BROKEN, EQUAL, LARGE, REFUSED, TRACED, UNBUILT, Outcome, guarded_child, plain
-from weightswap_exporter import export, pack
+from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import CaptureError, OutOfMemory, Unsupported, load
 
 _SMALL = ("test_", "femto", "pico", "atto", "nano", "micro", "tiny", "_xx", "small", "_s", "18", "b0")
@@ -27,11 +28,16 @@ _BATCH = 3  # of the sample, and 2 of the call
 
 
 class Case(NamedTuple):
-    """A model and its arguments for a batch of some size; `batched` where their first dimensions are the batch."""
+    """A model and its arguments for a batch of some size: by keyword in a mapping, else by position."""
 
     model: nn.Module
-    arguments: Callable[[int], Mapping[str, torch.Tensor]]
-    batched: bool = True
+    arguments: Callable[[int], Mapping[str, torch.Tensor] | tuple[Any, ...]]
+    batched: bool = True  # whether the first dimensions of all tensors are the batch
+    shapes: Any = None  # dynamic_shapes where they are something else
+    hollow: bool = False  # whether a skeleton shall give the same graph
+
+    def call(self, values: Any) -> Any:
+        return self.model(**values) if isinstance(values, Mapping) else self.model(*values)
 
 
 def import_torchvision() -> None:
@@ -62,9 +68,8 @@ def survey_case(build: Callable[[], Case], *, seconds: int) -> Outcome:
     return guarded_child(lambda: _outcome(build), seconds)
 
 
-def some(*, seed: int, seconds: float) -> None:
+def some(found: Mapping[str, Callable[[], Case]], *, seed: int, seconds: float) -> None:
     """Print what becomes of as many as there is time for, in an order of the seed."""
-    found = cases()
     names = sorted(found)
     random.Random(seed).shuffle(names)
     end = time.monotonic() + seconds
@@ -81,36 +86,68 @@ def _outcome(build: Callable[[], Case]) -> Outcome:
         case.model.eval()
         sample, values = case.arguments(_BATCH), case.arguments(2)
         with torch.no_grad():
-            case.model(**sample)
+            case.call(sample)
     except Exception as error:
         return Outcome(UNBUILT, reason=f"{type(error).__name__}: {error}")
-    inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in values.items())
+    inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in _tensors(values))
     batch = Dim("batch", max=64)
-    shapes = {name: {0: batch} for name in sample} if case.batched else None
+    shapes = case.shapes or (pytree.tree_map(lambda _: {0: batch}, sample) if case.batched else None)
     try:
         with TemporaryDirectory() as folder:
-            return Outcome(_comparison(case.model, sample, values, shapes, Path(folder)), inputs)
+            if case.hollow and not _same_graph(case, build, sample, shapes, Path(folder)):
+                return Outcome(BROKEN, inputs, "a skeleton gives another graph")
+            return Outcome(_comparison(case, sample, values, shapes, Path(folder)), inputs)
     except (CaptureError, Unsupported) as error:
         return Outcome(REFUSED, inputs, str(error))
     except OutOfMemory as error:
         return Outcome(LARGE, inputs, str(error))
 
 
-def _comparison(model: nn.Module, sample: Any, values: Any, shapes: Any, folder: Path) -> str:
+def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
+    found = pytree.tree_flatten_with_path(values)[0]
+    names = [(pytree.keystr(path).replace("'", "").strip("[]").replace("][", "."), value) for path, value in found]
+    return [(name.replace("]", ""), value) for name, value in names if isinstance(value, torch.Tensor)]
+
+
+def _given(values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(values)) if isinstance(values, Mapping) else (values, {})
+
+
+def _same_graph(case: Case, build: Callable[[], Case], sample: Any, shapes: Any, folder: Path) -> bool:
+    with skeleton():
+        hollow = build().model.eval()
+    ids = [
+        export(model, *_given(sample), out=folder / name, dynamic_shapes=shapes).graph_id
+        for name, model in (("hollow", hollow), ("real", case.model))
+    ]
+    return ids[0] == ids[1]
+
+
+def _comparison(case: Case, sample: Any, values: Any, shapes: Any, folder: Path) -> str:
     """How the outputs of swapped weights compare with eager's, or else with those of torch's own module."""
-    artifact = folder / "a.artifact"
-    export(model, kwargs=dict(sample), out=artifact, dynamic_shapes=shapes)
+    artifact, model = folder / "a.artifact", case.model
+    args, kwargs = _given(sample)
+    export(model, args, kwargs, out=artifact, dynamic_shapes=shapes)
     served = load(artifact, pack(model, artifact, out=folder / "v1.safetensors").path)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.mul_(1 + torch.rand_like(tensor) / 100)
         served.swap(pack(model, artifact, out=folder / "v2.safetensors").path)
-        found = served(**values)
-        if equal(found, plain(model(**values))):
+        given = _given(values)
+        found = served(*given[0], **given[1])
+        if equal(found, _fields(plain(case.call(values)))):
             return EQUAL
-        traced = torch.export.export(model, (), dict(sample), dynamic_shapes=shapes, strict=False).module()
-        return TRACED if equal(found, plain(traced(**values))) else BROKEN
+        traced = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).module()
+        return TRACED if equal(found, _fields(plain(traced(*given[0], **given[1])))) else BROKEN
+
+
+def _fields(value: Any) -> Any:
+    """What a server gives in the place of torchrec's tensors."""
+    if type(value).__module__.startswith("torchrec."):
+        names = ("_values", "_weights", "_lengths", "_offsets")[: 1 if type(value).__name__ == "KeyedTensor" else 4]
+        return {name: getattr(value, name) for name in names}
+    return {key: _fields(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _image(name: str, channels: int, size: int) -> Callable[[int], dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.apart import python_with
-from tests.wild import page
+from tests.wild import page, recommenders
 from tests.wild.survey import BROKEN, EQUAL, TRACED
 
 PACKAGES = (
@@ -20,9 +20,12 @@ PACKAGES = (
 
 
 @pytest.mark.slow
-def test_no_model_ends_in_a_traceback(tmp_path: Path) -> None:
-    program = python_with(tmp_path / "venv", "--no-deps", *PACKAGES)
-    code = f"from tests.wild.libraries import some; some(seed={date.today().toordinal()}, seconds=100)"
+@pytest.mark.parametrize(("module", "packages"), [("libraries", PACKAGES), ("recommenders", recommenders.PACKAGES)])
+def test_no_model_ends_in_a_traceback(tmp_path: Path, module: str, packages: tuple[str, ...]) -> None:
+    program = python_with(tmp_path / "venv", "--no-deps", *packages)
+    seed = date.today().toordinal()
+    imports = f"from tests.wild.{module} import cases; from tests.wild.libraries import some"
+    code = f"{imports}; some(cases(), seed={seed}, seconds=100)"
     done = subprocess.run([program, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = dict(line.split("\t")[:2] for line in done.stdout.splitlines())
