@@ -25,6 +25,7 @@ from tests.support.administered import TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
+from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
@@ -189,14 +190,19 @@ def test_a_shadow_that_is_slow_keeps_nobody_waiting(
     change(server, "discard")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("broken weights"), InputMismatch("tiny", ["x: an id that these weights compute is in no table"])],
+    ids=["any", "of values"],
+)
 def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
-    server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     method_call = ServedMethod.call
 
     def broken(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
-            raise RuntimeError("broken weights")
+            raise error
         return method_call(self, session, flat, *variants)
 
     monkeypatch.setattr(ServedMethod, "call", broken)

@@ -227,16 +227,28 @@ class ModelThread:
         try:
             answers = self._run_calls(calls)
         except BaseException as error:
-            if (canary := calls[0].canary) is None or isinstance(error, InputMismatch):  # no weights are at fault
+            if (canary := calls[0].canary) is None:
                 raise
-            canary.failed(error, len(calls))
             for call in calls:
                 call.canary = None
-            return self._answers(calls)
+            return self._answers_of_served(calls, canary, error)
         self._learn(calls[0].method, sum([call.nbytes for call in calls]), time.perf_counter() - began)
         for call, answer in zip(calls, answers, strict=True):
             self._observe(call, answer, began, len(calls))
         return answers
+
+    def _answers_of_served(self, calls: list[Call], canary: Canary, error: BaseException) -> list[Answer]:
+        """Answer calls for which a canary has failed, and count that unless the served weights refuse the inputs, too:
+        an id beyond a table is the request's fault, but a canary may have computed it."""
+        is_of_canary = True
+        try:
+            return self._answers(calls)
+        except InputMismatch:
+            is_of_canary = False
+            raise
+        finally:
+            if is_of_canary:
+                canary.failed(error, len(calls))
 
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
