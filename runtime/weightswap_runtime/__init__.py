@@ -5,6 +5,7 @@ from weightswap_runtime.following.place import DesiredPlace
 from weightswap_runtime.following.watching import Follower, FollowStatus, Watcher
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta import Delta, write_delta
+from weightswap_runtime.format.merging import merge_deltas
 from weightswap_runtime.format.safetensors import WeightFile
 from weightswap_runtime.live.context import Context
 from weightswap_runtime.live.receipt import Event, SwapReceipt
@@ -153,6 +154,7 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "merge_deltas",
     "read_weights",
     "write_delta",
 ]

@@ -6,7 +6,7 @@ where that was not compiled).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_int64
 from typing import NamedTuple
 
@@ -136,6 +136,63 @@ class ByteRanges(NamedTuple):
         begins = np.repeat(self.begins, counts) + steps
         ends = np.minimum(begins + most, np.repeat(self.ends, counts))
         return ByteRanges(begins, ends, np.repeat(self.offsets, counts) + steps, self.data)
+
+
+class Layers:
+    """Changes of several memories that are laid over each other, in their order; of each byte the last is kept."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[ByteRanges]] = {}
+        self._merged = self._fresh = 0  # bytes
+
+    def add(self, changes: Mapping[str, ByteRanges]) -> None:
+        """Lay changes, by the names of what they change, over those before; their data must be end to end."""
+        for name, part in changes.items():
+            self._parts.setdefault(name, []).append(part)
+            self._fresh += part.nbytes
+        if self._fresh > self._merged:  # so many changes of the same rows take little memory, and no quadratic time
+            self.merged()
+
+    def merged(self) -> dict[str, ByteRanges]:
+        """Return what the changes are together, with their data end to end."""
+        for parts in self._parts.values():
+            parts[:] = [layered(parts)]
+        self._fresh, self._merged = 0, sum(parts[0].nbytes for parts in self._parts.values())
+        return {name: parts[0] for name, parts in self._parts.items()}
+
+
+def layered(parts: Sequence[ByteRanges]) -> ByteRanges:
+    """Return what is left of parts of one memory that are laid over it in their order, with the data end to end."""
+    if len(parts) == 1:
+        return parts[0]
+    # sides are in order already, which a stable sort uses; np.unique would take ten times as long
+    edges = np.sort(np.concatenate([side for part in parts for side in part[:2]]), kind="stable")
+    edges = edges[np.diff(edges, prepend=-1) != 0]
+    owners = np.full(len(edges), -1)  # which part has the bytes from each edge to the next
+    for number, part in enumerate(parts):
+        steps = np.zeros(len(edges), np.int64)
+        steps[np.searchsorted(edges, part.begins)] += 1
+        steps[np.searchsorted(edges, part.ends)] -= 1
+        owners[np.cumsum(steps) > 0] = number
+    firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+    kept = owners[firsts] >= 0  # after the last edge there is nothing
+    begins, ends, owners = edges[firsts[kept]], edges[firsts[1:][kept[:-1]]], owners[firsts[kept]]
+    lengths = ends - begins
+    whole = ByteRanges.of(np.stack([begins, ends], axis=1), memoryview(bytearray(int(lengths.sum()))))
+    for number, part in enumerate(parts):
+        mine = np.flatnonzero(owners == number)
+        if len(mine):
+            source = np.searchsorted(part.begins, begins[mine], "right") - 1
+            taken = _from(part.offsets[source] + begins[mine] - part.begins[source], lengths[mine])
+            gather(part.data, taken)
+            scatter(whole.data, _from(whole.offsets[mine], lengths[mine])._replace(data=taken.data))
+    return whole
+
+
+def _from(begins: Offsets, lengths: Offsets) -> ByteRanges:
+    """Return ranges from where they begin, with room for their bytes."""
+    runs = np.stack([begins, begins + lengths], axis=1)
+    return ByteRanges.of(runs, memoryview(bytearray(int(lengths.sum()))))
 
 
 def scatter(memory: memoryview, ranges: ByteRanges) -> None:

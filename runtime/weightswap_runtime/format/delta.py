@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,9 +40,6 @@ from .weight_set import WeightSet, goldens_path
 DELTA_KEY = "weightswap_delta"
 # Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension
 DATA, RUNS, ROWS = "data:", "runs:", "rows:"
-FEWEST = (
-    256  # least bytes that are compared together where ranges are written, each of which takes 16 bytes of the file
-)
 _AGAIN = "Write the delta again, or copy it again."
 
 Progress = Callable[[int, int], None]
@@ -95,6 +93,19 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
             yield f"{name} has the type {describe(changed)}"
 
 
+def parts_of(stamp: DeltaStamp, tensors: Mapping[str, memoryview], where: str) -> dict[str, ByteRanges]:
+    """Return what a delta changes, by FQN, from the content of its tensors. Raises DamagedFile."""
+    parts, problems = {}, []
+    for name, changed in stamp.changes.items():
+        try:
+            parts[name] = ranges_of(name, changed, tensors)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise DamagedFile(f"{where}: {listed(problems, between='; ')}. {_AGAIN}")
+    return parts
+
+
 def ranges_of(name: str, changed: TensorType, tensors: Mapping[str, memoryview]) -> ByteRanges:
     """Return what a delta changes of a weight, from the content of its tensors. Raises ValueError with the reason."""
     size, data = nbytes(changed.dtype, changed.shape) or 0, tensors[DATA + name]
@@ -132,7 +143,7 @@ class Delta:
     base: str  # the weights id before the change
     weights_id: str  # the weights id after it
     nbytes: int  # of the weights, that it replaces
-    total_bytes: int  # of all weights
+    total_bytes: int | None  # of all weights; None if it was merged from deltas, which do not say
     changed: tuple[str, ...]  # FQNs
     labels: dict[str, str]
 
@@ -159,12 +170,9 @@ def write_delta(
     check_writable(out)
     with WeightFile(base) as old, WeightFile(new) as fresh:
         for file in (old, fresh):
-            if _is_same(file.path, Path(out)):
-                raise Unsupported(f"{out}: the delta would replace a file that it is made from; name another")
+            check_other(file.path, out)
         stamps = _stamps(old, fresh)
-        texts = {**stamps[1].labels, **(labels or {})}
-        if problem := label_problem(texts):  # the writer would find it, too, but after all has been read
-            raise WeightFileError(f"{out!s:.200}: cannot be written ({problem})")
+        texts = joined_labels(stamps[1].labels, labels, out)
         changes = _compare(old, fresh, stamps, progress)
         blank = DeltaStamp(
             graph_id=stamps[1].graph_id,
@@ -174,11 +182,14 @@ def write_delta(
             digests={},
             labels=texts,
         )
-        try:
-            _write(Path(out), fresh, changes, blank)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
+        write_changes(
+            Path(out),
+            changes,
+            lambda name: _content(fresh, name, changes[name]),
+            blank,
+            _goldens_beside(fresh.path, Path(out)),
+            fresh.check_unchanged,
+        )
         return Delta(
             path=Path(out),
             graph_id=blank.graph_id,
@@ -191,12 +202,22 @@ def write_delta(
         )
 
 
-def _is_same(location: Location, out: Path) -> bool:
-    """Return True if both are the same file; False also for an invalid name."""
+def check_other(location: Location, out: str | os.PathLike[str]) -> None:
+    """Raise Unsupported if a file would be replaced by what is made from it."""
     try:
-        return isinstance(location, Path) and location.samefile(out)
+        is_same = isinstance(location, Path) and location.samefile(out)
     except (OSError, ValueError):  # `out` does not exist yet, or the write will report the error
-        return False
+        return
+    if is_same:
+        raise Unsupported(f"{out}: the delta would replace a file that it is made from; name another")
+
+
+def joined_labels(before: Mapping[str, str], more: Mapping[str, str] | None, out: object) -> dict[str, str]:
+    """Return the labels of a file. Raises WeightFileError for what it cannot hold, before all else is read."""
+    texts = {**before, **(more or {})}
+    if problem := label_problem(texts):
+        raise WeightFileError(f"{out!s:.200}: cannot be written ({problem})")
+    return texts
 
 
 def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
@@ -224,45 +245,45 @@ def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
     return old.stamp, fresh.stamp
 
 
-class _Changed(NamedTuple):
-    """What differs of a weight, in units of `grain` bytes; the last unit may be shorter."""
+class Changed(NamedTuple):
+    """What differs of a weight."""
 
-    units: Offsets  # ascending
-    grain: int
-    size: int  # of the weight
-    is_by_rows: bool  # units are rows
-
-    def runs(self) -> Offsets:
-        """Return the ranges of bytes, of shape [runs, 2]; units that follow each other are one."""
-        firsts = np.flatnonzero(np.diff(self.units, prepend=-2) != 1)
-        ends = self.units[np.append(firsts[1:] - 1, -1)] + 1
-        runs: Offsets = np.minimum(np.stack([self.units[firsts], ends], axis=1) * self.grain, self.size)
-        return runs
+    runs: Offsets  # ranges of its bytes, of shape [runs, 2], ascending and apart from each other
+    row: int  # bytes of a row of its first dimension, if the ranges are whole rows; else 0
 
     @property
     def nbytes(self) -> int:
-        runs = self.runs()
-        return int((runs[:, 1] - runs[:, 0]).sum())
+        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
 
     def places(self) -> tuple[str, Offsets]:
         """Return what says where the new bytes belong, with its prefix: whichever takes fewer bytes."""
-        runs = self.runs()
-        return (ROWS, self.units) if self.is_by_rows and len(self.units) <= 2 * len(runs) else (RUNS, runs)
+        if not self.row or self.nbytes // self.row > 2 * len(self.runs):
+            return RUNS, self.runs
+        firsts, ends = (self.runs // self.row).T
+        counts = ends - firsts
+        return ROWS, np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+
+
+def row_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a row of a weight's first dimension; 0 if deltas have none of it, as rows are too large."""
+    size = nbytes(dtype, shape) or 0
+    row = size // shape[0] if len(shape) > 1 and size else 0
+    return row if row <= BLOCK else 0
 
 
 def _compare(
     old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
-) -> dict[str, _Changed]:
+) -> dict[str, Changed]:
     """Return what differs, for each weight with differences."""
     names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
     total = sum(fresh.tensors[name].nbytes for name in names)
     done = 0
-    changes: dict[str, _Changed] = {}
+    changes: dict[str, Changed] = {}
     for name in sorted(names):
         hashers = TensorHasher(), TensorHasher()
         tensor = fresh.tensors[name]
-        row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 and tensor.nbytes else 0
-        grain = row if 0 < row <= BLOCK else BLOCK
+        row = row_bytes(tensor.dtype, tensor.shape)
+        grain = row or BLOCK
         found: list[Offsets] = []
         for start, mine, theirs in _pairs(old, fresh, name, grain):
             hashers[0].update(mine)
@@ -277,8 +298,16 @@ def _compare(
                 raise DigestMismatch(
                     file.where, [problem], "The file is damaged: copy it again, or pack its checkpoint again."
                 )
-        changes[name] = _Changed(np.concatenate(found), grain, tensor.nbytes, grain == row)
+        changes[name] = Changed(_runs(np.concatenate(found), grain, tensor.nbytes), row)
     return changes
+
+
+def _runs(units: Offsets, grain: int, size: int) -> Offsets:
+    """Return the ranges of bytes of units, the last of which may be shorter; units that follow each other are one."""
+    firsts = np.flatnonzero(np.diff(units, prepend=-2) != 1)
+    ends = units[np.append(firsts[1:] - 1, -1)] + 1
+    runs: Offsets = np.minimum(np.stack([units[firsts], ends], axis=1) * grain, size)
+    return runs
 
 
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
@@ -307,35 +336,62 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Offsets:
     return np.append(units, whole // grain) if mine[whole:] != theirs[whole:] else units
 
 
-def _write(path: Path, fresh: WeightFile, changes: Mapping[str, _Changed], blank: DeltaStamp) -> None:
+def write_changes(
+    path: Path,
+    changes: Mapping[str, Changed],
+    content: Callable[[str], Iterable[memoryview]],
+    blank: DeltaStamp,
+    beside: AbstractContextManager[object],
+    check: Callable[[], None],
+) -> None:
+    """Write a delta file. Raises WeightFileError.
+
+    content: returns the new bytes of a weight, in pieces. blank: the stamp without digests. check: called after the
+    last read; it raises if a file has changed meanwhile. beside: the writes of files beside it; it is renamed within.
+    """
     order = canonical_order(row for name, change in changes.items() for row in _rows(name, change))
-    with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
-        digests = file.write_tensors(((row.name, _data(fresh, row.name, changes)) for row in order), blank)
-        file.write_stamp(replace(blank, digests=digests))
-        fresh.check_unchanged()
-        with companion(goldens_path(path), _goldens_of(fresh.path)):
-            file.rename(path)
+    try:
+        with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
+            digests = file.write_tensors(((row.name, _pieces(row.name, changes, content)) for row in order), blank)
+            file.write_stamp(replace(blank, digests=digests))
+            check()
+            with beside:
+                file.rename(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeightFileError(f"{path!s:.200}: cannot be written ({reason})") from error
 
 
-def _goldens_of(weights: Location) -> bytes | None:
+@contextmanager
+def _goldens_beside(new: Location, out: Path) -> Iterator[None]:
+    with companion(goldens_path(out), goldens_of(new)):
+        yield
+
+
+def goldens_of(weights: Location) -> bytes | None:
+    """Return the content of the goldens beside weights; None if there are none."""
     if isinstance(weights, Url):
         return goldens_behind(weights)
     path = goldens_path(weights)
     return path.read_bytes() if path.is_file() else None
 
 
-def _rows(name: str, change: _Changed) -> Iterable[TensorRow]:
+def _rows(name: str, change: Changed) -> Iterable[TensorRow]:
     prefix, places = change.places()
     yield TensorRow(DATA + name, "U8", (change.nbytes,))
     yield TensorRow(prefix + name, "I64", places.shape)
 
 
-def _data(fresh: WeightFile, key: str, changes: Mapping[str, _Changed]) -> Iterator[memoryview]:
+def _pieces(
+    key: str, changes: Mapping[str, Changed], content: Callable[[str], Iterable[memoryview]]
+) -> Iterable[memoryview]:
     prefix, _, name = key.partition(":")
-    change = changes[name]
-    if prefix + ":" != DATA:
-        yield memoryview(change.places()[1].astype("<i8").tobytes())
-        return
-    for begin, end in change.runs().tolist():
+    if prefix + ":" == DATA:
+        return content(name)
+    return [memoryview(changes[name].places()[1].astype("<i8").tobytes())]
+
+
+def _content(fresh: WeightFile, name: str, change: Changed) -> Iterator[memoryview]:
+    for begin, end in change.runs.tolist():
         for start in range(begin, end, BLOCK):
             yield _read(fresh, name, start, min(BLOCK, end - start))

@@ -42,7 +42,7 @@ from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, printable
-from weightswap_runtime.staging.delta import stage_chain, stage_delta
+from weightswap_runtime.staging.delta import files_after, stage_chain, stage_delta
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full, stage_part
@@ -217,13 +217,15 @@ class Store:
     def _staged(self, weights: WeightSet, delta: DeltaStamp | None, staging: Staging) -> StagedWeights:
         """Stage a file as a set of its own, or as a patch of the weights that are served."""
         request = staging.request
-        if delta and request.onto and not self._serves(delta.base):
+        if delta:
+            served = self._current_id if self.gate.broken is None else None
+            through = files_after(served, weights, delta, staging)
+            if through is not None:
+                arena, identity = self._base(weights.where)
+                identity, report, patch = stage_delta(weights, delta, arena, identity, staging, through)
+                return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
             with self._residency.target(request.timeout, staging.job) as (session, staged_in):
                 identity, report = stage_chain(weights, delta, session.arena, staging)
-        elif delta:
-            arena, served = self._base(weights.where)
-            identity, report, patch = stage_delta(weights, delta, arena, served, staging)
-            return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
         else:
             planned = plan(weights, staging.manifest, request)
             if request.only:
@@ -233,9 +235,6 @@ class Store:
                 identity, report = stage_full(planned, session.arena, staging)
         session.content = identity.digests
         return StagedWeights(identity, replace(report, staged_in=staged_in), session)
-
-    def _serves(self, weights_id: str) -> bool:
-        return self._current_id == weights_id and self.gate.broken is None
 
     def _base(self, where: str) -> tuple[Arena, Identity]:
         """Return the served weights, for a staging that builds on them. Raises BaseMismatch if there are none."""

@@ -12,9 +12,9 @@ import numpy as np
 from blake3 import blake3
 from msgspec.structs import replace
 
-from weightswap_runtime.byte_ranges import ByteRanges, scatter
-from weightswap_runtime.errors import BaseMismatch, DamagedFile, DigestMismatch, Unsupported, WeightsMismatch, listed
-from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, ranges_of
+from weightswap_runtime.byte_ranges import ByteRanges, Layers, scatter
+from weightswap_runtime.errors import BaseMismatch, DigestMismatch, Unsupported, WeightsMismatch, plural
+from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, parts_of
 from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
@@ -38,40 +38,67 @@ from .sets import plan, stage_full
 
 _COUNTED = 4 << 20  # bytes in which a thread counts non-finite values at a time
 Pieces = Iterable[tuple[int, memoryview]]
+Chain = tuple[BaseFile, ...]
+
+
+def files_after(served: str | None, weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> Chain | None:
+    """Return the deltas of `request.onto` that lead from the served weights to a delta; None: a full set comes first.
+
+    Raises what the check of a header raises, and WeightFileError.
+    """
+    _check_header(stamp, weights.where, staging)  # before large files are read
+    onto = staging.request.onto
+    if not onto or stamp.base == served:
+        return ()
+    for index in reversed(range(len(onto))):
+        if onto[index].weights_id == served:
+            return onto[index + 1 :]
+    with open_weights(onto[0].path, staging.job.check, staging.manifest.most_header) as first:
+        return onto if delta_stamp(first) else None
 
 
 def stage_delta(
-    weights: WeightSet, stamp: DeltaStamp, arena: Arena, served: Identity, staging: Staging
+    weights: WeightSet, stamp: DeltaStamp, arena: Arena, served: Identity, staging: Staging, through: Chain = ()
 ) -> tuple[Identity, StagingReport, HostPatch]:
     """Lay a delta file's parts over copies of the served blocks that they change, and prove the result's weights id.
+
+    through: the deltas between the served weights and those that the file starts from; only the result is proven.
 
     Raises BaseMismatch, GraphMismatch, WeightsMismatch, WeightFileError, DigestMismatch, UnexpectedWeights, MemoryError
     and StageCancelled. No arena is written to.
     """
     _check_header(stamp, weights.where, staging)
-    if stamp.base != served.weights_id:
-        raise BaseMismatch(
-            f"{weights.where}: a delta from the weights {stamp.base[:12]}, but {served.weights_id[:12]} are served. "
-            "Apply the deltas of a chain in order, each to the weights that it starts from, or swap a full weight file."
-        )
     start = time.perf_counter()
-    parts = _read_parts(weights, stamp, staging)
+    layers, size = Layers(), _size(weights)
+    base, said = served.weights_id, f"{served.weights_id[:12]} are served"
+    for each in through:
+        step = _staging_of(each, staging)
+        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
+            between = _stamp_of(opened, step)
+            _check_base(between, opened.where, base, said)
+            layers.add(_read_parts(opened, between, step))
+            opened.check_unchanged(proven=True)
+            size += _size(opened)
+            base, said = between.weights_id, f"{opened.where} leads to {between.weights_id[:12]}"
+    _check_base(stamp, weights.where, base, said)
+    layers.add(_read_parts(weights, stamp, staging))
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     staging.job.begin("verifying")
-    changed = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
+    changed = overlay(layers.merged(), arena, served, staging.trees, staging.workers, staging.job)
     digests = {**served.digests, **changed.digests}
     identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
     if identity.weights_id != stamp.weights_id:
         text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it claims"
-        raise DigestMismatch(weights.where, [text], "Write the delta again, or copy it again.")
+        others = f", after {plural(len(through), 'other delta')}" if through else ""
+        raise DigestMismatch(weights.where, [text + others], "Write the delta again, or copy it again.")
     report = StagingReport(
         weights_id=identity.weights_id,
         labels=dict(identity.labels),
         kind="delta",
         source=weights.where,
         nonfinite=check_finite(identity, weights.where, staging),
-        bytes_read=sum(tensor.nbytes for tensor in weights.tensors.values()),
+        bytes_read=size,
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
         base=stamp.base,
@@ -86,17 +113,18 @@ def stage_chain(
 
     Raises what `stage_full` and `stage_delta` raise; the arena's content is then undefined.
     """
-    _check_header(stamp, weights.where, staging)  # before large files are read
     full, *deltas = staging.request.onto
     first = _staging_of(full, staging)
-    most = staging.manifest.most_header
-    with open_weights(full.path, staging.job.check, most) as opened:
-        identity, report = stage_full(plan(opened, first.manifest, first.request), arena, first)
-    for delta in deltas:
-        with open_weights(delta.path, staging.job.check, most) as opened:
-            step = _staging_of(delta, staging)
-            identity, report = _lay_delta(opened, delta_stamp(opened), arena, identity, report, step)
-    return _lay_delta(weights, stamp, arena, identity, report, staging)
+    with open_weights(full.path, staging.job.check, staging.manifest.most_header) as opened:
+        identity, before = stage_full(plan(opened, first.manifest, first.request), arena, first)
+    identity, report, patch = stage_delta(weights, stamp, arena, identity, staging, tuple(deltas))
+    patch.write_to(arena, staging.workers, staging.job)
+    return identity, replace(
+        report,
+        bytes_read=before.bytes_read + report.bytes_read,
+        seconds_staged=before.seconds_staged + report.seconds_staged,
+        seconds_verified=before.seconds_verified + report.seconds_verified,
+    )
 
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
@@ -105,25 +133,25 @@ def _staging_of(base: BaseFile, staging: Staging) -> Staging:
     return staging._replace(request=request)
 
 
-def _lay_delta(
-    weights: WeightSet,
-    stamp: DeltaStamp | None,
-    arena: Arena,
-    identity: Identity,
-    before: StagingReport,
-    staging: Staging,
-) -> tuple[Identity, StagingReport]:
-    """Lay a delta over the arena's weights; return their new identity, and a report that includes what was before."""
+def _stamp_of(weights: WeightSet, staging: Staging) -> DeltaStamp:
+    """Return the stamp of a delta that others start from. Raises BaseMismatch, and what `_check_header` raises."""
+    stamp = delta_stamp(weights)
     if stamp is None:
         raise BaseMismatch(f"{weights.where}: is no longer a delta; restore it, or swap a full file")
-    identity, report, patch = stage_delta(weights, stamp, arena, identity, staging)
-    patch.write_to(arena, staging.workers, staging.job)
-    return identity, replace(
-        report,
-        bytes_read=before.bytes_read + report.bytes_read,
-        seconds_staged=before.seconds_staged + report.seconds_staged,
-        seconds_verified=before.seconds_verified + report.seconds_verified,
-    )
+    _check_header(stamp, weights.where, staging)
+    return stamp
+
+
+def _check_base(stamp: DeltaStamp, where: str, base: str, said: str) -> None:
+    if stamp.base != base:
+        raise BaseMismatch(
+            f"{where}: a delta from the weights {stamp.base[:12]}, but {said}. Apply the deltas of a chain in order, "
+            "each to the weights that it starts from, or swap a full weight file."
+        )
+
+
+def _size(weights: WeightSet) -> int:
+    return sum(tensor.nbytes for tensor in weights.tensors.values())
 
 
 def _check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
@@ -155,17 +183,7 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
     read = {name: scratch.part(index) for index, name in enumerate(names)}
     if wrong := digest_problems(stamp, blocks.digests):
         raise DigestMismatch(weights.where, wrong, "The file is damaged: copy it again, or write the delta again.")
-    parts, problems = {}, []
-    for name, changed in stamp.changes.items():
-        try:
-            parts[name] = ranges_of(name, changed, read)
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
-    if problems:
-        raise DamagedFile(
-            f"{weights.where}: {listed(problems, between='; ')}. Write the delta again, or copy it again."
-        )
-    return parts
+    return parts_of(stamp, read, weights.where)
 
 
 class Overlay(NamedTuple):

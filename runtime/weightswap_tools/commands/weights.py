@@ -14,8 +14,9 @@ import typer
 from weightswap_runtime.errors import NonFiniteWeights, Superseded, listed, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, Hold
 from weightswap_runtime.following.place import DesiredPlace, known_weights
-from weightswap_runtime.format.delta import write_delta
+from weightswap_runtime.format.delta import Delta, write_delta
 from weightswap_runtime.format.identity import Counts
+from weightswap_runtime.format.merging import merge_deltas
 from weightswap_runtime.sources.location import Url, as_location, is_url, printable
 from weightswap_runtime.staging.reading import check_content
 from weightswap_tools.admin_client import AdminClient, AdminUnreachable, read_token
@@ -46,31 +47,49 @@ _PATIENCE = 10.0  # seconds for a server's answer
 
 @delta_command.command()
 def delta(
-    base: Annotated[str, typer.Argument(help="The weight file that the servers have, or its URL.")],
-    new: Annotated[str, typer.Argument(help="The weight file that they are to serve next, or its URL.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(help="The weight file that the servers have, and the one that they are to serve next, or URLs."),
+    ],
     out: Annotated[str, typer.Option("--out", "-o", help="The delta file to write; an existing file is replaced.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="FILES are deltas, each from what the one before leads to: make them one.")
+    ] = False,
     label: LabelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the changes from one weight file to another, for servers that have the first.
 
     Both must be packed by weightswap. A server swaps a delta in like a weight file: the cost grows with the bytes that
-    changed, and the result is verified to be exactly the second file's weights.
+    changed, and the result is verified to be exactly the second file's weights. With --merge, write one delta that does
+    what several do one after another.
     """
+    if not merge and len(files) != 2:
+        raise typer.BadParameter(f"give two weight files, not {len(files)}; --merge makes one delta of several")
     labels = parse_labels(label)
     with errors_as_exit(as_json):
-        with progress_bar("comparing") as progress:
-            written = write_delta(base, new, out, labels=labels, progress=progress)
+        with progress_bar("merging" if merge else "comparing") as progress:
+            if merge:
+                written = merge_deltas(files, out, labels=labels, progress=progress)
+            else:
+                base, new = files
+                written = write_delta(base, new, out, labels=labels, progress=progress)
         if as_json:
             print_json(written)
             return
-        size, total = human_bytes(written.nbytes), human_bytes(written.total_bytes)
-        share = 100 * written.nbytes / max(1, written.total_bytes)
         say(f"delta file  {written.path}")
         say(f"from        {written.base}")
         say(f"to          {written.weights_id}")
-        say(f"changes     {size} of {total} ({share:.2f} %)")
+        say(f"changes     {_share(written)}")
         say(f"in          {plural(len(written.changed), 'tensor')}")
+
+
+def _share(written: Delta) -> str:
+    size = human_bytes(written.nbytes)
+    if written.total_bytes is None:
+        return size
+    share = 100 * written.nbytes / max(1, written.total_bytes)
+    return f"{size} of {human_bytes(written.total_bytes)} ({share:.2f} %)"
 
 
 @desired_command.command()

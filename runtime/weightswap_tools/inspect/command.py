@@ -130,8 +130,10 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 def _print_weights(subject: WeightsSubject) -> None:
     print_facts(weights_facts(subject), _WIDTH)
-    changes = subject.delta.changes if subject.delta else {}
-    print_facts((("changes", f"{name}, {describe(changed)}") for name, changed in changes.items()), _WIDTH)
+    changes = (
+        f"{each.name}, {describe(each.type)}: {each.text}, {human_bytes(each.nbytes)}" for each in subject.changes
+    )
+    print_facts((("changes", text) for text in changes), _WIDTH)
     ties = subject.ties
     rows = [
         [

@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import structs
 
 from weightswap_runtime.errors import plural
-from weightswap_runtime.format.delta import DATA, RUNS
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.format.manifest import Manifest, Method, NamedTensor
 from weightswap_runtime.format.signature import leaves
@@ -231,21 +230,13 @@ def _shards_section(subject: WeightsSubject) -> Section:
 
 
 def _delta_section(subject: WeightsSubject) -> Section:
-    changes = subject.delta.changes if subject.delta else {}
-    tensors = subject.weights.tensors
     rows = tuple(
-        (
-            name,
-            describe(changed),
-            size_of(changed.dtype, changed.shape),
-            tensors[DATA + name].nbytes,
-            tensors[RUNS + name].shape[0],
-        )
-        for name, changed in changes.items()
+        (each.name, describe(each.type), size_of(each.type.dtype, each.type.shape), each.nbytes, each.text)
+        for each in subject.changes
     )
-    heads = (*columns("weight", "type"), *columns("size", "replaced", kind="bytes"), Column("runs", "number"))
-    sizes = {name: tensors[DATA + name].nbytes for name in changes}
-    details = {name: describe(changed) for name, changed in changes.items()}
+    heads = (*columns("weight", "type"), *columns("size", "replaced", kind="bytes"), Column("in"))
+    sizes = {each.name: each.nbytes for each in subject.changes}
+    details = {each.name: f"{describe(each.type)}, {each.text}" for each in subject.changes}
     return Section(
         "Changes",
         (_weights_map(sizes, details, "all replaced values"), Table(heads, rows, "Weights that change")),

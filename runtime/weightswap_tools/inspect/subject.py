@@ -7,13 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import Unsupported, listed, plural
 from weightswap_runtime.format.artifact import Artifact, is_artifact
-from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta import DATA, ROWS, RUNS, DeltaStamp, delta_stamp, row_bytes
 from weightswap_runtime.format.goldens import GoldensRecord, Value, artifact_goldens, record_beside, record_of
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.tensors import describe
+from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.tensors import TensorType, describe
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, natural, open_set, totals
 from weightswap_tools.terminal import human_bytes, signature_sentence, signature_text
 
@@ -33,12 +37,30 @@ class ArtifactSubject(NamedTuple):
         return self.artifact.manifest
 
 
+class Change(NamedTuple):
+    """What a delta replaces of a weight."""
+
+    name: str
+    type: TensorType
+    nbytes: int
+    ranges: int | None  # of bytes; None where the file names rows
+    rows: int | None  # of the first dimension; None if parts of rows change, or there are none
+
+    @property
+    def text(self) -> str:
+        """What is replaced, as `3 of 1000 rows`, or `2 ranges`."""
+        if self.rows is not None:
+            return f"{self.rows} of {plural(self.type.shape[0], 'row')}"
+        return plural(self.ranges or 0, "range")
+
+
 class WeightsSubject(NamedTuple):
     """A weight file, a checkpoint or a delta file; no values are read."""
 
     weights: TensorSet
     delta: DeltaStamp | None
     record: GoldensRecord | None  # of the goldens beside it
+    changes: tuple[Change, ...] = ()  # of a delta
 
     @property
     def kind(self) -> str:
@@ -142,7 +164,20 @@ def _tensors_subject(opened: TensorSet) -> WeightsSubject | GoldensSubject:
         return WeightsSubject(opened, None, None)
     if record := record_of(weights):
         return GoldensSubject(opened.where, record, opened.tensors)
-    return WeightsSubject(opened, delta_stamp(weights), record_beside(weights.location))
+    delta, record = delta_stamp(weights), record_beside(weights.location)
+    changes = tuple(_change(weights, *each) for each in delta.changes.items()) if delta else ()
+    return WeightsSubject(opened, delta, record, changes)
+
+
+def _change(weights: WeightSet, name: str, type_: TensorType) -> Change:
+    nbytes = weights.tensors[DATA + name].nbytes
+    if rows := weights.tensors.get(ROWS + name):
+        return Change(name, type_, nbytes, None, rows.shape[0])
+    runs = weights.tensors[RUNS + name]
+    content, row = memoryview(bytearray(runs.nbytes)), row_bytes(type_.dtype, type_.shape)
+    runs.source.read_into([content], runs.offset)
+    ranges = ByteRanges.of(np.frombuffer(content, "<i8").reshape(-1, 2), memoryview(b""))
+    return Change(name, type_, nbytes, runs.shape[0], nbytes // row if row and ranges.are_multiples(row) else None)
 
 
 # Facts.
@@ -332,6 +367,10 @@ def _weights_document(subject: WeightsSubject) -> Document:
             }
             for name, tensor in subject.weights.tensors.items()
         },
+        "changes": [
+            {"weight": each.name, "nbytes": each.nbytes, "ranges": each.ranges, "rows": each.rows}
+            for each in subject.changes
+        ],
         "modules": [] if subject.delta else _modules(subject.sizes),
     }
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.support.varied import RichFiles
 from weightswap_exporter import pack, publish
-from weightswap_runtime import load, write_delta
+from weightswap_runtime import load, merge_deltas, write_delta
 from weightswap_runtime.sources.writing import remove_abandoned
 
 LONGEST = 0.03  # seconds before a kill
@@ -26,9 +26,11 @@ LONGEST = 0.03  # seconds before a kill
 def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:
     """Return writers that each replace their file repeatedly, with one of two contents."""
     steps = iter(range(10**9))
+    chains = [[files.deltas[0, base], files.deltas[base, new]] for base, new in ((1, 2), (2, 1))]
     return {
         "pack": lambda: pack(files.models[next(steps) % 2], files.artifact, out=folder / "packed.safetensors"),
         "delta": lambda: write_delta(files.full[0], files.full[1 + next(steps) % 2], folder / "delta.safetensors"),
+        "merge": lambda: merge_deltas(chains[next(steps) % 2], folder / "merged.safetensors"),
         "publish": lambda: publish(files.models[next(steps) % 2], folder, files.artifact, step=1).wait(),
     }
 
@@ -63,7 +65,7 @@ def main() -> None:
     model = load(files.artifact, files.full[0])
     choose = random.Random(0)
     interrupted = 0
-    kinds = ["delta", "packe", "step-"]
+    kinds = ["delta", "merge", "packe", "step-"]
     for number in range(40 * rounds):
         if number >= rounds and finished_kinds(folder / "out") == kinds and interrupted >= rounds // 4:
             break  # a busy machine needs more rounds until each writer has finished once and enough were interrupted

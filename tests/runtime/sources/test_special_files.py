@@ -21,7 +21,7 @@ from tests.support.varied import RichFiles
 from weightswap_exporter import export, pack, publish
 from weightswap_exporter.engines.onnx_external import export_onnx
 from weightswap_exporter.parity.checks import record_outputs
-from weightswap_runtime import Unsupported, load, write_delta
+from weightswap_runtime import Unsupported, load, merge_deltas, write_delta
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources import writing as files
 from weightswap_runtime.sources.writing import new_file, new_folder
@@ -36,6 +36,7 @@ Write = Callable[[RichFiles, Path], object]
 WRITERS: dict[str, Write] = {
     "pack": lambda files, out: pack(files.models[1], files.artifact, out=out),
     "delta": lambda files, out: write_delta(files.full[0], files.full[1], out),
+    "merge": lambda files, out: merge_deltas([files.deltas[0, 1]], out),
     "tensors": lambda _, out: write_tensors(out, {"a": TensorBytes("F32", (1,), memoryview(bytes(4)))}),
     "export": lambda _, out: export(nn.Linear(2, 2).eval(), (torch.zeros(2),), out=out),
     "onnx": lambda files, out: export_onnx(files.artifact, files.full[0], out=out),

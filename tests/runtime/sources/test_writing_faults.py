@@ -18,7 +18,7 @@ from tests.support import warm
 from tests.support.faults import Fault, each_call, failing, raises
 from tests.support.varied import RichFiles
 from weightswap_exporter import pack, publish
-from weightswap_runtime import WeightswapError, write_delta
+from weightswap_runtime import WeightswapError, merge_deltas, write_delta
 from weightswap_runtime.sources import writing
 from weightswap_runtime.sources.writing import new_folder
 
@@ -57,9 +57,16 @@ FAULTS = {
     "no folder": Fault(Path, "mkdir", FULL),
 }
 Write = Callable[[RichFiles, Path, int], object]
+
+
+def _chain(files: RichFiles, last: int) -> list[Path]:
+    return [files.deltas[0, 3 - last], files.deltas[3 - last, last]]
+
+
 WRITERS: dict[str, Write] = {
     "pack": lambda files, out, seed: pack(files.models[seed], files.artifact, out=out / "file.safetensors"),
     "delta": lambda files, out, seed: write_delta(files.full[0], files.full[seed], out / "file.safetensors"),
+    "merge": lambda files, out, seed: merge_deltas(_chain(files, seed), out / "file.safetensors"),
     "publish": lambda files, out, seed: publish(files.models[seed], out, files.artifact, step=seed).wait(),
 }
 

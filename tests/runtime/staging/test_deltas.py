@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -323,6 +326,45 @@ def test_the_stamp_is_what_the_format_says(delta: WriteDelta, weight_file: Write
         write_delta(weight_file(0), weight_file(1), path).path.read_bytes()
         == (tmp_path / "again.safetensors").read_bytes()
     )
+
+
+def test_a_file_is_byte_for_byte_what_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of which rows change, one of which runs do, and a vector: as docs/format.md describes them."""
+    make_blocks_small(monkeypatch, 1 << 20)
+    old = {"t": np.zeros((9, 3), np.float32), "u": np.zeros((9, 3), np.float32), "v": np.zeros(5, np.float32)}
+    new = {name: value.copy() for name, value in old.items()}
+    new["t"][[0, 1, 5, 8]] = 1  # three runs of 16 bytes, or four rows of 8
+    new["u"][2:7] = 2  # one run, or five rows
+    new["v"][4] = 3
+    files = [save(tmp_path / f"{i}.safetensors", values) for i, values in enumerate((old, new))]
+    written = write_delta(*files, tmp_path / "d.safetensors", labels={"k": "v"})
+    data = {
+        "data:u": ("U8", [60], new["u"][2:7].tobytes()),
+        "data:t": ("U8", [48], new["t"][[0, 1, 5, 8]].tobytes()),
+        "rows:t": ("I64", [4], np.array([0, 1, 5, 8], "<i8").tobytes()),
+        "runs:u": ("I64", [1, 2], np.array([[24, 84]], "<i8").tobytes()),
+        "data:v": ("U8", [20], new["v"].tobytes()),
+        "runs:v": ("I64", [1, 2], np.array([[0, 20]], "<i8").tobytes()),
+    }
+    order = ["rows:t", "data:t", "runs:u", "runs:v", "data:u", "data:v"]  # multiples of 32, 16, 16, 16, 4, 4
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    types = {"t": ("F32", [9, 3]), "u": ("F32", [9, 3]), "v": ("F32", [5])}
+    stamp = {
+        "graph_id": "0" * 64,
+        "base": written.base,
+        "weights_id": written.weights_id,
+        "changes": {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in types.items()},
+        "digests": {name: blake3(data[name][2]).hexdigest() for name in order},
+        "labels": {"k": "v"},
+    }
+    header["__metadata__"][DELTA_KEY] = json.dumps(stamp, separators=(",", ":"))
+    place = 0
+    for name in order:
+        dtype, shape, content = data[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place := place + len(content)]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(8 + len(text) + 1000) // 4096) * 4096 - 8)
+    assert written.path.read_bytes() == struct.pack("<Q", len(text)) + text + b"".join(data[n][2] for n in order)
 
 
 def test_goldens_beside_the_target_stay_if_the_delta_cannot_be_written(

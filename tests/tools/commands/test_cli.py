@@ -151,12 +151,19 @@ def test_a_delta_between_two_files(shell: Shell) -> None:
     assert (made["changed"], made["nbytes"]) == (["bias"], 8)
     shown = shell("inspect", "d.safetensors")
     assert f"to         {made['weights_id']}" in shown
-    assert "changes    bias, F32[2]" in shown
+    assert "changes    bias, F32[2]: 1 range, 8 B" in shown
     assert json.loads(shell("inspect", "d.safetensors", "--json"))["kind"] == "delta file"
     receipts = json.loads(shell("swap", "m.artifact", files[0], "d.safetensors", "--json"))["receipts"]
     ids = [receipt["weights_id"] for receipt in receipts]
     assert ids == [made["base"], made["weights_id"]]
     assert "BaseMismatch" in shell("swap", "m.artifact", files[1], "d.safetensors", status=1)
+    shell("delta", *reversed(files), "-o", "back.safetensors")
+    chain = ("d.safetensors", "back.safetensors", "d.safetensors")
+    assert "changes     8 B\n" in shell("delta", "--merge", *chain, "-o", "merged.safetensors")
+    merged = json.loads(shell("delta", "--merge", *chain, "-o", "merged.safetensors", "--json"))
+    assert merged == {**made, "path": "merged.safetensors", "total_bytes": None}
+    assert "give two weight files, not 3" in shell("delta", *chain, "-o", "x.safetensors", status=2)
+    assert "BaseMismatch" in shell("delta", "--merge", *chain[:2], *chain[1:], "-o", "x.safetensors", status=1)
     assert "not packed by weightswap" in shell("delta", "one.safetensors", files[1], "-o", "x.safetensors", status=1)
 
 

@@ -53,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pack(model, folder / "layers.artifact", out=folder / "v1.safetensors", labels={"step": "1"}, goldens=goldens)
     with torch.no_grad():
         model.head.bias += 1
+        model.layers[10][0].weight[[0, 3]] += 1
+        model.layers[11][0].weight[1:] += 1
     pack(model, folder / "layers.artifact", out=folder / "v2.safetensors")
     write_delta(folder / "v1.safetensors", folder / "v2.safetensors", folder / "d.safetensors")
     methods = {
@@ -210,7 +212,17 @@ def test_a_report_of_a_weight_file(inspect: Inspect) -> None:
 def test_a_report_of_a_delta(inspect: Inspect) -> None:
     seen, data = report(inspect, "d.safetensors")
     assert "Delta file" in seen
-    assert rows(data, "Weights that change") == [["head.bias", "F32[2]", 8, 8, 1]]
+    assert rows(data, "Weights that change") == [
+        ["head.bias", "F32[2]", 8, 8, "1 range"],
+        ["layers.10.0.weight", "F32[4, 4]", 64, 32, "2 of 4 rows"],
+        ["layers.11.0.weight", "F32[4, 4]", 64, 48, "3 of 4 rows"],
+    ]
+    assert "changes    layers.10.0.weight, F32[4, 4]: 2 of 4 rows, 32 B" in inspect("d.safetensors")
+    assert json.loads(inspect("d.safetensors", "--json"))["changes"] == [
+        {"weight": "head.bias", "nbytes": 8, "ranges": 1, "rows": None},
+        {"weight": "layers.10.0.weight", "nbytes": 32, "ranges": None, "rows": 2},
+        {"weight": "layers.11.0.weight", "nbytes": 48, "ranges": 1, "rows": 3},
+    ]
 
 
 def test_a_report_of_shards(inspect: Inspect) -> None:

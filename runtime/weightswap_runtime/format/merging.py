@@ -1,0 +1,291 @@
+"""Several deltas as one file: a delta that leads as far, or the full set to which they lead.
+
+The deltas are read one after another, and what they change is laid over each other in memory: it takes up to three
+times the bytes that they change together, and no step of Python for each row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from weightswap_runtime.byte_ranges import ByteRanges, Layers, scatter
+from weightswap_runtime.errors import (
+    AccessDenied,
+    BaseMismatch,
+    DigestMismatch,
+    GraphMismatch,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+)
+from weightswap_runtime.sources.byte_source import LocalFile
+from weightswap_runtime.sources.location import Location, check_writable
+from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.writing import companion
+from weightswap_runtime.tensors import BLOCK, TensorType, describe, digest_of, same_type
+
+from .delta import (
+    Changed,
+    Delta,
+    DeltaStamp,
+    Progress,
+    check_other,
+    delta_stamp,
+    goldens_of,
+    joined_labels,
+    parts_of,
+    row_bytes,
+    write_changes,
+)
+from .safetensors import Stamp, TensorRow, canonical_order, new_weight_file
+from .weight_set import SIGNATURE_SUFFIX, StoredTensor, WeightSet, goldens_path, open_weights
+
+_MOST_SIGNATURE = 1 << 20  # bytes
+_AGAIN = "The file is damaged: copy it again, or write the delta again."
+PathLike = str | os.PathLike[str]
+
+
+def merge_deltas(
+    deltas: Sequence[PathLike],
+    out: PathLike,
+    *,
+    labels: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Delta:
+    """Write one delta that does what several do one after another: of each byte that they change, the last value.
+
+    deltas: paths or URLs, each of a delta from the weights to which the one before leads. Who serves the weights from
+    which the first starts gets those of the last with one swap. Only the deltas are read; what they change together is
+    in memory up to three times. labels: added to those of the last. progress: called with the bytes read so far, and
+    the total.
+
+    Goldens beside the last are copied beside the result before that appears, and so is its signature, which is one of
+    the same weights; without goldens, those that are already beside the result are removed.
+
+    Raises Unsupported, WeightFileError, GraphMismatch, BaseMismatch for deltas that do not follow each other,
+    WeightsMismatch, and DigestMismatch for a damaged file; nothing has been written then.
+    """
+    check_writable(out)
+    with _opened(deltas, out) as chain:
+        last = chain.steps[-1]
+        texts = joined_labels(last.stamp.labels, labels, out)
+        merged = {name: part for name, part in chain.read(progress).items() if part.nbytes}
+        types = {name: chain.types[name] for name in merged}
+        changes = {name: _changed(types[name], part) for name, part in merged.items()}
+        blank = DeltaStamp(
+            graph_id=last.stamp.graph_id,
+            base=chain.steps[0].stamp.base,
+            weights_id=last.stamp.weights_id,
+            changes=types,
+            digests={},
+            labels=texts,
+        )
+        beside = _beside(last.weights.location, Path(out))
+        write_changes(Path(out), changes, lambda name: [merged[name].data], blank, beside, chain.check_unchanged)
+    return Delta(
+        path=Path(out),
+        graph_id=blank.graph_id,
+        base=blank.base,
+        weights_id=blank.weights_id,
+        nbytes=sum(part.nbytes for part in merged.values()),
+        total_bytes=None,
+        changed=tuple(changes),
+        labels=texts,
+    )
+
+
+def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Stamp:
+    """Write the full set to which deltas lead from a weight file, with the labels of the last; return its stamp.
+
+    One weight is in memory at a time, beside what the deltas change. Files beside the last delta are copied as by
+    `merge_deltas`. Raises what that raises; DigestMismatch also if the result would not have the id of the last.
+    """
+    check_writable(out)
+    with open_weights(base) as full, _opened(deltas, out) as chain:
+        check_other(full.location, out)
+        first, last = chain.steps[0], chain.steps[-1]
+        stamp = _stamp_of(full, first)
+        odd = [
+            f"{name}: changes, but is {describe(full.tensors[name]) if name in full.tensors else 'not there'}"
+            for name, type_ in chain.types.items()
+            if name not in full.tensors or not same_type(full.tensors[name], type_)
+        ]
+        if odd:
+            raise WeightsMismatch(full.where, odd, "Pack the weights again, or merge the deltas alone.")
+        changes = chain.read(None)
+        rows = [TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in full.tensors.items()]
+        data = ((row.name, _laid(full.tensors[row.name], changes.get(row.name))) for row in canonical_order(rows))
+        labels, cast = last.stamp.labels, dict(stamp.cast) if stamp.cast else {}
+        try:
+            with new_weight_file(Path(out), rows, data, graph_id=stamp.graph_id, labels=labels, cast=cast) as (
+                file,
+                written,
+            ):
+                if written.weights_id != last.stamp.weights_id:
+                    text = f"{full.where} and {len(deltas)} deltas give the weights {written.weights_id[:12]}"
+                    raise DigestMismatch(
+                        last.weights.where, [f"{text}, not {last.stamp.weights_id[:12]} as it claims"], _AGAIN
+                    )
+                with _beside(last.weights.location, Path(out)):
+                    file.rename(Path(out))
+        except OSError as error:
+            raise WeightFileError(f"{out!s:.200}: cannot be written ({error.strerror or error})") from error
+    return written
+
+
+def _stamp_of(full: WeightSet, first: _Step) -> Stamp:
+    """Return the stamp of a full set from which a delta starts. Raises WeightFileError, GraphMismatch, BaseMismatch."""
+    if full.stamp is None:
+        raise WeightFileError(f"{full.where}: not one file that weightswap has packed; merge the deltas alone")
+    if full.stamp.graph_id != first.stamp.graph_id:
+        raise GraphMismatch(
+            f"{first.weights.where}: for the graph {first.stamp.graph_id[:12]}, {full.where} for "
+            f"{full.stamp.graph_id[:12]}"
+        )
+    if full.stamp.weights_id != first.stamp.base:
+        raise BaseMismatch(
+            f"{first.weights.where}: a delta from the weights {first.stamp.base[:12]}, but {full.where} has "
+            f"{full.stamp.weights_id[:12]}"
+        )
+    return full.stamp
+
+
+def _laid(tensor: StoredTensor, change: ByteRanges | None) -> Iterator[memoryview]:
+    """Yield the bytes of a weight with a change laid over them."""
+    if change is None:
+        for start in range(0, tensor.nbytes, BLOCK):
+            yield _read(tensor, start, min(BLOCK, tensor.nbytes - start))
+        return
+    content = _read(tensor, 0, tensor.nbytes)
+    scatter(content, change)
+    yield content
+
+
+def _read(tensor: StoredTensor, start: int, size: int) -> memoryview:
+    memory = memoryview(bytearray(size))
+    tensor.source.read_into([memory], tensor.offset + start)
+    return memory
+
+
+class _Step(NamedTuple):
+    """An open delta."""
+
+    weights: WeightSet
+    stamp: DeltaStamp
+
+    def read(self, told: Callable[[int], None]) -> dict[str, ByteRanges]:
+        """Return what the delta changes, by FQN. Raises DigestMismatch and DamagedFile. told: called with sizes."""
+        content, wrong = {}, []
+        for name, tensor in self.weights.tensors.items():
+            content[name] = _read(tensor, 0, tensor.nbytes)
+            if digest_of([content[name]]) != self.stamp.digests[name]:
+                wrong.append(f"{name}: its bytes do not match the digest that the file records")
+            told(tensor.nbytes)
+        if wrong:
+            raise DigestMismatch(self.weights.where, wrong, _AGAIN)
+        return parts_of(self.stamp, content, self.weights.where)
+
+
+class _Chain(NamedTuple):
+    """Open deltas, each from the weights to which the one before leads."""
+
+    steps: Sequence[_Step]
+    types: dict[str, TensorType]  # of the weights that any of them changes
+
+    def read(self, progress: Progress | None) -> dict[str, ByteRanges]:
+        """Return what all deltas change together, by FQN, in order. Raises DigestMismatch and DamagedFile."""
+        total = sum(tensor.nbytes for step in self.steps for tensor in step.weights.tensors.values())
+        done, layers = 0, Layers()
+
+        def told(size: int) -> None:
+            nonlocal done
+            done += size
+            if progress:
+                progress(done, total)
+
+        for step in self.steps:
+            layers.add(step.read(told))
+        return dict(sorted(layers.merged().items()))
+
+    def check_unchanged(self) -> None:
+        for step in self.steps:
+            step.weights.check_unchanged(proven=True)
+
+
+@contextmanager
+def _opened(deltas: Sequence[PathLike], out: PathLike) -> Iterator[_Chain]:
+    """Open deltas, and check by their headers that they follow each other."""
+    if not deltas:
+        raise Unsupported("no delta to merge; give those of a chain, in order")
+    with ExitStack() as stack:
+        steps = [_open(path, out, stack) for path in deltas]
+        types: dict[str, TensorType] = {}
+        for step in steps:
+            types.update(step.stamp.changes)
+        for before, after in pairwise(steps):
+            _check_follows(before, after)
+        for step in steps:
+            odd = [
+                f"{name}: {each}, but {types[name]} in another delta"
+                for name, each in step.stamp.changes.items()
+                if not same_type(each, types[name])
+            ]
+            if odd:
+                raise WeightsMismatch(step.weights.where, odd, "Write the deltas between files of one artifact.")
+        yield _Chain(steps, types)
+
+
+def _open(path: PathLike, out: PathLike, stack: ExitStack) -> _Step:
+    weights = stack.enter_context(open_weights(path))
+    stamp = delta_stamp(weights)
+    if stamp is None:
+        raise WeightFileError(f"{weights.where}: not a delta; only deltas can be merged (weightswap delta writes them)")
+    check_other(weights.location, out)
+    for file in weights.files:
+        if isinstance(file.source, LocalFile):
+            file.source.rest()
+    return _Step(weights, stamp)
+
+
+def _check_follows(before: _Step, after: _Step) -> None:
+    """Raise GraphMismatch or BaseMismatch if a delta does not start where another one ends."""
+    if before.stamp.graph_id != after.stamp.graph_id:
+        raise GraphMismatch(
+            f"{after.weights.where}: for the graph {after.stamp.graph_id[:12]}, {before.weights.where} for "
+            f"{before.stamp.graph_id[:12]}. Deltas of one graph can be merged."
+        )
+    if before.stamp.weights_id != after.stamp.base:
+        raise BaseMismatch(
+            f"{after.weights.where}: a delta from the weights {after.stamp.base[:12]}, but {before.weights.where} "
+            f"leads to {before.stamp.weights_id[:12]}. Give the deltas of a chain in order, without a gap."
+        )
+
+
+def _changed(type_: TensorType, part: ByteRanges) -> Changed:
+    joined = part.joined(0)
+    row = row_bytes(type_.dtype, type_.shape)
+    return Changed(np.stack([joined.begins, joined.ends], axis=1), row if row and joined.are_multiples(row) else 0)
+
+
+@contextmanager
+def _beside(last: Location, out: Path) -> Iterator[None]:
+    """Put the goldens and the signature of the last delta's weights beside a file that the block renames."""
+    with ExitStack() as stack:
+        stack.enter_context(companion(goldens_path(out), goldens_of(last)))
+        if signature := _signature_of(last):
+            stack.enter_context(companion(out.with_name(out.name + SIGNATURE_SUFFIX), signature))
+        yield
+
+
+def _signature_of(weights: Location) -> bytes | None:
+    try:
+        return read_small(weights.with_name(weights.name + SIGNATURE_SUFFIX), _MOST_SIGNATURE)
+    except AccessDenied:  # a signed URL opens one object only
+        return None
