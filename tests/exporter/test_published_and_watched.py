@@ -77,8 +77,8 @@ def test_a_server_that_starts_late_takes_the_newest_and_the_deltas_after_it(arti
     served = load(artifact)
     with served.watch(out, 0.01):
         deadline = time.monotonic() + 60
-        while served.generation != 2 and time.monotonic() < deadline:
+        while served.generation != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert [receipt.kind for receipt in served.history] == ["full", "delta", "delta"]
+    assert [receipt.kind for receipt in served.history] == ["full", "delta"]  # both deltas at once
     with torch.no_grad():
         assert torch.equal(served(X), model(X))

@@ -9,6 +9,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Model, StageCancelled, WeightFileError, load, write_delta
 from weightswap_runtime.following.directory import Entry, open_directory
 from weightswap_runtime.following.intake import Intake, Start
+from weightswap_runtime.staging.request import BaseFile
 
 INTERVAL = 5.0
 
@@ -57,12 +58,14 @@ class IntakeRig:
     def serves(self, weights_id: str) -> bool:
         return self.model.weights_id == weights_id
 
-    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+    def swap(
+        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
+    ) -> str | None:
         name = Path(path).stem
         self.attempts.append(name)
         if self.errors.get(name):
             raise self.errors[name].pop(0)
-        with self.model.stage(path) as staged:
+        with self.model.stage(path, onto=onto) as staged:
             if staged.weights_id != known:
                 staged.commit()
                 self.committed.append(name)

@@ -37,10 +37,10 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import Store, fingerprint_of
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.request import BaseFile, SwapRequest
+from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
 from weightswap_runtime.threads import Background
 
-from .desired_state import DesiredState, DesiredWeights, check_new, check_promotable
+from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
 from .directory import Entry, order_of_names, without_traceback
 from .intake import NoticeKind
 from .place import DesiredPlace, Known
@@ -231,19 +231,27 @@ class ModelTarget:
     def serves_nothing(self) -> bool:
         return self._store.gate.current is None
 
-    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+    def swap(
+        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
+    ) -> str | None:
         with self._turn() as job:
             # the id that a part results in is known only after its staging
             if weights_id is not None and not self._request.only and not self._needs(path, weights_id):
                 return known
-            promotion = self._promotion
+            for each in onto:
+                self._needs(each.path, each.weights_id)  # nothing is built on what was rolled back
+            promotion, current = self._promotion, self._store.gate.current
             if promotion is not None:
-                promotion.check(path, weights_id, self.check)
-            with self._staged(job, self._request._replace(path=path)) as staged:
+                promotion.check((*onto, BaseFile(path, weights_id or "")), self.check)
+            base = current.weights_id if current is not None and onto else None
+            with self._staged(job, self._request._replace(path=path, onto=onto)) as staged:
                 content = self._content(staged)
                 if content != known and self._needs(path, staged.weights_id):
                     if promotion is not None:
-                        promotion.promote(path, staged, self._member.artifact.graph_id)
+                        through = tuple(DesiredBase(source=str(each.path), weights_id=each.weights_id) for each in onto)
+                        graph_id = self._member.artifact.graph_id
+                        known_now = Known(staged.weights_id, graph_id, staged.labels, base or staged.base, through)
+                        promotion.promote(path, staged, known_now)
                     staged.commit(timeout=self._request.timeout)
                 return content
 
@@ -294,7 +302,7 @@ class ModelTarget:
             return identity.weights_id
         return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
-    def _needs(self, path: str | Path, weights_id: str) -> bool:
+    def _needs(self, path: PathLike, weights_id: str) -> bool:
         """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
 
         With a promotion, the place knows what was rolled back.
@@ -328,15 +336,16 @@ class Promotion(NamedTuple):
     policy: Policy
     by: str  # the promoter
 
-    def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
-        """Raise Held, Superseded or DesiredError if a staging could not be promoted anyway."""
-        self._check(path, weights_id or "", self.place.read(check))
+    def check(self, files: Iterable[BaseFile], check: Check) -> None:
+        """Raise Held, Superseded or DesiredError if a staging of files could not be promoted anyway."""
+        state = self.place.read(check)
+        for path, weights_id in files:
+            self._check(path, weights_id, state)
 
-    def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
+    def promote(self, path: str | Path, staged: Staged, known: Known) -> None:
         """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
-        known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
         may = partial(self._check, path, staged.weights_id)
         self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
 
@@ -345,7 +354,7 @@ class Promotion(NamedTuple):
         known = {str(self.place.locate(weights)) for weights in self.place.read().known}
         return {entry.name for entry in entries if str(entry.path) in known}
 
-    def _check(self, path: str | Path, weights_id: str, state: DesiredState) -> None:
+    def _check(self, path: PathLike, weights_id: str, state: DesiredState) -> None:
         """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
         if state.weights_id == weights_id:
             return

@@ -22,7 +22,7 @@ from weightswap_runtime.tensors import DIGEST
 FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
 MOST_WITHDRAWN = 200
-MOST_BASES = 20  # files that a new process reads before a delta
+MOST_BASES = 1000  # files that a new process reads before a delta
 KEPT_BYTES = 3 << 20  # of a document: readers take 4 MiB, so that whoever wrote before, an operator's change has room
 SHOWN = 12  # characters of a weights id that messages show
 _Id = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST.pattern}$")]
@@ -146,30 +146,37 @@ def _by(who: str) -> str:
 
 
 def bases_of(
-    state: DesiredState, base: str, weights_id: str, source: object
+    state: DesiredState, base: str, weights_id: str, source: object, through: tuple[DesiredBase, ...] = ()
 ) -> tuple[DesiredBase, ...] | msgspec.UnsetType:
     """Return the files that a new process must read before a delta from the desired weights `base`.
 
-    base: empty for a full set, which needs none. weights_id: the result of the delta, which may be desired already.
-    Raises BaseMismatch, and Unsupported for too long a chain.
+    base: empty for a full set, which needs none. weights_id: the result of the delta, which may be desired already: its
+    base may then be any of the files that lead there. through: deltas between `base` and this one. Raises BaseMismatch,
+    and Unsupported for too long a chain.
     """
     if not base:
         return msgspec.UNSET
     desired = state.weights
-    if desired and desired.weights_id == weights_id and desired.bases and desired.bases[-1].weights_id == base:
-        return desired.bases  # the same delta again
+    if desired and desired.weights_id == weights_id and base in (ids := ids_of(desired)):
+        return (*(desired.bases or ())[: ids.index(base) + 1], *through)
     if desired is None or desired.weights_id != base:
         actual = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
         raise BaseMismatch(
             f"{source}: a delta from the weights {base[:SHOWN]}, but {actual}. Use the deltas of a chain in order, "
             "each while its base weights are desired, or use a full weight file."
         )
-    before = desired.bases or ()
-    if len(before) >= MOST_BASES:
+    bases = (*(desired.bases or ()), DesiredBase(source=desired.source, weights_id=base), *through)
+    if len(bases) > MOST_BASES:
         raise Unsupported(
-            f"{source}: a delta after {len(before)} files that a new process would read first; use a full weight file"
+            f"{source}: a delta after {len(bases)} files that a new process would read first, but at most {MOST_BASES} "
+            "can be; use a full weight file, or make one file of these first (weightswap desired PLACE --compact FILE)"
         )
-    return (*before, DesiredBase(source=desired.source, weights_id=base))
+    return bases
+
+
+def ids_of(weights: DesiredWeights) -> list[str]:
+    """Return the weights ids of the files that lead to a delta, in order."""
+    return [base.weights_id for base in weights.bases or ()]
 
 
 def with_weights(state: DesiredState, weights: DesiredWeights) -> DesiredState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,11 +70,18 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     return lambda: _sets(_entries(location))
 
 
-def fingerprint(path: str | Path, check: Check) -> Hashable:
+def fingerprints(paths: Iterable[str | Path], check: Check) -> dict[str | Path, Hashable]:
+    """Return the fingerprints of several weights; each folder behind a URL is listed once."""
+    listed: dict[Location, list[Entry]] = {}
+    return {path: fingerprint(path, check, listed) for path in paths}
+
+
+def fingerprint(path: str | Path, check: Check, listed: dict[Location, list[Entry]] | None = None) -> Hashable:
     """Return the fingerprint of weights and of all files that decide whether they are taken; UNKNOWN if that fails.
 
     Of a folder, or an index of shards, all weight files there count, and what is beside them. A web server lists none,
-    so that shards behind one do not count. `check` is called during the wait for its responses.
+    so that shards behind one do not count. `check` is called during the wait for its responses. listed: listings so
+    far, which are used and added to.
     """
     try:
         location = as_location(path)
@@ -84,7 +91,10 @@ def fingerprint(path: str | Path, check: Check) -> Hashable:
             return frozenset(_entries(location.parent if location.name.endswith(INDEX_SUFFIX) else location))
         if isinstance(location, Path):
             return tuple(_local(location.with_name(name)) for name in (location.name, *companions(location.name)))
-        return tuple(entry for entry in _weight_files(_entries(location.parent)) if entry.name == location.name)
+        known = {} if listed is None else listed
+        if location.parent not in known:
+            known[location.parent] = _weight_files(_entries(location.parent))
+        return tuple(entry for entry in known[location.parent] if entry.name == location.name)
     except StageCancelled:
         raise
     except (WeightswapError, OSError, ValueError):  # such as a name that is too long

@@ -38,6 +38,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, shard_set
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.request import BaseFile
 
 from .directory import UNKNOWN, Entry, HeaderPeek, Listing, order, peek, without_traceback
 
@@ -233,7 +234,7 @@ class Intake:
             file.peek = file.peek or peek(file.entry.path, target.check)
             if file.peek.weights_id is not None and target.serves(file.peek.weights_id):
                 self._set_taken(file, target)
-            elif self._is_ready(file, file.peek, target):
+            elif self._is_ready(file, file.peek, target) and not self._try_chain(file, target):
                 self._try(file, file.peek.weights_id, target)
 
     def _recheck(self, file: _File, target: WatchTarget) -> None:
@@ -265,6 +266,40 @@ class Intake:
             return target.serves(header.base)
         # without digests, only a second look shows that the file is not being written
         return header.weights_id is not None or file.looks > 1
+
+    def _try_chain(self, first: _File, target: WatchTarget) -> bool:
+        """Take a delta together with those that follow it, in one swap. Return False if there are none, or it fails.
+
+        Each is then taken by itself, so that the first that cannot be is the one that says so.
+        """
+        *before, last = self._chain_from(first, target)
+        if not before:
+            return False
+        onto = tuple(BaseFile(file.entry.path, weights_id) for file, weights_id in before)
+        file, weights_id = last
+        try:
+            file.content = target.swap(file.entry.path, weights_id, file.content, onto)
+        except StageCancelled:
+            raise
+        except Exception:
+            return False
+        for other, _ in before:
+            other.settled, other.error = True, None
+        self._set_taken(file, target)
+        return True
+
+    def _chain_from(self, first: _File, target: WatchTarget) -> list[tuple[_File, str]]:
+        """Return a file and the deltas after it that begin where the one before ends, each with its weights id."""
+        chain: list[tuple[_File, str]] = []
+        for file in self._pending():
+            if file.key < first.key:
+                continue
+            file.peek = file.peek or peek(file.entry.path, target.check)
+            follows = file is first or (chain and file.peek.base == chain[-1][1])
+            if not follows or file.peek.base is None or not file.peek.weights_id or self._clock() < file.retry_at:
+                break
+            chain.append((file, file.peek.weights_id))
+        return chain or [(first, "")]
 
     def _try(self, file: _File, weights_id: str | None, target: WatchTarget) -> None:
         try:
@@ -379,10 +414,13 @@ class Target(Protocol):
 class WatchTarget(Target, Protocol):
     """The model that files are swapped into."""
 
-    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+    def swap(
+        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
+    ) -> str | None:
         """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
 
-        Return the id of its content, or `known` if it was not read. Raises what `Model.swap` and `check` raise.
+        onto: deltas from the served weights to those from which the file starts. Return the id of its content, or
+        `known` if it was not read. Raises what `Model.swap` and `check` raise.
         """
         ...
 

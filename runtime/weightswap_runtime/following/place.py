@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
@@ -28,6 +29,7 @@ from weightswap_runtime.errors import (
     check_said,
 )
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.merging import merge_deltas, write_merged_set
 from weightswap_runtime.format.safetensors import Stamp, label_problem
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
@@ -45,6 +47,7 @@ from .desired_state import (
     decode,
     encode,
     find_good,
+    ids_of,
     rolled_back,
     trimmed,
     with_weights,
@@ -172,8 +175,7 @@ class DesiredPlace:
         return target
 
     def _check_files(self, weights: DesiredWeights) -> None:
-        files: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
-        for file in files:
+        for file in _files(weights):
             where = self.locate(file)
             stamp = check_file(where, file.weights_id)
             if isinstance(stamp, DeltaStamp) and file is weights and not weights.bases:
@@ -207,7 +209,8 @@ class DesiredPlace:
 
         Weights that were desired before, and later replaced, are desired again. If they are desired already, as when a
         training was repeated, nothing changes for those who serve them; a full file with other labels, or at another
-        place, is recorded in a new revision, except during a hold.
+        place, and a delta from an earlier one of the files that lead to them, are recorded in a new revision, except
+        during a hold.
 
         Raises Held, Superseded for weights that were withdrawn, DesiredError, and what `set` raises.
         """
@@ -216,7 +219,7 @@ class DesiredPlace:
             stored, state = self._read(None)
             check_promotable(state, facts.weights_id, printable(source))
             is_desired = state.weights_id == facts.weights_id
-            if is_desired and (state.hold or facts.base):
+            if is_desired and (state.hold or not _is_shorter(state, facts)):
                 return state
             after = self._with_weights(state, source, facts, by, why)
             if is_desired and _facts(state.weights) == _facts(after.weights):
@@ -226,8 +229,41 @@ class DesiredPlace:
                 return written
         raise RevisionConflict(f"{self.where}: lost to other writers {_MOST_TRIES} times in a row; try again later")
 
+    def compact(self, out: Source, *, revision: int, full: bool = False) -> DesiredState:
+        """Replace the chain of files that leads to the desired weights by a shorter one of the same weights.
+
+        out: the file to write, in a place that new processes can read: one delta, merged from all of the chain; a new
+        process then reads the full set with which the chain begins, and this. full: write a full set instead, which
+        needs no other file. The goldens and the signature beside the last delta are copied. Nothing else in the
+        document changes, and nothing for processes that serve the weights. If another revision was written meanwhile,
+        that stays, and `out` is not used.
+
+        Raises Unsupported if there is nothing to make shorter, or if the document names `out` already, and what
+        `merge_deltas` raises.
+        """
+        state = self._read_for(revision)[1]
+        weights = state.weights
+        if weights is None or not weights.bases or (len(weights.bases) == 1 and not full):
+            what = "one delta after a full set" if weights and weights.bases else "no delta"
+            raise Unsupported(f"{self.where}: {what} is desired, so there is nothing to make shorter")
+        stored = _checked_source(self._as_stored(as_location(out)))
+        if stored in {each.source for entry in state.known for each in _files(entry)}:
+            raise Unsupported(f"{printable(out)}: the place names this file; name another")
+        self._check_files(weights)
+        first, *deltas = (self.locate(file) for file in _files(weights))
+        written = write_merged_set(first, deltas, out) if full else merge_deltas(deltas, out)
+        if written.weights_id != weights.weights_id:
+            raise UnexpectedWeights(
+                f"{printable(out)}: has the weights {written.weights_id[:SHOWN]}, not {weights.weights_id[:SHOWN]}: a "
+                "file of the chain was replaced meanwhile"
+            )
+        after = replace(weights, source=stored, bases=UNSET if full else weights.bases[:1])
+        return self._write(revision, lambda state: replace(state, weights=after))
+
     def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
-        return with_weights(state, described(self._as_stored(as_location(source)), known, by, why, state))
+        through = tuple(replace(each, source=self._as_stored(as_location(each.source))) for each in known.through)
+        stored, facts = self._as_stored(as_location(source)), known._replace(through=through)
+        return with_weights(state, described(stored, facts, by, why, state))
 
     def _as_stored(self, location: Location) -> str:
         """Return a path relative to the place, if it is below it, so that both may be mounted elsewhere."""
@@ -286,6 +322,16 @@ class DesiredPlace:
         return written if self._storage.replace(stored, content) else None
 
 
+def _files(weights: DesiredWeights) -> tuple[DesiredWeights | DesiredBase, ...]:
+    """Return the files that a new process reads, in order."""
+    return (*(weights.bases or ()), weights)
+
+
+def _is_shorter(state: DesiredState, known: Known) -> bool:
+    """Return whether a new process would read fewer files than now if the desired weights came from this file."""
+    return not known.base or (state.weights is not None and known.base in ids_of(state.weights)[:-1])
+
+
 def _facts(weights: DesiredWeights | None) -> tuple[object, ...]:
     """Return what a promotion of the same weights would change, apart from who has promoted them, when and why."""
     return (weights.source, weights.labels, weights.bases) if weights else ()
@@ -297,7 +343,8 @@ class Known(NamedTuple):
     weights_id: str
     graph_id: str = ""
     labels: dict[str, str] = {}  # noqa: RUF012
-    base: str = ""  # the base weights id of a delta
+    base: str = ""  # the base weights id of a delta; of the first of several that are used together
+    through: tuple[DesiredBase, ...] = ()  # the others of several, but the last
 
 
 def known_weights(source: Source) -> Known:
@@ -329,18 +376,22 @@ def described(source: str, known: Known, by: str, why: str, state: DesiredState)
     check_said(by, why)
     if problem := label_problem(known.labels):
         raise Unsupported(f"{printable(source)}: {problem}")
-    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > _MOST_SOURCE:
-        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {_MOST_SOURCE}")
     return DesiredWeights(
-        source=source,
+        source=_checked_source(source),
         weights_id=known.weights_id,
         graph_id=known.graph_id,
         labels=dict(known.labels),
         since=time.time(),
         by=by,
         why=why,
-        bases=bases_of(state, known.base, known.weights_id, printable(source)),
+        bases=bases_of(state, known.base, known.weights_id, printable(source), known.through),
     )
+
+
+def _checked_source(source: str) -> str:
+    if (size := len(json.dumps(source, ensure_ascii=False).encode(errors="replace"))) > _MOST_SOURCE:
+        raise Unsupported(f"{printable(source):.200}: a path or URL of {size} bytes, but at most {_MOST_SOURCE}")
+    return source
 
 
 class _Stored(NamedTuple):

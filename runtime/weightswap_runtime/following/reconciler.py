@@ -13,7 +13,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 
 from .desired_state import DesiredState, DesiredWeights
-from .directory import UNKNOWN, fingerprint, without_traceback
+from .directory import UNKNOWN, fingerprints, without_traceback
 from .intake import Target, delay, is_transient
 from .place import DesiredPlace
 
@@ -114,14 +114,14 @@ class Reconciler:
         path = self._place.locate(desired)
         bases = [self._place.locate(base) for base in desired.bases or ()]
         # before the reading: a change during it is then noticed at the next look
-        fingerprints = {each: fingerprint(each, target.check) for each in (path, *bases)}
+        files = fingerprints((path, *bases), target.check)
         try:
             target.apply(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
         except Exception as error:
-            self._refuse(path, fingerprints, error, target)
+            self._refuse(path, files, error, target)
         withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
@@ -165,4 +165,5 @@ class _Refusal(NamedTuple):
     def may_be_mended(self, now: float, check: Check) -> bool:
         if self.retry_at is not None and now >= self.retry_at:
             return True
-        return any(fingerprint(path, check) not in (UNKNOWN, before) for path, before in self.fingerprints.items())
+        now_there = fingerprints(self.fingerprints, check)
+        return any(now_there[path] not in (UNKNOWN, before) for path, before in self.fingerprints.items())

@@ -102,6 +102,11 @@ def desired(
     hold: Annotated[bool, typer.Option("--hold", help="Hold, so that nothing is promoted.")] = False,
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold after a rollback.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release a hold.")] = False,
+    compact: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Merge the deltas that lead to the desired weights into this file."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="With --compact: write a full set, not a delta.")] = False,
     revision: RevisionOption = None,
     by: ByOption = "",
     why: WhyOption = "",
@@ -124,17 +129,19 @@ def desired(
     another revision was written meanwhile, nothing changes and the exit status is 1; so it is unless each --server
     serves the desired weights, at the latest after the --timeout of --wait.
 
+    --compact changes no weights: only what a new process has to read for them, when they came as many deltas.
+
     Local files are read first: damaged ones are refused, NaN is refused by --rollback-to, and --set reports it and
     infinities. The weights are not tried, since this command has no graph; and behind a URL, only headers are read.
     """
-    if wait and not server:
-        raise typer.BadParameter("--wait: give --server URL, the admin plane of each server that is to serve them")
+    _check_options(wait and not server, full and compact is None)
     with errors_as_exit(as_json):
         opened = DesiredPlace(place)
         clients = [AdminClient(url, read_token(token_file)) for url in server or ()]
         based_on = parse_revision(revision, lambda: opened.read().revision)
         said: dict[str, Any] = {"revision": based_on, "by": by, "why": why}
-        _check_changes(opened, (weights is not None) + (rollback_to is not None) + hold + release, based_on, as_json)
+        changes = (weights is not None, rollback_to is not None, hold, release, compact is not None)
+        _check_changes(opened, sum(changes), based_on, as_json)
         if weights is not None:
             state = _set(opened, weights, allow_other_graph=allow_other_graph, **said)
         elif rollback_to is not None:
@@ -143,12 +150,21 @@ def desired(
             state = opened.hold(**said)
         elif release:
             state = opened.release(revision=said["revision"])
+        elif compact is not None:
+            state = opened.compact(compact, revision=said["revision"], full=full)
         else:
             state = opened.read()
         asked = _ask_servers(clients, model, opened.where, state.weights_id, timeout if wait else 0.0)
         _print(opened, state, asked, as_json)
         if not all(each.agrees for each in asked):
             raise typer.Exit(1)
+
+
+def _check_options(lacks_server: bool, lacks_compact: bool) -> None:
+    if lacks_server:
+        raise typer.BadParameter("--wait: give --server URL, the admin plane of each server that is to serve them")
+    if lacks_compact:
+        raise typer.BadParameter("--full: give --compact FILE, the file to write")
 
 
 def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_json: bool) -> None:
@@ -159,7 +175,7 @@ def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_jso
             _print(place, state)
         raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
     if count > 1:
-        raise typer.BadParameter("--set, --rollback-to, --hold and --release are separate changes: give only one")
+        raise typer.BadParameter("give only one of --set, --rollback-to, --hold, --release and --compact")
 
 
 def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
@@ -206,6 +222,8 @@ def _print(place: DesiredPlace, state: DesiredState, asked: Sequence[_Asked] = (
     else:
         say(f"desired     {printable(state.weights.source)}")
         say(f"weights id  {state.weights.weights_id}{labels_text(state.weights.labels)}")
+        if state.weights.bases:
+            say(f"read first  {plural(len(state.weights.bases), 'file')}")
         say(f"since       {since_text(state.weights)}")
     if state.hold is not None:
         say(f"on hold     {since_text(state.hold)}")

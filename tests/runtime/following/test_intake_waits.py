@@ -99,12 +99,48 @@ def test_a_file_that_is_being_copied_does_not_keep_a_later_one(rig: IntakeRig) -
     assert "it is truncated" in str(rig.intake.skipped["v1.safetensors"])
 
 
-def test_deltas_in_order(rig: IntakeRig) -> None:
+def test_deltas_that_follow_each_other_are_taken_at_once(rig: IntakeRig) -> None:
     rig.write("v1", 1)
     rig.delta("v2", 1, 2)
     rig.delta("v3", 2, 3)
     rig.look()
-    assert (rig.committed, serves(rig.model, 3)) == (["v1", "v2", "v3"], True)
+    assert (rig.committed, serves(rig.model, 3), rig.model.generation) == (["v1", "v3"], True, 1)
+    for number in (4, 5, 6):
+        rig.delta(f"v{number}", number - 1, number)
+    rig.look()
+    rig.look()
+    assert (rig.committed[2:], serves(rig.model, 6), rig.model.generation) == (["v6"], True, 2)
+    assert (rig.reports, rig.intake.skipped, rig.intake.waiting) == ([], {}, {})
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_of_deltas_that_cannot_be_taken_at_once_each_is_taken_by_itself(number: int, rig: IntakeRig) -> None:
+    """Those before a damaged one are served, and the event names it."""
+    rig.write("v1", 1)
+    rig.look()
+    paths = [rig.delta(f"v{new}", new - 1, new) for new in (2, 3, 4)]
+    rig.damage(paths[number - 2])
+    rig.look()
+    rig.look()
+    assert rig.committed == [f"v{each}" for each in range(1, number)]
+    assert rig.reports[0] == (f"skipped v{number}", "DigestMismatch")
+    assert serves(rig.model, number - 1)
+    rig.delta(f"v{number}", number - 1, number)
+    rig.look()
+    assert serves(rig.model, 4)
+    assert rig.committed[number - 1 :] == ["v4"]
+
+
+def test_a_delta_of_another_chain_ends_what_is_taken_at_once(rig: IntakeRig) -> None:
+    rig.write("v1", 1)
+    rig.look()
+    rig.delta("v2", 1, 2)
+    rig.delta("v3", 2, 3)
+    rig.delta("v4", 8, 9)
+    rig.delta("v5", 3, 5)
+    rig.look()
+    assert (rig.committed, serves(rig.model, 5)) == (["v1", "v3", "v5"], True)
+    assert rig.reports == [("skipped v4", "Superseded")]
 
 
 def test_a_delta_waits_for_what_it_starts_from(rig: IntakeRig) -> None:
@@ -118,7 +154,7 @@ def test_a_delta_waits_for_what_it_starts_from(rig: IntakeRig) -> None:
     assert "which are not served yet" in str(rig.intake.waiting["v3.safetensors"])
     rig.delta("v2", 1, 2)
     rig.look()
-    assert rig.committed == ["v1", "v2", "v3"]
+    assert rig.committed == ["v1", "v3"]
     assert (len(rig.reports), rig.intake.waiting) == (1, {})
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 
+from tests.runtime.sources.killed import killed
 from tests.support import warm
 from tests.support.forks import in_a_child
 from tests.support.services import Service, weights_id_of
@@ -25,6 +29,7 @@ from weightswap_runtime import (
     DesiredError,
     DesiredPlace,
     DesiredState,
+    DigestMismatch,
     GraphMismatch,
     Held,
     NothingToRollBack,
@@ -34,6 +39,8 @@ from weightswap_runtime import (
     Unsupported,
     WeightFileError,
     load,
+    merge_deltas,
+    write_delta,
 )
 from weightswap_runtime.following import desired_state as document
 from weightswap_runtime.following import place
@@ -240,7 +247,7 @@ def test_a_delta_is_desired_with_what_it_starts_from(
     with pytest.raises(UnexpectedWeights, match="now has the weights"):
         service.place.rollback(revision=4, to=state.weights.weights_id)
     monkeypatch.setattr(document, "MOST_BASES", 1)
-    with pytest.raises(Unsupported, match="after 1 files"):
+    with pytest.raises(Unsupported, match=r"after 2 files.*but at most 1 can be.*--compact FILE"):
         service.place.set(delta(1, 3), revision=4)
 
 
@@ -257,6 +264,189 @@ def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service
     assert service.place.promote(delta(0, 1)).revision == 4
     with pytest.raises(BaseMismatch):  # the full set is no base of it
         service.place.set(delta(0, 1), revision=4)
+
+
+@pytest.fixture
+def chained(service: Service, delta: WriteDelta) -> Service:
+    """A place that desires the weights of seed 4, as a full set and four deltas, in revision 5."""
+    service.set(0)
+    for seed in range(4):
+        service.place.promote(delta(seed, seed + 1), by="trainer", why=f"step {seed}")
+    return service
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
+    full: bool, hold: bool, chained: Service, delta: WriteDelta, residency: Any
+) -> None:
+    """Processes that start later read the new files alone, and a delta from the same weights continues the chain."""
+    place, revision = chained.place, 5
+    if hold:
+        revision = place.hold(revision=revision).revision
+    before = place.read()
+    model = load(chained.tiny.path, residency=residency)
+    with model.follow(chained.folder, 0.01) as follower:
+        assert follower.wait(60)
+        after = place.compact(chained.folder / "short.safetensors", revision=revision, full=full)
+        assert follower.wait(60, revision=revision + 1)
+        assert [receipt.generation for receipt in model.history] == [0]
+    assert before.weights is not None
+    assert after == place.read()
+    bases = msgspec.UNSET if full else before.weights.bases[:1]  # type: ignore[index]
+    shorter = msgspec.structs.replace(before.weights, source="short.safetensors", bases=bases)
+    assert after == msgspec.structs.replace(before, revision=revision + 1, weights=shorter)
+    for seed in range(1, 4):
+        delta(seed, seed + 1).unlink()
+    delta(0, 1).unlink()
+    if full:
+        (chained.folder / "v0.safetensors").unlink()
+    other = load(chained.tiny.path, residency=residency)
+    with other.follow(chained.folder, 0.01) as follower:
+        assert follower.wait(60)
+        assert serves(other, 4)
+        if hold:
+            place.release(revision=revision + 1)
+        state = place.promote(delta(4, 5))
+        assert follower.wait(60, revision=state.revision)
+        assert serves(other, 5)
+        assert other.history[-1].kind == "delta"
+
+
+def test_what_is_signed_and_what_was_recorded_goes_with_a_shorter_chain(chained: Service, delta: WriteDelta) -> None:
+    last = delta(3, 4)
+    for name in ("d3-4.goldens.safetensors", "d3-4.safetensors.sig"):
+        last.with_name(name).write_text(name)
+    for revision, full in ((5, False), (6, True)):
+        chained.place.compact(chained.folder / f"short{revision}.safetensors", revision=revision, full=full)
+        beside = [
+            chained.folder / f"short{revision}{suffix}" for suffix in (".goldens.safetensors", ".safetensors.sig")
+        ]
+        assert [path.read_text() for path in beside] == ["d3-4.goldens.safetensors", "d3-4.safetensors.sig"]
+
+
+def test_an_operator_who_writes_during_a_compaction_wins(chained: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = chained.folder / "short.safetensors"
+    with pytest.raises(RevisionConflict):
+        chained.place.compact(out, revision=4)
+    assert not out.exists()
+    merge = storage.merge_deltas
+
+    def late(*arguments: Any) -> Any:
+        chained.place.rollback(revision=5, by="ana")
+        return merge(*arguments)
+
+    monkeypatch.setattr(storage, "merge_deltas", late)
+    with pytest.raises(RevisionConflict, match="by ana"):
+        chained.place.compact(out, revision=5)
+    monkeypatch.undo()
+    state = chained.place.read()
+    assert (state.revision, len(state.withdrawn)) == (6, 1)
+    assert chained.place.compact(out, revision=6).weights_id == state.weights_id  # over the file that was left
+
+
+def test_only_a_chain_is_made_shorter(chained: Service, delta: WriteDelta) -> None:
+    place, out = chained.place, chained.folder / "short.safetensors"
+    for named in (delta(1, 2), delta(3, 4), chained.folder / "v0.safetensors"):
+        content = named.read_bytes()
+        with pytest.raises(Unsupported, match="the place names this file"):
+            place.compact(named, revision=5)
+        assert named.read_bytes() == content
+    with pytest.raises(Unsupported, match="only local files can be written"):
+        place.compact("s3://bucket/short.safetensors", revision=5)
+    place.compact(out, revision=5)
+    with pytest.raises(Unsupported, match="one delta after a full set is desired"):
+        place.compact(chained.folder / "again.safetensors", revision=6)
+    place.compact(chained.folder / "full.safetensors", revision=6, full=True)
+    with pytest.raises(Unsupported, match="no delta is desired"):
+        place.compact(chained.folder / "again.safetensors", revision=7, full=True)
+    assert not (chained.folder / "again.safetensors").exists()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_chain_with_a_damaged_or_exchanged_file_stays(chained: Service, delta: WriteDelta, full: bool) -> None:
+    out, path = chained.folder / "short.safetensors", delta(1, 2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DigestMismatch):
+        chained.place.compact(out, revision=5, full=full)
+    path.write_bytes(delta(2, 3).read_bytes())
+    with pytest.raises(UnexpectedWeights, match="now has the weights"):
+        chained.place.compact(out, revision=5, full=full)
+    assert (chained.revision, out.exists()) == (5, False)
+
+
+def test_a_publisher_replaces_a_chain_by_promoting_the_same_weights(
+    chained: Service, delta: WriteDelta, tmp_path: Path
+) -> None:
+    """As a full set, or as a delta from an earlier file of the chain; a longer way, or another one, changes nothing."""
+    middle = merge_deltas([delta(1, 2), delta(2, 3), delta(3, 4)], tmp_path / "middle.safetensors").path
+    short = merge_deltas([delta(0, 1), middle], tmp_path / "short.safetensors").path
+    other = write_delta(chained.write(9), chained.write(4), tmp_path / "other.safetensors").path
+    (chained.folder / "v9.safetensors").unlink()
+    weights_id = chained.desired
+    for revision, (source, bases) in enumerate([(middle, 2), (short, 1)], 6):
+        state = chained.place.promote(source)
+        assert (state.revision, state.weights_id, len(state.weights.bases)) == (  # type: ignore[union-attr,arg-type]
+            revision,
+            weights_id,
+            bases,
+        )
+        for again in (middle, other, delta(3, 4)):
+            assert chained.place.promote(again) == state
+    with pytest.raises(BaseMismatch):
+        chained.place.set(other, revision=7)
+    assert chained.set(4) == weights_id
+    assert chained.place.read().weights.bases is msgspec.UNSET  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_compaction_that_is_killed_leaves_the_old_chain_or_the_new_one(chained: Service, full: bool) -> None:
+    document, out = chained.folder / "desired.json", chained.folder / "short.safetensors"
+    before, choose, found = document.read_bytes(), random.Random(0), Counter[int]()
+    model = load(chained.tiny.path)
+    for number in range(200):
+        killed(
+            lambda: (chained.place.compact(out, revision=5, full=full), time.sleep(60)),
+            choose.random() * 0.02 * (1 + number % 3),
+        )
+        state = chained.place.read()
+        assert state.weights is not None
+        model.swap(chained.folder / "v0.safetensors" if number % 2 else chained.write(9))
+        request = chained.place.located(state.weights)
+        onto = [(base.source, base.weights_id) for base in request.bases or ()]
+        model.stage(chained.place.locate(state.weights), onto=onto, expect=state.weights_id).commit()
+        assert serves(model, 4)
+        found[state.revision] += 1
+        document.write_bytes(before)
+        if number >= 20 and min(found[5], found[6]) >= 3:
+            break
+    assert min(found[5], found[6]) >= 3
+
+
+def test_a_long_chain_has_room(service: Service) -> None:
+    """As many files as may lead to a delta, with a history of such weights; the oldest of that give way."""
+    ids = [f"{number:064x}" for number in range(MOST_BASES + 25)]
+    folder = service.folder / ("f" * 100)
+    place = service.place
+    place.promote(folder / "v0.safetensors", known=Known(ids[0]))
+    for number in range(1, MOST_BASES + 1):
+        if number < MOST_BASES - 25:
+            continue
+        through = tuple(
+            document.DesiredBase(source=str(folder / f"d{each}.safetensors"), weights_id=ids[each])
+            for each in range(1, number)
+            if number == MOST_BASES - 25
+        )
+        base = ids[0] if through else ids[number - 1]
+        state = place.promote(folder / f"d{number}.safetensors", known=Known(ids[number], base=base, through=through))
+    assert state.weights is not None
+    assert [base.weights_id for base in state.weights.bases or ()] == ids[:MOST_BASES]
+    assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
+    assert 1 < len(state.history) <= MOST_KEPT
+    with pytest.raises(Unsupported, match=rf"after {MOST_BASES + 1} files .*--compact FILE"):
+        place.promote(folder / "more.safetensors", known=Known("f" * 64, base=ids[MOST_BASES]))
+    assert place.rollback(revision=state.revision, known_there=True).weights_id == ids[MOST_BASES - 1]
 
 
 def said(size: int) -> dict[str, str]:

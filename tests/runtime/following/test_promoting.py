@@ -197,6 +197,45 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
     assert serves(other, 2)
 
 
+def test_deltas_that_waited_are_promoted_together(
+    tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
+) -> None:
+    """In one revision, with all files that lead to the last; a rollback goes back to what was served before."""
+    full = directory.write(1)
+    deltas = [delta(seed, seed + 1).rename(directory.path / f"v{seed + 1}.safetensors") for seed in (1, 2, 3)]
+    model = load(tiny.path, full)
+    service.place.promote(full)
+    with model.watch(directory.path, SOON, promote=service.folder):
+        assert eventually(lambda: serves(model, 4))
+    state = service.place.read()
+    assert state.weights is not None
+    assert [receipt.generation for receipt in model.history] == [0, 1]
+    assert (state.revision, len(state.history), state.weights.source) == (2, 1, str(deltas[-1]))
+    assert [each.source for each in state.weights.bases or ()] == [str(full), *map(str, deltas[:2])]
+    other = load(tiny.path)
+    with other.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        assert serves(other, 4)
+        service.place.rollback(revision=2)
+        assert follower.wait(60, revision=3)
+        assert serves(other, 1)
+
+
+def test_deltas_with_weights_that_were_withdrawn_are_not_promoted_together(
+    tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
+) -> None:
+    service.place.promote(directory.write(1))
+    service.place.promote(delta(1, 2))
+    service.place.rollback(revision=2, hold=False)
+    for seed in (1, 2):
+        delta(seed, seed + 1).rename(directory.path / f"v{seed + 1}.safetensors")
+    model = load(tiny.path)
+    with model.watch(directory.path, SOON, promote=service.folder) as watcher:
+        assert eventually(lambda: isinstance(watcher.skipped.get("v2.safetensors"), Superseded))
+        assert eventually(lambda: "v3.safetensors" in watcher.waiting)
+    assert (serves(model, 1), service.revision) == (True, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [({"policy": "best"}, "policy='best'"), ({"only": "bias"}, "only, promote"), ({"promote": 7}, "got a int")],

@@ -128,6 +128,23 @@ def test_a_rollback_reads_what_leads_to_a_delta(service: Service, delta: WriteDe
     assert service.desired == before.history[-1].weights_id
 
 
+@pytest.mark.parametrize("options", [(), ("--full",)])
+def test_a_chain_is_made_shorter(
+    options: tuple[str, ...], service: Service, delta: WriteDelta, weight_file: WriteWeights
+) -> None:
+    for revision, source in enumerate((weight_file(1), delta(1, 2), delta(2, 3))):
+        service.place.set(source, revision=revision, by="ana")
+    weights_id, out = service.desired, service.folder / "short.safetensors"
+    assert "read first  2 files" in run(service.folder)
+    assert "RevisionConflict" in run(service.folder, "--compact", out, *options, "--revision", 2, status=1)
+    said = run(service.folder, "--compact", out, *options, "--revision", 3)
+    assert ("read first  1 file" in said) != bool(options)
+    assert "by ana" in said
+    assert (service.revision, service.desired) == (4, weights_id)
+    assert "nothing to make shorter" in run(service.folder, "--compact", out, *options, "--revision", 4, status=2)
+    assert "give --compact FILE" in run(service.folder, "--full", status=2)
+
+
 def test_what_is_set_is_read(service: Service) -> None:
     """Damaged files are refused; NaN and infinities may be intended, and are said."""
     service.set(1)
