@@ -23,6 +23,7 @@ from tests.support.blocks import make_blocks_small
 from tests.support.handmade import Stage
 from tests.support.intake_rig import IntakeRig
 from tests.support.quick import quick_exports
+from tests.support.rows import prefer_rows
 from tests.support.shares import left_for_other_days
 from tests.support.short_run import mark_the_rest_slow
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
@@ -154,6 +155,13 @@ def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
 @pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     make_blocks_small(monkeypatch, request.param)
+
+
+@pytest.fixture(params=["runs", "rows"])
+def _places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What deltas name of a table: ranges of bytes, or rows."""
+    if request.param == "rows":
+        prefer_rows(monkeypatch)
 
 
 @pytest.fixture

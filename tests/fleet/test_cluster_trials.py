@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.packages import needs
+from tests.support.rows import prefer_rows
 from weightswap_fleet import FleetRefused
 from weightswap_runtime import write_delta
 from weightswap_runtime.errors import BaseMismatch, StageClosed, StagingBusy, Unsupported
@@ -78,7 +79,8 @@ def test_a_share_answers_and_is_promoted(deployed: Deployed) -> None:
         fleet.promote()
 
 
-def test_a_delta_is_tried_and_promoted_and_stays(deployed: Deployed) -> None:
+def test_a_delta_is_tried_and_promoted_and_stays(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_rows(monkeypatch)
     fleet, files, _ = deployed
     serving(deployed, 1)
     one, other = (

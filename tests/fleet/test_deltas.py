@@ -18,6 +18,7 @@ from weightswap_runtime.sources.byte_source import LocalFile
 from .nodes import SOON, Fleet
 
 MOST_BASES = 20  # instead of many more
+pytestmark = pytest.mark.usefixtures("_places")
 
 
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:

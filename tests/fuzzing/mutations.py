@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS
+from weightswap_runtime.format.delta import DATA, DELTA_KEY, ROWS, RUNS
 from weightswap_runtime.format.manifest import Manifest, graph_identity
 from weightswap_runtime.format.safetensors import METADATA_KEY
 from weightswap_runtime.tensors import digest_of
@@ -149,7 +149,7 @@ def edit_weights(choose: random.Random, raw: bytes) -> bytes:
     if kind == 1:
         stamp = edit_json(choose, stamp)
     else:
-        data = (_edit_runs if key == DELTA_KEY and kind == 2 else _edit_data)(choose, header, data)
+        data = (_edit_places if key == DELTA_KEY and kind == 2 else _edit_data)(choose, header, data)
         stamp["digests"] = _digests(header, data)
     metadata[key] = render(choose, stamp).decode(errors="replace")
     return _join(choose, header, data)
@@ -177,14 +177,15 @@ def _edit_data(choose: random.Random, header: dict[str, Json], data: bytes) -> b
     return flip(choose, data, ())
 
 
-def _edit_runs(choose: random.Random, header: dict[str, Json], data: bytes) -> bytes:
-    """Other byte ranges in a delta."""
-    names = [name for name in header if name.startswith(RUNS)]
+def _edit_places(choose: random.Random, header: dict[str, Json], data: bytes) -> bytes:
+    """Other byte ranges or rows in a delta."""
+    names = [name for name in header if name.startswith((RUNS, ROWS))]
     begin, end = header[choose.choice(names)]["data_offsets"]
-    runs = np.frombuffer(data[begin:end], "<i8").copy()
-    place = choose.randrange(len(runs))
-    runs[place] = choose.choice((*NUMBERS[:16], -1, -8, int(runs[place]) + 1, int(runs[place]) - 1, int(runs[0])))
-    return data[:begin] + runs.tobytes() + data[end:]
+    places = np.frombuffer(data[begin:end], "<i8").copy()
+    place = choose.randrange(len(places))
+    old, first = int(places[place]), int(places[0])
+    places[place] = choose.choice((*NUMBERS[:16], -1, -8, old + 1, old - 1, first))
+    return data[:begin] + places.tobytes() + data[end:]
 
 
 def shrink_delta(raw: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from torch import nn
 from tests.fuzzing import mutations
 from tests.support.adapters import Adapters
 from tests.support.checkpoints import saved, saved_before_zip, saved_distributed
+from tests.support.rows import prefer_rows
 from tests.support.tiny import TinyArtifact, serves
 from weightswap_exporter import pack
-from weightswap_runtime import ArtifactError, Model, Unsupported, load, write_delta
+from weightswap_runtime import ArtifactError, Model, Unsupported, load, merge_deltas, write_delta
 from weightswap_runtime.engines import graph as graph_opening
 from weightswap_runtime.engines.graph import compile_graph
 from weightswap_runtime.engines.graph_archive import UnknownPart, read_program
@@ -58,6 +60,10 @@ class Readers:
         self.tiny = tiny
         files = [tiny.write(folder / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
         delta = write_delta(*files, folder / "delta.safetensors").path.read_bytes()
+        with pytest.MonkeyPatch.context() as patch:
+            prefer_rows(patch)
+            rows = write_delta(*files, folder / "rows.safetensors").path.read_bytes()
+        deltas = [delta, rows, mutations.shrink_delta(delta)]
         plain = folder / "plain.safetensors"
         values = tiny.values(1)
         safetensors.torch.save_file({"w": values.pop("weight"), **values}, plain)
@@ -66,7 +72,8 @@ class Readers:
         self.subjects = (
             Subject("weights", self._stage, full, mutations.edit_weights),
             Subject("part", self._stage_part, full, mutations.edit_weights),
-            Subject("delta", self._stage, [delta, mutations.shrink_delta(delta)], mutations.edit_weights),
+            Subject("delta", self._stage, deltas, mutations.edit_weights),
+            Subject("merge", self._merge, deltas, mutations.edit_weights),
             Subject("index", self._stage_index, [self._shards(tiny)], mutations.edit_document),
             Subject("manifest", _manifest, [(tiny.path / MANIFEST_NAME).read_bytes()], mutations.edit_manifest),
             Subject("graph", _graph, _documents(), mutations.edit_document),
@@ -84,6 +91,10 @@ class Readers:
     def _stage(self, raw: bytes) -> None:
         self._file.write_bytes(raw)
         self._model(raw).stage(self._file).discard()
+
+    def _merge(self, raw: bytes) -> None:
+        self._file.write_bytes(raw)
+        merge_deltas([self._file], self._folder / "merged.safetensors")
 
     def _stage_part(self, raw: bytes) -> None:
         self._file.write_bytes(raw)

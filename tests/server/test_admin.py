@@ -167,6 +167,7 @@ def test_where_a_place_is_followed_changes_are_written_there(
     assert change(server, "unfollow").status == 409
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_desired_with_what_leads_to_its_base(
     server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
@@ -389,6 +390,7 @@ def test_a_rollback_has_the_options_of_the_follower(
         assert serves(model, 1)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_rollback_to_a_delta_reads_what_leads_to_its_base(
     server: Server, place: DesiredPlace, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:

@@ -79,6 +79,7 @@ def test_weights_are_uploaded_and_swapped_in(
     assert document["models"][0]["served"]["weights_id"] == model.weights_id
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_pushed(server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path) -> None:
     delta = tmp_path / "d.safetensors"
     write_delta(weight_file(1), weight_file(2), delta)

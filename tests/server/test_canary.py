@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from tests.support.administered import TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied
-from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.staged import Staged
@@ -73,7 +73,10 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_each_answer_is_from_the_weights_that_it_names(server: Server, weight_file: WriteWeights) -> None:
+@pytest.mark.usefixtures("_places")
+def test_each_answer_is_from_the_weights_that_it_names(
+    server: Server, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
     """Under load, batched, while a canary starts, grows, and is promoted: never a mixture."""
     model = server.service.served[0].model
     seeds = {str(model.weights_id): 1}
@@ -96,8 +99,8 @@ def test_each_answer_is_from_the_weights_that_it_names(server: Server, weight_fi
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(client, number) for number in range(4)]
         try:
-            for seed in (2, 3):
-                staged = change(server, "stage", source=str(weight_file(seed))).json["status"]["staged"]
+            for seed, source in ((2, delta(1, 2)), (3, weight_file(3))):
+                staged = change(server, "stage", source=str(source)).json["status"]["staged"]
                 seeds[staged["weights_id"]] = seed
                 assert change(server, "canary", share=0.25, shadow=True).status == 200
                 until(lambda: status(server)["canary"]["values"]["requests"] >= 25)

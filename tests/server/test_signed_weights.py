@@ -63,6 +63,7 @@ def signed(path: Path, keys: Path, by: str = "ours") -> Path:
     return path
 
 
+@pytest.mark.usefixtures("_places")
 def test_only_what_was_signed_is_served(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_only_what_was_signed_is_served(
     assert serves(model, 3)
 
 
+@pytest.mark.usefixtures("_places")
 def test_what_leads_to_a_delta_is_held_to_its_weights_id(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, residency: Any
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -15,8 +14,9 @@ from torch import nn
 
 from tests.support.blocks import make_blocks_small
 from tests.support.loading import Fused
+from tests.support.rows import deltas_between
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, Model, WeightFile, write_delta
+from weightswap_runtime import Artifact, Model, WeightFile
 from weightswap_runtime.format.safetensors import weights_id
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
@@ -84,10 +84,7 @@ class RichFiles:
             pack(model, self.artifact, out=full)
             state = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
             safetensors.torch.save_file(state, checkpoint)
-        self.deltas = {
-            (base, new): write_delta(self.full[base], self.full[new], folder / f"d{base}{new}.safetensors").path
-            for base, new in itertools.permutations(range(sets), 2)
-        }
+        self.deltas = deltas_between(self.full, folder)
         self.names = [weight.name for weight in self.artifact.manifest.weights]
         self._digests = [self._read_digests(full) for full in self.full]
         self._answers: dict[Origin, torch.Tensor] = {}

@@ -255,13 +255,18 @@ class Changed(NamedTuple):
     def nbytes(self) -> int:
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
 
-    def places(self) -> tuple[str, Offsets]:
-        """Return what says where the new bytes belong, with its prefix: whichever takes fewer bytes."""
-        if not self.row or self.nbytes // self.row > 2 * len(self.runs):
-            return RUNS, self.runs
+    def rows(self) -> Offsets:
+        """Return the numbers of the rows, where the ranges are whole rows."""
         firsts, ends = (self.runs // self.row).T
         counts = ends - firsts
-        return ROWS, np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        rows: Offsets = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        return rows
+
+    def places(self) -> tuple[str, Offsets]:
+        """Return what says where the new bytes belong, with its prefix: whichever takes fewer bytes."""
+        if self.row and self.nbytes // self.row <= 2 * len(self.runs):
+            return ROWS, self.rows()
+        return RUNS, self.runs
 
 
 def row_bytes(dtype: str, shape: tuple[int, ...]) -> int:

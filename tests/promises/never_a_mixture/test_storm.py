@@ -21,6 +21,7 @@ from torch.export import Dim
 
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.compiled import needs_compiler
+from tests.support.rows import deltas_between
 from tests.support.slow_streams import keep_busy, slow_copies
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -32,7 +33,6 @@ from weightswap_runtime import (
     SwapReceipt,
     WeightFileError,
     load,
-    write_delta,
 )
 
 SETS, THREADS = 4, 8
@@ -79,10 +79,7 @@ class Files:
             pack(model, self.artifact, out=folder / f"v{index}.safetensors").path
             for index, model in enumerate(self.models)
         ]
-        self.deltas = {
-            (base, new): write_delta(self.full[base], self.full[new], folder / f"d{base}{new}.safetensors").path
-            for base, new in itertools.permutations(range(SETS), 2)
-        }
+        self.deltas = deltas_between(self.full, folder)
         self.damaged = folder / "damaged.safetensors"
         raw = bytearray(self.full[1].read_bytes())
         raw[-5] ^= 0x10

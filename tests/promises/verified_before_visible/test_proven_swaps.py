@@ -147,6 +147,7 @@ def test_a_part_of_a_file_gives_other_weights_than_were_recorded(shelf: Shelf, r
     assert serves(model, 1)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_takes_the_goldens_along(shelf: Shelf, residency: str) -> None:
     first, second = shelf.pack(0), shelf.pack(1)
     delta = write_delta(first, second, shelf.folder / "d.safetensors").path
@@ -159,6 +160,7 @@ def test_a_delta_takes_the_goldens_along(shelf: Shelf, residency: str) -> None:
     assert model.swap(delta).verified == "none"
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_wrong_delta_is_refused_by_goldens(shelf: Shelf, residency: str) -> None:
     first = shelf.pack(0)
     delta = write_delta(first, shelf.falsify(1, 2), shelf.folder / "d.safetensors").path

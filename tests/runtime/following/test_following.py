@@ -75,6 +75,7 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
     assert [receipt.by for receipt in model.history] == ["ana", "follow", "follow", "bo"]
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_tried_again_when_the_base_that_it_lacked_is_there(
     model: Model, service: Service, delta: Any, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_file_that_is_being_copied_does_not_keep_a_later_one(rig: IntakeRig) -
     assert "it is truncated" in str(rig.intake.skipped["v1.safetensors"])
 
 
+@pytest.mark.usefixtures("_places")
 def test_deltas_that_follow_each_other_are_taken_at_once(rig: IntakeRig) -> None:
     rig.write("v1", 1)
     rig.delta("v2", 1, 2)
@@ -143,6 +144,7 @@ def test_a_delta_of_another_chain_ends_what_is_taken_at_once(rig: IntakeRig) -> 
     assert rig.reports == [("skipped v4", "Superseded")]
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_waits_for_what_it_starts_from(rig: IntakeRig) -> None:
     rig.write("v1", 1)
     rig.look()

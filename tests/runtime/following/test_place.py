@@ -225,6 +225,7 @@ def test_weights_that_no_new_process_could_load_are_not_desired(
     assert service.revision == 0
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_desired_with_what_it_starts_from(
     service: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch, residency: Any
 ) -> None:
@@ -277,6 +278,7 @@ def chained(service: Service, delta: WriteDelta) -> Service:
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.usefixtures("_places")
 def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
     full: bool, hold: bool, chained: Service, delta: WriteDelta, residency: Any
 ) -> None:

@@ -176,11 +176,12 @@ def test_while_the_place_is_away_nothing_is_promoted(
         assert eventually(lambda: watcher.last_error is None)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_promoted_with_what_leads_to_its_base(
     tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
 ) -> None:
     model = load(tiny.path)
-    with model.watch(directory.path, SOON, promote=service.folder):
+    with model.watch(directory.path, SOON, promote=service.folder) as watcher:
         full = directory.write(1)
         assert eventually(lambda: model.generation == 0)
         for seed in (2, 3):
@@ -188,15 +189,21 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
             assert eventually(lambda: serves(model, seed))  # noqa: B023
         service.place.rollback(revision=3)
         assert eventually(lambda: serves(model, 2))
+        delta(2, 4).rename(directory.path / "v4.safetensors")
+        assert eventually(lambda: isinstance(watcher.last_error, Held))
+        assert serves(model, 2)
+        service.place.release(revision=4)
+        assert eventually(lambda: serves(model, 4))
     weights = service.place.read().withdrawn[0]
     assert weights.source == str(path)
     assert [each.source for each in weights.bases or ()] == [str(full), str(directory.path / "v2.safetensors")]
     other = load(tiny.path)
     with other.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
-    assert serves(other, 2)
+    assert serves(other, 4)
 
 
+@pytest.mark.usefixtures("_places")
 def test_deltas_that_waited_are_promoted_together(
     tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
 ) -> None:

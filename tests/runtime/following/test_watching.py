@@ -137,6 +137,7 @@ def test_a_file_is_taken_when_its_goldens_are_whole(model: Model, directory: Dir
         assert eventually(lambda: model.generation == 0)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_that_waits_is_told(tiny: TinyArtifact, directory: Directory, tmp_path: Path) -> None:
     model = load(tiny.path, directory.write(1))
     files = [tiny.write(tmp_path / f"{seed}", tiny.values(seed)) for seed in (2, 3)]

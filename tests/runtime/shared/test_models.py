@@ -157,6 +157,7 @@ def test_workers_change_nothing(what: str, shared: Shared, weight_file: WriteWei
     assert serves(shared.workers[0], 1)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_replaced_keeper_goes_on(
     shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.blocks import make_blocks_small, save
+from tests.support.rows import prefer_rows
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import (
     BaseMismatch,
@@ -60,6 +61,7 @@ pytestmark = pytest.mark.usefixtures("_blocks")
 
 
 @pytest.mark.parametrize(("base", "new"), [*itertools.permutations(range(3), 2), (1, 1)])
+@pytest.mark.usefixtures("_places")
 def test_a_delta_gives_the_weights_of_the_full_file(
     base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_
         assert written["rows:w"].tolist() == np.flatnonzero(changed).tolist()
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: WriteD
         model.swap(delta(0, 1))
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_refused_delta_leaves_the_rollback(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, tmp_path: Path
 ) -> None:
@@ -127,6 +131,7 @@ def test_a_refused_delta_leaves_the_rollback(
     assert serves(model, 0)
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_staged_delta_can_be_called(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -215,6 +220,8 @@ def test_rows_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
 def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))
+        if data.draw(st.booleans(), label="rows"):
+            prefer_rows(patch)
         folder = tmp_path_factory.mktemp("delta")
         random = np.random.default_rng(data.draw(st.integers(0, 99)))
         weights = data.draw(st.lists(_weights(), min_size=1, max_size=4, unique_by=lambda weight: weight.name))

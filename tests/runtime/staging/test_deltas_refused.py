@@ -12,8 +12,10 @@ import pytest
 import safetensors.numpy
 
 from tests.support.blocks import save
+from tests.support.rows import prefer_rows
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import (
+    DamagedFile,
     DigestMismatch,
     GraphMismatch,
     SwapError,
@@ -22,6 +24,7 @@ from weightswap_runtime import (
     WeightFileError,
     WeightsMismatch,
     load,
+    merge_deltas,
     write_delta,
 )
 from weightswap_runtime.format.delta import DELTA_KEY
@@ -56,6 +59,28 @@ def block_digest(value: np.ndarray) -> str:
 def runs(values: list[list[int]]) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
     def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         tensors["runs:bias"] = np.array(values, np.int64).reshape(-1, 2)
+
+    return change
+
+
+def rows(values: list[int], width: int = 20) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    """Name other rows of the table of three, all of which change; with data of another width, too."""
+
+    def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["rows:weight"] = np.array(values, np.int64)
+        if width != 20 or not values:
+            tensors["data:weight"] = np.zeros(len(values) * width, np.uint8)
+
+    return change
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    """Let a delta change a weight of another name, as it says everywhere."""
+
+    def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        stamp["changes"][new] = stamp["changes"].pop(old)
+        for name in [name for name in tensors if name.partition(":")[2] == old]:
+            tensors[f"{name.partition(':')[0]}:{new}"] = tensors.pop(name)
 
     return change
 
@@ -123,28 +148,74 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
         WeightFileError,
         r"bias has the type F99\[5\]",
     ),
-    "an unknown weight": (
-        lambda stamp, tensors: (
-            stamp["changes"].update(other=stamp["changes"].pop("bias")),
-            [tensors.update({f"{kind}:other": tensors.pop(f"{kind}:bias")}) for kind in ("data", "runs")],
-        )[0],
+    "an unknown weight": (rename("bias", "other"), WeightsMismatch, "other: unexpected"),
+    "an unknown table": (rename("weight", "other"), WeightsMismatch, "other: unexpected"),
+    "rows that fall": (rows([0, 2, 1]), DamagedFile, "weight: row 1 comes after row 2: rows have to be in ascending"),
+    "a row twice": (rows([0, 1, 1]), DamagedFile, "weight: row 1 comes after row 1"),
+    "a negative row": (rows([-1, -2, 1]), DamagedFile, "weight: row -1: the table has 3 rows"),
+    "a row beyond the table": (rows([0, 1, 3]), DamagedFile, "weight: row 3: the table has 3 rows"),
+    "an overflowing row": (rows([0, 1, 2**62 + 1]), DamagedFile, f"weight: row {2**62 + 1}: the table has 3 rows"),
+    "no rows": (rows([]), DamagedFile, "weight: it has no rows"),
+    "narrower rows": (rows([0, 1, 2], 16), DamagedFile, "weight: 3 rows have 48 bytes, a row of the table has 20"),
+    "wider rows": (rows([0, 1, 2], 24), DamagedFile, "weight: 3 rows have 72 bytes, a row of the table has 20"),
+    "fewer rows than data": (rows([0, 2]), DamagedFile, "weight: 2 rows have 60 bytes, a row of the table has 20"),
+    "other rows": (
+        lambda stamp, tensors: tensors.update({"data:weight": np.roll(tensors["data:weight"], 20)}),
+        DigestMismatch,
+        "leads to the weights",
+    ),
+    "rows and ranges": (
+        lambda stamp, tensors: tensors.update({"runs:weight": np.array([[0, 60]])}),
+        DamagedFile,
+        "do not match the weights",
+    ),
+    "rows of two dimensions": (
+        lambda stamp, tensors: tensors.update({"rows:weight": np.array([[0], [1], [2]])}),
+        DamagedFile,
+        r"the tensors of weight are U8\[60\] and I64\[3, 1\]",
+    ),
+    "rows of a scalar": (
+        lambda stamp, tensors: (tensors.pop("runs:steps"), tensors.update({"rows:steps": np.array([0])}))[1],
+        DamagedFile,
+        "steps: row 0: the table has 0 rows",
+    ),
+    "rows of another table": (
+        lambda stamp, tensors: stamp["changes"].update(weight={"dtype": "F32", "shape": [3, 6]}),
         WeightsMismatch,
-        "other: unexpected",
+        r"weight: expected F32\[3, 5\], found F32\[3, 6\]",
     ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_deltas_are_refused(
-    what: str, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+    what: str,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    delta: WriteDelta,
+    residency: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    prefer_rows(monkeypatch)
     change, error, says = BROKEN[what]
     model = load(tiny.path, weight_file(0), residency=residency)
     with pytest.raises(error, match=says):
         model.swap(rewrite(delta(0, 1), change))
-    assert serves(model, 0)
+    assert (model.generation, serves(model, 0)) == (0, True)
     model.swap(delta(0, 1))
     assert serves(model, 1)
+
+
+@pytest.mark.parametrize("what", [what for what in BROKEN if BROKEN[what][1] is DamagedFile])
+def test_damaged_deltas_are_not_merged(
+    what: str, delta: WriteDelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_rows(monkeypatch)
+    change, error, says = BROKEN[what]
+    out = tmp_path / "merged.safetensors"
+    with pytest.raises(error, match=says):
+        merge_deltas([rewrite(delta(0, 1), change), delta(1, 2)], out)
+    assert not out.exists()
 
 
 def test_a_delta_for_another_graph_is_accepted_on_request(

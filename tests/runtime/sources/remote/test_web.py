@@ -75,6 +75,7 @@ def test_redirects_are_followed_with_the_conditions(model: Model, weight_file: W
     assert {request.headers.get("If-Match") for request in server.requests if is_data(request)} == {etag}
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_taken_by_url(model: Model, weight_file: WriteWeights, tmp_path: Path, server: WebServer) -> None:
     delta = write_delta(weight_file(1), weight_file(2), tmp_path / "delta.safetensors")
     receipt = model.swap(server.put("delta.safetensors", delta.path.read_bytes()))
