@@ -34,7 +34,7 @@ _MOST_SHOWN = 20
 @verify_command.command()
 def verify(
     artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
-    weights: Annotated[str, typer.Argument(help="Weight file, or a checkpoint that pack takes.")],
+    weights: Annotated[str, typer.Argument(help="Weight file, a checkpoint that pack takes, or a delta from --from.")],
     recipe: Annotated[
         str | None,
         typer.Option(help="Model to compare with: file.py:function, module:function or hf:DIR, as for export."),

@@ -20,8 +20,11 @@ from weightswap_exporter.modules.stand_ins import first_line
 from weightswap_exporter.modules.tensors import unwrapped
 from weightswap_runtime import Artifact, GoldenMismatch, Model, load
 from weightswap_runtime.engines.choosing import available_engines
-from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.format.delta import delta_stamp
+from weightswap_runtime.format.merging import write_merged_set
 from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.live.residency import RESIDENCIES, ResidencyName
 from weightswap_runtime.tensors import TensorBytes, Tolerance, difference
 from weightswap_tools.inputs import write_random_weights
@@ -52,9 +55,9 @@ def verify(
     model swapped from other weights to these must give the same bits as a model loaded with them, in both residencies.
 
     recipe: the result of a recipe, with `model`, which gets the weights: by name from a weight file, by its own loading
-    code from a checkpoint. weights: a weight file, or any source that `pack` takes. engines: None, all that the
-    artifact and this machine offer. before: weights to swap from; None: random ones, if they take at most 2 GB.
-    tolerance, seed: as for `parity.compare`. tell: a callback that gets the name of each step.
+    code from a checkpoint. weights: a weight file, any source that `pack` takes, or a delta from `before`. engines:
+    None, all that the artifact and this machine offer. before: weights to swap from; None: random ones, if they take at
+    most 2 GB. tolerance, seed: as for `parity.compare`. tell: a callback that gets the name of each step.
 
     Raises ParityError as `parity.compare` does, and the errors of `load`, `pack` and loading the model's weights.
     """
@@ -64,12 +67,13 @@ def verify(
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
         model = unwrapped(recipe["model"]) if recipe is not None else None
         load_function = recipe.get("load") if recipe is not None else None
-        file = servable(weights, opened, folder, model if load_function else None, load_function)
+        whole = _result_of_delta(weights, before, folder)
+        file = whole or servable(weights, opened, folder, model if load_function else None, load_function)
         names = tuple(available_engines(opened) if engines is None else engines)
-        checks = _Checks(opened, file, names, tell or tell_nobody)
+        checks = _Checks(opened, file, weights if whole else file, names, tell or tell_nobody)
         cases = checks.cases(recipe or {}, seed)
         if model is not None:
-            fill_model(model, opened, weights, load_function)
+            fill_model(model, opened, whole or weights, load_function)
         checks.check_goldens()
         checks.check_parity(recipe, cases, tolerance)
         checks.check_swaps(cases, _other_weights(opened, before, folder, checks.notes))
@@ -148,6 +152,25 @@ def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {"forward": [(tuple(recipe.get("args") or ()), dict(recipe.get("kwargs") or {}))]}
 
 
+def _result_of_delta(weights: PathLike, before: PathLike | None, folder: Path) -> Path | None:
+    """Return a file of the full set to which a delta leads from the weights `before`; None if `weights` is no delta.
+
+    Raises Unsupported without `before`, and what `write_merged_set` raises.
+    """
+    try:
+        with open_weights(weights) as opened:
+            if delta_stamp(opened) is None:
+                return None
+    except WeightFileError:  # such as a checkpoint of torch
+        return None
+    if before is None:
+        raise Unsupported(
+            f"{weights}: a delta; give the weights from which it starts, too: --from FILE, or verify(before=)"
+        )
+    write_merged_set(before, [weights], folder / "whole" / "weights.safetensors")
+    return folder / "whole" / "weights.safetensors"
+
+
 def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, notes: list[str]) -> PathLike | None:
     if before is not None:
         (folder / "before").mkdir()
@@ -165,7 +188,8 @@ class _Checks:
     """Results of the checks made so far."""
 
     artifact: Artifact
-    weights: PathLike
+    weights: PathLike  # a full set
+    swapped: PathLike  # what swaps take: the same, or a delta that leads to it
     engines: Sequence[str]
     tell: Tell
     goldens: list[GoldensCheck] = field(default_factory=list)
@@ -215,7 +239,9 @@ class _Checks:
         accepted = self._accepted(cases)
         for engine, residency in product(self.engines, RESIDENCIES):
             self.tell(f"a swap on {engine}, {residency} residency")
-            self.swaps.append(check_swap(self.artifact, engine, residency, before, self.weights, accepted))
+            self.swaps.append(
+                check_swap(self.artifact, engine, residency, before, self.swapped, self.weights, accepted)
+            )
 
     def _accepted(self, cases: Sequence[CallCase]) -> list[CallCase]:
         """Return the cases that the reference and all engines accept: compiled code may do anything with others."""
@@ -235,14 +261,18 @@ def check_swap(
     engine: str,
     residency: ResidencyName,
     before: PathLike,
+    swapped: PathLike,
     after: PathLike,
     cases: Sequence[CallCase],
 ) -> SwapCheck:
-    """Swap a model from `before` to `after` and compare its outputs. Raises the errors of `load` and `swap`."""
+    """Swap `swapped` into a model with the weights `before`, and compare its outputs with those of `after`.
+
+    Raises the errors of `load` and `swap`.
+    """
     expected = _outcomes(_loaded(artifact, engine, residency, after), cases)
     model = _loaded(artifact, engine, residency, before)
     earlier = _outcomes(model, cases)
-    receipt = model.swap(after, verify="off")
+    receipt = model.swap(swapped, verify="off")
     problems = list(_problems("after the swap", artifact, cases, expected, _outcomes(model, cases)))
     if residency == "double":
         model.rollback()

@@ -19,7 +19,18 @@ from weightswap_exporter.goldens import GoldenCall, GoldensRequest, record
 from weightswap_exporter.modules.tensors import ModelView
 from weightswap_exporter.parity import verification
 from weightswap_exporter.parity.verification import verify
-from weightswap_runtime import Artifact, CheckpointError, GoldensError, Model, SwapReceipt, WeightFileError
+from weightswap_runtime import (
+    Artifact,
+    BaseMismatch,
+    CheckpointError,
+    GoldensError,
+    Model,
+    SwapReceipt,
+    Unsupported,
+    WeightFileError,
+    read_weights,
+    write_delta,
+)
 
 RECIPE = """
 from tests.exporter.parity.models import IDS, SHAPES, tied
@@ -102,6 +113,19 @@ def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Pat
     found = verify(folder / "a", packed.path, engines=["torch"])
     assert not found.same
     assert found.problems[0].startswith("goldens, torch: case 0, forward, left")
+
+
+@pytest.mark.usefixtures("_places")
+def test_a_delta_is_verified_from_the_weights_that_it_starts_from(folder: Path) -> None:
+    delta = write_delta(folder / "v2.safetensors", folder / "v1.safetensors", folder / "d.safetensors").path
+    found = verify(folder / "a", delta, recipe(), before=folder / "v2.safetensors")
+    assert found.same, found.problems
+    assert [check.verified for check in found.goldens] == ["goldens", "goldens"]
+    assert {check.bytes_read for check in found.swaps} == {sum(each.nbytes for each in read_weights(delta).values())}
+    with pytest.raises(Unsupported, match="give the weights from which it starts"):
+        verify(folder / "a", delta)
+    with pytest.raises(BaseMismatch, match=r"v1\.safetensors has"):
+        verify(folder / "a", delta, before=folder / "v1.safetensors")
 
 
 def test_a_swap_that_leaves_old_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,18 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
         assert other.history[-1].kind == "delta"
 
 
+@pytest.mark.usefixtures("_places")
+def test_who_is_behind_reads_the_rest_of_a_chain_alone(
+    chained: Service, delta: WriteDelta, weight_file: WriteWeights, residency: Any
+) -> None:
+    model = load(chained.tiny.path, weight_file(2), residency=residency)
+    for path in (chained.folder / "v0.safetensors", delta(0, 1), delta(1, 2)):
+        path.unlink()
+    with model.follow(chained.folder, 0.01) as follower:
+        assert follower.wait(60)
+    assert (serves(model, 4), model.generation, model.history[-1].kind) == (True, 1, "delta")
+
+
 def test_what_is_signed_and_what_was_recorded_goes_with_a_shorter_chain(chained: Service, delta: WriteDelta) -> None:
     last = delta(3, 4)
     for name in ("d3-4.goldens.safetensors", "d3-4.safetensors.sig"):
