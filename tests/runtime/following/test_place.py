@@ -21,7 +21,7 @@ from tests.runtime.sources.killed import killed
 from tests.support import warm
 from tests.support.forks import in_a_child
 from tests.support.services import Service, weights_id_of
-from tests.support.tiny import TinyArtifact, WriteDelta, serves
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import environment
 from weightswap_runtime import (
     BaseMismatch,
