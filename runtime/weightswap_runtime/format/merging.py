@@ -1,7 +1,7 @@
 """Several deltas as one file: a delta that leads as far, or the full set to which they lead.
 
-The deltas are read one after another, and what they change is laid over each other in memory: it takes up to three
-times the bytes that they change together, and no step of Python for each row.
+The deltas are read one after another, and what they change is laid over each other in memory: it takes about
+four times the bytes that they change together, and no step of Python for each row.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def merge_deltas(
 
     deltas: paths or URLs, each of a delta from the weights to which the one before leads. Who serves the weights from
     which the first starts gets those of the last with one swap. Only the deltas are read; what they change together is
-    in memory up to three times. labels: added to those of the last. progress: called with the bytes read so far, and
+    in memory about four times. labels: added to those of the last. progress: called with the bytes read so far, and
     the total.
 
     Goldens beside the last are copied beside the result before that appears, and so is its signature, which is one of
