@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from .exporting import export, export_decoder
     from .packing import Packed, pack
     from .publishing import Publication, publish
+    from .row_tracker import RowTracker
 
 
 _HOMES = {
     "MethodSpec": "capture.capture",
     "Packed": "packing",
     "Publication": "publishing",
+    "RowTracker": "row_tracker",
     "compile_engines": "engines.compiling",
     "directory_recipe": "commands.hf_directory",
     "export": "exporting",
@@ -41,6 +43,7 @@ __all__ = [
     "MethodSpec",
     "Packed",
     "Publication",
+    "RowTracker",
     "__version__",
     "compile_engines",
     "directory_recipe",

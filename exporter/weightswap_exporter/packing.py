@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,10 +36,16 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
-from weightswap_runtime.format.safetensors import canonical_order, label_problem, new_weight_file
+from weightswap_runtime.format.safetensors import (
+    StampedFile,
+    TensorRow,
+    canonical_order,
+    label_problem,
+    new_weight_file,
+)
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
 from weightswap_runtime.sources.location import check_writable
-from weightswap_runtime.sources.writing import PendingFile, companion, is_file
+from weightswap_runtime.sources.writing import companion, is_file
 from weightswap_runtime.staging.golden_check import default_tolerance
 from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors import Tolerance, difference, digest_of, same_type
@@ -74,6 +80,8 @@ class Packed:
     """Reason why `publish(promote=)` did not promote it; empty otherwise."""
     receipt: object = None
     """The fleet's receipt, if the file was promoted to a fleet."""
+    base: str = ""
+    """Weights id from which the file leads to its own, if it is a delta: `publish(rows=)`; empty otherwise."""
 
 
 def pack(
@@ -174,26 +182,12 @@ def pack_checkpoint(
     labels: Mapping[str, str],
     dtype: torch.dtype | str | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[PendingFile, Packed]]:
+) -> Iterator[tuple[StampedFile, Packed]]:
     """Pack an open checkpoint into a temporary file, which the block has only to rename."""
     manifest = artifact.manifest
-    wanted = requested(dtype, manifest)
-    names = (by_fqn, by_key) if manifest.variants else NAMES  # a module may be the base model, without PEFT's layers
-    readings = casting(names if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
-    try:
-        level, match = choose_level(checkpoint, manifest, readings)
-    except WeightsMismatch as error:
-        if mismatch := kind_mismatch(checkpoint, artifact):
-            raise mismatch from error
-        raise
-    check_kinds(level, match, artifact, checkpoint.where)
-    _check_other(out, {values.file for values in level.tensors.values()})
-    weights = _Weights(artifact, checkpoint, level, match)
+    weights = MatchedWeights.find(checkpoint, artifact, dtype)
+    _check_other(out, {values.file for values in weights.level.tensors.values()})
     weights.check()
-    changed = casts(match, manifest, level.tensors)
-    unread = (*match.ignored, *(level.extra if checkpoint.names else ()))
-    left_out = (*(f"{level.prefix}{name}" for name in unread), *level.left_out)
-    refuse(_unscaled(match, level, left_out))
     counts: dict[str, Counts] = {}
     writing = new_weight_file(
         out,
@@ -201,7 +195,7 @@ def pack_checkpoint(
         _with_progress(_counted(weights.data(), manifest, counts), manifest.total_bytes, progress),
         graph_id=manifest.graph_id,
         labels=labels,
-        cast=changed,
+        cast=weights.cast,
     )
     try:
         with writing as (file, stamp):
@@ -211,9 +205,9 @@ def pack_checkpoint(
                 weights_id=stamp.weights_id,
                 nbytes=manifest.total_bytes,
                 labels=stamp.labels,
-                ignored=left_out,
-                level=level.path,
-                cast=changed,
+                ignored=weights.left_out,
+                level=weights.level.path,
+                cast=weights.cast,
                 nonfinite=newly_nonfinite(manifest.weights, counts, served=None),
             )
             yield file, packed
@@ -309,52 +303,84 @@ def _unscaled(match: Match, level: NestedStateDict, left_out: Sequence[str]) -> 
             )
 
 
-class _Weights:
-    """Reader of matched weights, one at a time."""
+class MatchedWeights(NamedTuple):
+    """The weights of an artifact, as a checkpoint has them; they are read one at a time."""
 
-    def __init__(self, artifact: Artifact, checkpoint: Checkpoint, level: NestedStateDict, match: Match) -> None:
-        self._artifact, self._checkpoint, self._match = artifact, checkpoint, match
-        self._tensors = level.tensors
-        self._inputs = {item.name: item.dtype for item in artifact.manifest.adapter.inputs}
+    artifact: Artifact
+    checkpoint: Checkpoint
+    level: NestedStateDict
+    match: Match
+    cast: dict[str, list[str]]  # as in `Packed`
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def find(cls, checkpoint: Checkpoint, artifact: Artifact, dtype: torch.dtype | str | None) -> MatchedWeights:
+        """Match a checkpoint with the artifact. Raises CheckpointError and WeightsMismatch with every problem."""
+        manifest = artifact.manifest
+        wanted = requested(dtype, manifest)
+        # a module may be the base model, without PEFT's layers
+        names = (by_fqn, by_key) if manifest.variants else NAMES
+        readings = casting(names if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
+        try:
+            level, match = choose_level(checkpoint, manifest, readings)
+        except WeightsMismatch as error:
+            if mismatch := kind_mismatch(checkpoint, artifact):
+                raise mismatch from error
+            raise
+        check_kinds(level, match, artifact, checkpoint.where)
+        unread = (*match.ignored, *(level.extra if checkpoint.names else ()))
+        left_out = (*(f"{level.prefix}{name}" for name in unread), *level.left_out)
+        refuse(_unscaled(match, level, left_out))
+        return cls(artifact, checkpoint, level, match, casts(match, manifest, level.tensors), left_out)
 
     def check(self) -> None:
         """Check all that is known before writing. Raises CheckpointError, and WeightsMismatch for broken ties."""
-        names = {name for names in self._match.found.values() for name in names}
-        names |= {name for keys in self._match.computed.values() for name in keys.values()}
-        refuse(text for name in sorted(names) for text in self._tensors[name].problems())
+        names = {name for names in self.match.found.values() for name in names}
+        names |= {name for keys in self.match.computed.values() for name in keys.values()}
+        refuse(text for name in sorted(names) for text in self.level.tensors[name].problems())
         ties = [
-            f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, but the checkpoint has "
+            f"{' and '.join(self.match.found[row.name])} are one tensor in the graph, but the checkpoint has "
             "different values for them"
-            for row in self._artifact.manifest.weights
+            for row in self.artifact.manifest.weights
             if self._is_broken_tie(row)
         ]
         if ties:
             raise WeightsMismatch(
-                self._checkpoint.where, ties, "Save the checkpoint from a model whose tied tensors are tied."
+                self.checkpoint.where, ties, "Save the checkpoint from a model whose tied tensors are tied."
             )
 
     def _is_broken_tie(self, row: NamedTensor) -> bool:
-        distinct = {self._tensors[name].tie_key: name for name in self._match.found.get(row.name, ())}
+        distinct = {self.level.tensors[name].tie_key: name for name in self.match.found.get(row.name, ())}
         return len(distinct) > 1 and len({digest_of(self._stored(name, row.dtype)) for name in distinct.values()}) > 1
 
     def data(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
         """Yield the name and bytes of each weight, in the file's order. Raises the errors of reading and computing."""
-        transforms = Transforms(self._artifact) if self._match.computed else None
-        for row in canonical_order(weight.row for weight in self._artifact.manifest.weights):
-            if transforms is not None and row.name in self._match.computed:
-                yield row.name, pieces(self._compute(row.name, transforms))
-            else:
-                yield row.name, self._stored(self._match.found[row.name][0], row.dtype)
-        self._checkpoint.check_unchanged()
+        transforms = self.transforms()
+        for row in canonical_order(weight.row for weight in self.artifact.manifest.weights):
+            yield row.name, self.content(row, transforms)
+        self.checkpoint.check_unchanged()
+
+    def transforms(self) -> Transforms | None:
+        """Return what computes weights; None if all are the checkpoint's own."""
+        return Transforms(self.artifact) if self.match.computed else None
+
+    def content(self, row: TensorRow, transforms: Transforms | None) -> Iterator[memoryview]:
+        """Yield the bytes of a weight."""
+        if transforms is not None and row.name in self.match.computed:
+            return pieces(self._compute(row.name, transforms))
+        return self._stored(self.match.found[row.name][0], row.dtype)
 
     def _stored(self, name: str, dtype: str) -> Iterator[memoryview]:
-        return pieces(self._tensors[name].load(), partial(cast, dtype=dtype, where=f"{self._checkpoint.where}: {name}"))
+        return pieces(
+            self.level.tensors[name].load(), partial(cast, dtype=dtype, where=f"{self.checkpoint.where}: {name}")
+        )
 
     def _compute(self, weight: str, transforms: Transforms) -> torch.Tensor:
-        names = self._match.computed[weight]
+        names = self.match.computed[weight]
+        inputs = {item.name: item.dtype for item in self.artifact.manifest.adapter.inputs}
 
         def read(key: str) -> torch.Tensor:
-            return cast(self._tensors[names[key]].load(), self._inputs[key], f"{self._checkpoint.where}: {names[key]}")
+            return cast(self.level.tensors[names[key]].load(), inputs[key], f"{self.checkpoint.where}: {names[key]}")
 
         try:
             return dict(transforms.compute([weight], read))[weight]
@@ -362,7 +388,7 @@ class _Weights:
             raise
         except Exception as error:
             raise WeightsMismatch(
-                self._checkpoint.where,
+                self.checkpoint.where,
                 [f"the adapter cannot compute {weight}: {type(error).__name__}: {error}"],
                 "Load the checkpoint into the model and pack the model: pack(checkpoint, artifact, model=...).",
             ) from error

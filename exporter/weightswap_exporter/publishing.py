@@ -36,17 +36,21 @@ from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
-from weightswap_runtime.tensors import Tolerance
+from weightswap_runtime.tensors import Blocks, Tolerance
 from weightswap_runtime.threads import forget_frames
 
 from .goldens import Recording, Requested
-from .packing import Packed, checked_labels, pack_checkpoint, recorder
+from .packing import MatchedWeights, Packed, checked_labels, pack_checkpoint, recorder
+from .row_tracker import RowTracker
+from .row_updates import ChangedRows, Expected, Last, Places, RowUpdate
 
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
-_NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})\.safetensors")
-_Snapshot = tuple[Checkpoint, Recording | None]  # copy of a model's values, with no reference to the model
+_DELTA = ".delta"
+_NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})(\.delta)?\.safetensors")
+# copy of a model's values, or of those that have changed, with no reference to the model; and what is beside the file
+_Snapshot = tuple[Checkpoint | RowUpdate | WeightswapError, Recording | None]
 _log = logging.getLogger("weightswap")
 
 
@@ -114,6 +118,10 @@ def publish(
     policy: Policy = "newest",
     by: str = "publish",
     keep: int | None = None,
+    rows: RowTracker | None = None,
+    full: bool = False,
+    full_every: int = 16,
+    check: bool = False,
 ) -> Publication:
     """Write a live model's weights into a directory, in the background; the training may go on at once.
 
@@ -140,6 +148,15 @@ def publish(
     that stays, and the newest `keep` beside this one, by step and by time, which another trainer may be about to
     promote; so no other place may name files of this directory. If the place or a weight file there cannot be read,
     nothing is removed, and the reason is logged. By default nothing ever is.
+
+    rows: a tracker of the model's tables: the file is a delta from the one that was published with it before, of the
+    changed rows and of what else has changed, as `step-000001000-0123456789ab.delta.safetensors`. Only these are copied
+    before this returns, and hashed with 1 KiB around each row; call it between steps. The file is full if it is the
+    first in the directory, if a table may have changed otherwise than by steps and `RowTracker.mark`, which is logged,
+    after a promotion that was refused, after `full_every` deltas, and on request: `full=True`. A publication that fails
+    leaves its rows to the next. Each full file shows whether the tracker has missed rows, which is logged as an error;
+    with `check=True` a delta, too, is compared with the tables, which are hashed whole: `wait()` then raises
+    CheckpointError, nothing is written, and the next file is full. docs/recommenders.md.
 
     A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
     is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a
@@ -170,13 +187,17 @@ def publish(
     if opened.manifest.variants:
         model = peft_base(model)
     record_from = recorder(model, opened, goldens, tolerance)
+    options = _RowOptions(dtype, full, full_every, check)
+    options.validate(rows)
+    update = _RowPublishing(rows, fixed(Path(directory)), opened, options) if rows is not None else None
     outcome: futures.Future[Packed] = futures.Future()
     publication = Publication(step, outcome)
     _writer.begin(
         outcome,
-        lambda: (_copied(model), record_from()),
+        lambda: _snapshot(model, update, record_from),
         partial(
             _write,
+            update=update,
             directory=fixed(Path(directory)),
             given_directory=Path(directory),
             artifact=opened,
@@ -210,13 +231,17 @@ class _Promotion(NamedTuple):
     by: str  # author of the change
     keep: int | None  # weights of the place's history whose files stay; None: all
 
-    def promote(self, packed: Packed, artifact: Artifact) -> Packed:
-        """Promote a file, and return it with the revision that names it, or with the reason for the refusal."""
+    def promote(self, packed: Packed, artifact: Artifact, onto: Places) -> Packed:
+        """Promote a file, and return it with the revision that names it, or with the reason for the refusal.
+
+        onto: for a delta, the files that lead to its base.
+        """
         try:
             if self.policy == "proven":
                 # as a server loads it
-                with load(artifact, packed.path, residency="single", allow_nonfinite=False) as model:
-                    receipt = model.history[-1]
+                with load(artifact, residency="single") as model:
+                    with model.stage(packed.path, onto=onto, allow_nonfinite=False) as staged:
+                        receipt = staged.commit()
                     check_proven(str(packed.path), receipt.verified, list(receipt.nonfinite))
             return self._promoted(packed)
         except WeightswapError as error:
@@ -225,7 +250,7 @@ class _Promotion(NamedTuple):
 
     def _promoted(self, packed: Packed) -> Packed:
         if isinstance(self.place, DesiredPlace):
-            known = Known(packed.weights_id, packed.graph_id, packed.labels)
+            known = Known(packed.weights_id, packed.graph_id, packed.labels, packed.base)
             desired = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
             if self.keep is not None:
                 _remove_older(packed.path.parent, self.place, self.keep)
@@ -257,7 +282,7 @@ def _is_published(path: Path, stamp: Stamp | DeltaStamp) -> bool:
     match = _NAME.fullmatch(path.name)
     return (
         match is not None
-        and isinstance(stamp, Stamp)
+        and isinstance(stamp, DeltaStamp) == bool(match[3])
         and stamp.weights_id.startswith(match[2])
         and stamp.labels.get("step") == str(int(match[1]))
     )
@@ -329,6 +354,101 @@ def _copied(model: nn.Module) -> Checkpoint:
     return Checkpoint(live.where, *flat_levels(tensors, live.where), names=True)
 
 
+def _snapshot(
+    model: nn.Module, update: _RowPublishing | None, record_from: Callable[[], Recording | None]
+) -> _Snapshot:
+    if update is None:
+        return _copied(model), record_from()
+    try:
+        return update.prepare(model), record_from()
+    except BaseException:
+        update.failed()
+        raise
+
+
+class _RowOptions(NamedTuple):
+    dtype: torch.dtype | str | None
+    full: bool
+    full_every: int
+    check: bool
+
+    def validate(self, rows: RowTracker | None) -> None:
+        """Raise CheckpointError for options that cannot be meant."""
+        if rows is not None and not isinstance(rows, RowTracker):
+            raise CheckpointError(f"rows: expected a RowTracker of the model, got a {type(rows).__qualname__}")
+        if rows is None and (self.full or self.check):
+            raise CheckpointError("full= and check= are about row updates; pass rows=RowTracker(model), too")
+        if type(self.full_every) is not int or self.full_every < 1:
+            raise CheckpointError(f"full_every: expected 1 or more deltas between full files, got {self.full_every!r}")
+
+
+class _RowPublishing:
+    """One publication of the rows that a tracker knows."""
+
+    def __init__(self, tracker: RowTracker, directory: Path, artifact: Artifact, options: _RowOptions) -> None:
+        self._tracker, self._updates = tracker, tracker.updates
+        self._directory, self._artifact, self._options = directory, artifact, options
+        self._rows: list[ChangedRows] = []
+        self._unknown: list[str] = []
+        self._expected = Expected({}, {})
+
+    @property
+    def onto(self) -> Places:
+        """The files that lead to the weights before."""
+        return self._updates.last.files if self._updates.last else ()
+
+    def prepare(self, model: nn.Module) -> Checkpoint | RowUpdate | WeightswapError:
+        """Return the update, or a copy of the model if a full file is due; or the error that `wait` shall raise."""
+        self._rows, self._unknown = self._tracker.take()
+        try:
+            weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
+            if not self._is_full_due():
+                return self._updates.prepare(weights, self._rows, check=self._options.check)
+            self._expected = self._updates.expect(weights, self._rows, is_known=not self._unknown)
+        except WeightswapError as error:
+            return error
+        return _copied(model)
+
+    def _is_full_due(self) -> bool:
+        if self._unknown:
+            _log.warning(
+                "%s changed otherwise than by an optimizer's step, so a full file is published; RowTracker.mark() says "
+                "which rows did",
+                ", ".join(self._unknown),
+            )
+        last = self._updates.last
+        return (
+            bool(self._unknown)
+            or self._options.full
+            or last is None
+            or last.graph_id != self._artifact.graph_id
+            or len(last.files) > self._options.full_every
+            or not all(path.parent == self._directory and path.is_file() for path, _ in last.files)
+        )
+
+    def failed(self) -> None:
+        """Leave the rows to the next publication."""
+        self._tracker.give_back(self._rows)
+        if self._unknown:
+            self._updates.last = None
+
+    def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
+        """Take a file as the base of the next."""
+        if isinstance(content, RowUpdate):
+            files, blocks = (*self.onto, (packed.path, packed.weights_id)), content.blocks
+        else:
+            files = ((packed.path, packed.weights_id),)
+            if missed := self._updates.learn(self._expected, content, blocks):
+                _log.error(
+                    "%s: rows of %s changed that the tracker has missed, so that the deltas before this full file lack "
+                    "them; RowTracker.mark() says which rows change otherwise than by an optimizer's step",
+                    packed.path,
+                    ", ".join(missed),
+                )
+        # deltas from weights that nobody serves would be refused
+        self._updates.last = None if packed.refusal else Last(files, packed.graph_id, blocks)
+
+
 def _write(
     snapshot: _Snapshot,
     *,
@@ -339,19 +459,34 @@ def _write(
     labels: Mapping[str, str],
     dtype: torch.dtype | str | None,
     promotion: _Promotion | None,
+    update: _RowPublishing | None,
 ) -> Packed:
     stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
-    remove_abandoned(directory, _PREFIX)
-    out = directory / f"{stem}.safetensors"
-    checkpoint, recording = snapshot
-    with pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype) as (file, packed):
-        path = directory / f"{stem}-{packed.weights_id[:ID_LETTERS]}.safetensors"
-        # without a recording, goldens of this name stay: they are of the same weights id
-        with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
-            file.rename(path)
-    packed = replace(packed, path=path)
-    if promotion is not None:
-        packed = promotion.promote(packed, artifact)
+    content, recording = snapshot
+    try:
+        if isinstance(content, WeightswapError):
+            raise content
+        remove_abandoned(directory, _PREFIX)
+        out = directory / f"{stem}.safetensors"
+        if isinstance(content, RowUpdate):
+            packing = content.pack(out, labels)
+        else:
+            packing = pack_checkpoint(content, artifact, out, labels=labels, dtype=dtype)
+        with packing as (file, packed):
+            kind = _DELTA if packed.base else ""
+            path = directory / f"{stem}-{packed.weights_id[:ID_LETTERS]}{kind}.safetensors"
+            # without a recording, goldens of this name stay: they are of the same weights id
+            with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
+                file.rename(path)
+        packed = replace(packed, path=path)
+        if promotion is not None:
+            packed = promotion.promote(packed, artifact, update.onto if update and packed.base else ())
+    except BaseException:
+        if update is not None:
+            update.failed()
+        raise
+    if update is not None:
+        update.published(content, packed, file.blocks)
     return replace(packed, path=given_directory / packed.path.name, goldens=len(recording.cases) if recording else 0)
 
 

@@ -239,8 +239,13 @@ class TensorHasher:
             self._room -= len(part)
             piece = piece[len(part) :]
 
+    @property
+    def blocks(self) -> Blocks:
+        """The digests of the blocks so far."""
+        return (*self._blocks, self._block.digest())
+
     def hexdigest(self) -> str:
-        return tensor_digest([*self._blocks, self._block.digest()])
+        return tensor_digest(self.blocks)
 
 
 def digest_of(pieces: Iterable[memoryview]) -> str:

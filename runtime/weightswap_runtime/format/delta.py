@@ -251,6 +251,16 @@ class Changed(NamedTuple):
     runs: Offsets  # ranges of its bytes, of shape [runs, 2], ascending and apart from each other
     row: int  # bytes of a row of its first dimension, if the ranges are whole rows; else 0
 
+    @classmethod
+    def of_rows(cls, ids: Offsets, row: int, size: int) -> Changed:
+        """Return the rows with these ascending ids, of `row` bytes each, of a weight of `size` bytes."""
+        return cls(_runs(ids, row, size), row if row <= BLOCK else 0)
+
+    @classmethod
+    def whole(cls, size: int) -> Changed:
+        """Return all of a weight."""
+        return cls(np.array([[0, size]], np.int64), 0)
+
     @property
     def nbytes(self) -> int:
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
@@ -341,6 +351,21 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Offsets:
     return np.append(units, whole // grain) if mine[whole:] != theirs[whole:] else units
 
 
+@contextmanager
+def new_delta_file(
+    path: Path, changes: Mapping[str, Changed], content: Callable[[str], Iterable[memoryview]], blank: DeltaStamp
+) -> Iterator[StampedFile]:
+    """Write a delta to a temporary name beside `path`; the block must rename it. Raises OSError and ValueError.
+
+    content: returns the new bytes of a weight, in pieces. blank: the stamp without digests.
+    """
+    order = canonical_order(row for name, change in changes.items() for row in _rows(name, change))
+    with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
+        digests = file.write_tensors(((row.name, _pieces(row.name, changes, content)) for row in order), blank)
+        file.write_stamp(replace(blank, digests=digests))
+        yield file
+
+
 def write_changes(
     path: Path,
     changes: Mapping[str, Changed],
@@ -354,11 +379,8 @@ def write_changes(
     content: returns the new bytes of a weight, in pieces. blank: the stamp without digests. check: called after the
     last read; it raises if a file has changed meanwhile. beside: the writes of files beside it; it is renamed within.
     """
-    order = canonical_order(row for name, change in changes.items() for row in _rows(name, change))
     try:
-        with StampedFile(path, order, DELTA_KEY, blank.labels) as file:
-            digests = file.write_tensors(((row.name, _pieces(row.name, changes, content)) for row in order), blank)
-            file.write_stamp(replace(blank, digests=digests))
+        with new_delta_file(path, changes, content, blank) as file:
             check()
             with beside:
                 file.rename(path)

@@ -28,7 +28,16 @@ from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
 from weightswap_runtime.sources.writing import PendingFile
-from weightswap_runtime.tensors import DIGEST, DTYPES, MAX_DIMENSIONS, TensorBytes, TensorHasher, nbytes
+from weightswap_runtime.tensors import (
+    DIGEST,
+    DTYPES,
+    MAX_DIMENSIONS,
+    Blocks,
+    TensorBytes,
+    TensorHasher,
+    nbytes,
+    tensor_digest,
+)
 
 MAX_HEADER = 100_000_000  # as in the safetensors library
 LEAST_HEADER = 4 << 20  # bytes that any reader accepts
@@ -459,7 +468,7 @@ def new_weight_file(
     graph_id: str,
     labels: Mapping[str, str],
     cast: Mapping[str, list[str]],
-) -> Iterator[tuple[PendingFile, Stamp]]:
+) -> Iterator[tuple[StampedFile, Stamp]]:
     """Write a weight file in canonical layout to a temporary name beside `path`; the block must rename it.
 
     Yields the file, whose bytes are on disk, and its stamp. `data` gives each tensor's little-endian row-major bytes,
@@ -488,6 +497,7 @@ class StampedFile(PendingFile):
             raise ValueError(problem)
         self._order, self._ranges = order, pack_ranges(order)
         self._key, self._labels = key, labels
+        self.blocks: dict[str, Blocks] = {}  # the digests of each written tensor's blocks
         super().__init__(path)
 
     def write_tensors(self, data: TensorData, blank: msgspec.Struct) -> dict[str, str]:
@@ -497,14 +507,13 @@ class StampedFile(PendingFile):
         """
         self._room = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
         items = iter(data.items() if isinstance(data, Mapping) else data)
-        digests = {}
         for row, (name, pieces) in zip(self._order, items, strict=True):
             if row.name != name:
                 raise ValueError(f"expected the tensor {row.name!r} next, got {name!r}")
-            digests[name] = self._write_tensor(pieces, self._ranges[name].nbytes)
-        return digests
+            self.blocks[name] = self._write_tensor(pieces, self._ranges[name].nbytes)
+        return {name: tensor_digest(blocks) for name, blocks in self.blocks.items()}
 
-    def _write_tensor(self, pieces: Iterable[memoryview], expected: int) -> str:
+    def _write_tensor(self, pieces: Iterable[memoryview], expected: int) -> Blocks:
         hasher = TensorHasher()
         written = 0
         for piece in pieces:
@@ -512,7 +521,7 @@ class StampedFile(PendingFile):
             written += self.file.write(piece)
         if written != expected:
             raise ValueError(f"got {written} bytes for a tensor of {expected}")
-        return hasher.hexdigest()
+        return hasher.blocks
 
     def write_stamp(self, stamp: msgspec.Struct) -> None:
         """Write the header into the gap before the tensors, and flush all bytes to disk."""

@@ -1,0 +1,389 @@
+"""`RowTracker`: which rows of a model's tables have changed since the last publication.
+
+Every optimizer's step says so by the gradients that it has used, of any thread of the training, whoever computed them;
+fused optimizers of torchrec say it by the ids that were looked up. What changes a table otherwise must be marked; if it
+changes the table in place, it is found out, as tensors count such changes.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from weightswap_exporter.modules.tensors import ModelView, is_composed, is_fake, is_sharded, tie_key
+from weightswap_runtime.errors import CheckpointError, Unsupported, listed
+from weightswap_runtime.native import Offsets
+
+from .row_updates import ChangedRows, RowUpdates
+
+CONSUMER = "weightswap"  # of torchrec's tracker: each consumer gets every id once
+_ALTERNATIVE = (
+    "Train it with SGD without momentum, Adagrad or SparseAdam, without weight decay; or leave it out of "
+    "RowTracker(tables=): it is then compared with what was published last, and written whole if it has changed; or "
+    "publish without rows=, and compare the file with the last one: write_delta(last, new, out)"
+)
+# of fbgemm, by the names of its EmbOptimType: they touch the rows of the batch alone, and decay these alone
+_FUSED = {
+    "SGD",
+    "EXACT_SGD",
+    "ADAM",
+    "LAMB",
+    "LARS_SGD",
+    "EXACT_ADAGRAD",
+    "EXACT_ROWWISE_ADAGRAD",
+    "PARTIAL_ROWWISE_ADAM",
+    "PARTIAL_ROWWISE_LAMB",
+}
+Ids = torch.Tensor | Sequence[int] | np.ndarray[Any, Any]
+
+
+class RowTracker:
+    """Knows which rows of a model's tables have changed since the last publication: `publish(rows=tracker)`.
+
+    model: the tables are the weights of its `nn.Embedding` and `nn.EmbeddingBag`, so also of torchrec's
+      EmbeddingBagCollection and EmbeddingCollection; those that torchrec has sharded are known through torchrec's own
+      tracker, which is created unless there is one with the consumer "weightswap".
+    optimizers: those of the tables; others are found at their first step.
+    tables: names of the parameters and buffers to track instead, as in `model.named_parameters()`. Everything else is
+      compared with what was published last.
+    row_local: classes of other optimizers that change only rows with a gradient.
+
+    Raises Unsupported for an optimizer that changes other rows, too: by momentum, by Adam's moments on dense gradients,
+    or by weight decay. The step of such an optimizer raises it before it changes anything, if the tracker was not told
+    of it. Raises CheckpointError for names that are no tables.
+
+    Memory: a byte for each row; from the first publication on, 6 % of the tables. It holds the model's tables.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        tables: Iterable[str] | None = None,
+        row_local: Iterable[type[Optimizer]] = (),
+    ) -> None:
+        self._row_local = tuple(row_local)
+        self._sharded = list(_sharded(model))
+        self._tables = _tables(model, tables, {name for each in self._sharded for name in each.names})
+        self._by_id = {id(table.tensor): table for table in self._tables}
+        self._names = {name: table for table in self._tables for name in table.names}
+        self._given_back: list[ChangedRows] = []
+        self.updates = RowUpdates()
+        for optimizer in optimizers:
+            for inner in _inner(optimizer):
+                self._refuse(inner)
+        self._listen(model)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the tables, each once."""
+        return tuple(table.names[0] for table in self._tables)
+
+    def mark(self, name: str, ids: Ids) -> None:
+        """Say that rows of a table have been changed by something else than an optimizer's step.
+
+        Call it after the change: it vouches that no other rows have changed since the last step. Raises CheckpointError
+        for an unknown table, and for ids that are not its rows.
+        """
+        if (table := self._names.get(name)) is None:
+            known = listed(sorted(self._names)) or "none"
+            raise CheckpointError(f"mark: {name!r} is not a table of this tracker, which has {known}")
+        rows = torch.as_tensor(ids).reshape(-1)
+        if rows.dtype not in (torch.int64, torch.int32) and rows.numel():
+            raise CheckpointError(f"mark: {name}: expected integers, got {rows.dtype}")
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.rows:
+            raise CheckpointError(
+                f"mark: {name} has the rows 0 to {table.rows - 1}, got {int(rows.min())} to {int(rows.max())}"
+            )
+        table.add(rows)
+        table.leave()
+
+    def changed(self) -> dict[str, Offsets]:
+        """Return the ids of the rows, ascending, that have changed since the last publication, for each table."""
+        self._collect()
+        return {table.names[0]: table.ids() for table in self._tables}
+
+    def take(self) -> tuple[list[ChangedRows], list[str]]:
+        """Return the rows that have changed, and forget them; and the tables of which other rows may have changed."""
+        self._collect()
+        unknown = [table.names[0] for table in self._tables if not table.is_known()]
+        return [ChangedRows(table.names[0], table.tensor, table.take()) for table in self._tables], unknown
+
+    def give_back(self, rows: Iterable[ChangedRows]) -> None:
+        """Remember rows that were taken but not published. In any thread: they are only added by the next `take`."""
+        self._given_back += rows
+
+    def _listen(self, model: nn.Module) -> None:
+        """Be told of every optimizer's steps, and of lookups that change rows, as long as this tracker is there."""
+        this = weakref.ref(self)  # torch keeps its hooks, and they shall not keep the model
+
+        def tell(step: Callable[[RowTracker, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+            if tracker := this():
+                step(tracker, optimizer)
+
+        hooks = [
+            register_optimizer_step_pre_hook(partial(tell, RowTracker._before_step)),
+            register_optimizer_step_post_hook(partial(tell, RowTracker._after_step)),
+        ]
+        for module in model.modules():
+            table = self._by_id.get(id(getattr(module, "weight", None)))
+            if table is not None and getattr(module, "max_norm", None) is not None:
+                hooks += table.watch_lookups(module)
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._refuse(optimizer)
+        for table, _ in self._stepped(optimizer):
+            table.enter()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        for table, _ in self._stepped(optimizer):
+            table.add_gradient()
+            table.leave()
+
+    def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[_Table, Mapping[str, Any]]]:
+        """Yield the tables that an optimizer changes, with the options that it has for them."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (table := self._by_id.get(id(parameter))) is not None:
+                    yield table, group
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """Raise Unsupported if an optimizer changes rows that have no gradient."""
+        if type(optimizer) in self._row_local:
+            return
+        problems = [
+            f"{table.names[0]}: {problem}"
+            for table, group in self._stepped(optimizer)
+            if (problem := _spreads(optimizer, group))
+        ]
+        if problems:
+            raise Unsupported(
+                f"RowTracker: {listed(problems, between='; ')}, so that a tracker would miss them. {_ALTERNATIVE}"
+            )
+
+    def _collect(self) -> None:
+        """Add what is known elsewhere."""
+        while self._given_back:
+            each = self._given_back.pop()
+            self._names[each.name].add(torch.from_numpy(each.ids))
+        for sharded in self._sharded:
+            for name, ids in sharded.take():
+                if (table := self._names.get(name)) is not None:
+                    table.add(ids)
+
+
+class _Table:
+    """A tensor, and which of its rows have changed."""
+
+    def __init__(self, names: tuple[str, ...], tensor: torch.Tensor) -> None:
+        self.names, self.tensor = names, tensor
+        self.rows = len(tensor)
+        # a multiple of eight bytes, so that they are listed as words
+        self._changed = torch.zeros(-(-self.rows // 8) * 8, dtype=torch.bool, device=tensor.device)
+        self._version = tensor._version
+        self._is_known = True
+
+    def add(self, ids: torch.Tensor) -> None:
+        self._changed.index_fill_(0, ids.detach().reshape(-1).to(self._changed.device, torch.int64), True)
+
+    def add_gradient(self) -> None:
+        """Add the rows with a gradient."""
+        gradient = self.tensor.grad
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            self.add(gradient._indices()[0])
+        else:
+            rows = gradient.detach().reshape(self.rows, -1).any(dim=1)
+            self._changed[: self.rows].logical_or_(rows.to(self._changed.device))
+
+    def enter(self) -> None:
+        """Call before a change that is accounted for."""
+        self._is_known = self.is_known()
+
+    def leave(self) -> None:
+        """Call after a change that is accounted for."""
+        self._version = self.tensor._version
+
+    def is_known(self) -> bool:
+        """Return whether all changes in place were accounted for."""
+        return self._is_known and self.tensor._version == self._version
+
+    def watch_lookups(self, module: nn.Module) -> list[Any]:
+        """Account for what lookups change: with `max_norm`, they scale rows."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.enter()
+            ids = args[0] if args else kwargs["input"]
+            self.add(ids)
+
+        def after(*_: object) -> None:
+            self.leave()
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    def ids(self) -> Offsets:
+        """Return the rows, ascending."""
+        if not self._changed.is_cpu:
+            on_device: Offsets = self._changed.nonzero().reshape(-1).cpu().numpy()
+            return on_device
+        flags = self._changed.numpy()
+        words = np.flatnonzero(flags.view(np.uint64))
+        word, place = flags.reshape(-1, 8)[words].nonzero()
+        rows: Offsets = words[word] * 8 + place
+        return rows
+
+    def take(self) -> Offsets:
+        """Return the rows, and forget them and all other changes."""
+        ids = self.ids()
+        if self._changed.is_cpu:
+            self._changed.numpy()[ids] = False  # mostly few of all
+        else:
+            self._changed.zero_()
+        self._is_known = True
+        self.leave()
+        return ids
+
+
+def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) -> list[_Table]:
+    """Return the tables of a model. Raises CheckpointError."""
+    whole = ModelView(model).whole
+    if names is None:
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        chosen = [name for name in whole if isinstance(modules.get(name.rpartition(".")[0]), kinds)]
+        chosen = [name for name in whole if name in {*chosen, *sharded}]
+    else:
+        chosen = [names] if isinstance(names, str) else list(names)
+    if not chosen:
+        raise CheckpointError(
+            "RowTracker: the model has no nn.Embedding or nn.EmbeddingBag; name its tables in tables="
+        )
+    if unknown := [name for name in chosen if name not in whole]:
+        raise CheckpointError(f"RowTracker: the model has no {listed(unknown)}; it has {listed(list(whole))}")
+    if odd := [name for name in chosen if not _is_table(whole[name])]:
+        raise CheckpointError(
+            f"RowTracker: {listed(odd)}: no dense table with rows and values; leave it out of tables="
+        )
+    groups: dict[object, list[str]] = {tie_key(whole[name]): [] for name in chosen}
+    for name in [*chosen, *(name for name in whole if name not in chosen)]:
+        if (tied := groups.get(tie_key(whole[name]))) is not None:
+            tied.append(name)
+    return [_Table(tuple(tied), whole[tied[0]]) for tied in groups.values()]
+
+
+def _is_table(tensor: torch.Tensor) -> bool:
+    odd = is_composed(tensor) or is_sharded(tensor) or is_fake(tensor) or tensor.layout != torch.strided
+    return not odd and tensor.dim() > 0 and tensor.numel() > 0
+
+
+def _inner(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers that step: those within torchrec's and others' wrappers."""
+    if isinstance(optimizer, Optimizer) and (within := getattr(optimizer, "optimizers", None)):  # CombinedOptimizer
+        for _, each in within:
+            yield from _inner(each)
+    elif isinstance(within := getattr(optimizer, "_optimizer", None), Optimizer):  # KeyedOptimizerWrapper
+        yield from _inner(within)
+    elif isinstance(optimizer, Optimizer):
+        yield optimizer
+    else:
+        raise CheckpointError(f"RowTracker: expected an optimizer, got a {type(optimizer).__qualname__}")
+
+
+def _spreads(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """Return why an optimizer changes rows without a gradient; empty if it does not."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if kind is torch.optim.SparseAdam:
+        return ""
+    if group.get("weight_decay"):
+        return f"the weight decay of {name} changes all rows at each step"
+    if kind is torch.optim.Adagrad:
+        return ""
+    if kind is torch.optim.SGD:
+        momentum = "the momentum of SGD keeps changing rows in steps in which they have no gradient"
+        return momentum if group.get("momentum") else ""
+    if "betas" in group or group.get("momentum"):
+        return f"the moments of {name} keep changing rows in steps in which they have no gradient"
+    return f"{name} may change rows that have no gradient (RowTracker(row_local=[{name}]) says that it does not)"
+
+
+# torchrec, which is never imported for it: its sharded modules exist only if it was.
+
+
+class _Sharded:
+    """A DistributedModelParallel, whose fused optimizers change what was looked up."""
+
+    def __init__(self, path: str, model: Any) -> None:
+        tracker = model.get_delta_tracker()
+        if tracker is None:
+            types = sys.modules["torchrec.distributed.model_tracker.types"]
+            tracker = model.init_torchrec_delta_tracker(types.DeltaTrackerConfig(consumers=[CONSUMER]))
+        elif CONSUMER not in tracker.per_consumer_batch_idx:
+            raise CheckpointError(
+                f"RowTracker: torchrec's tracker of this model has no consumer {CONSUMER!r}; initialize it with "
+                f"DeltaTrackerConfig(consumers=[..., {CONSUMER!r}])"
+            )
+        self._tracker, self._path = tracker, path
+        self.names = [self._name(table) for table in tracker.fqn_to_feature_names()]
+        _check_fused(model)
+
+    def take(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the ids that were looked up since the last call, by table.
+
+        Not by `get_unique_ids`: that of torchrec 1.8 fails if one of the tables was not looked up.
+        """
+        tracker = self._tracker
+        end = tracker.curr_batch_idx + 1
+        lookups = tracker.store.get_indexed_lookups(tracker.per_consumer_batch_idx[CONSUMER], end)
+        tracker.per_consumer_batch_idx[CONSUMER] = end
+        if tracker._delete_on_read:
+            tracker.store.delete(up_to_idx=min(tracker.per_consumer_batch_idx.values()))
+        for table, found in lookups.items():
+            for lookup in found:
+                yield self._name(table), lookup.ids
+
+    def _name(self, table: str) -> str:
+        return f"{self._path}.{table}.weight" if self._path else f"{table}.weight"
+
+
+def _sharded(model: nn.Module) -> Iterator[_Sharded]:
+    """Yield the parts of a model that torchrec has sharded. Raises CheckpointError, and Unsupported."""
+    parallel = sys.modules.get("torchrec.distributed.model_parallel")
+    if parallel is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, parallel.DistributedModelParallel):
+            if (ranks := torch.distributed.get_world_size()) > 1:
+                raise Unsupported(
+                    f"RowTracker: the tables are sharded over {ranks} processes, each of which has only a part of the "
+                    "rows. Gather the state dict on one, pack it, and compare: write_delta(last, new, out)"
+                )
+            yield _Sharded(path, module)
+
+
+def _check_fused(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        optimizer = getattr(getattr(module, "optimizer", None), "name", None)
+        if type(module).__module__.startswith("fbgemm_gpu.") and optimizer is not None and optimizer not in _FUSED:
+            raise Unsupported(
+                f"RowTracker: {path}: fbgemm's {optimizer} may change rows that are not in the batch, so that a "
+                f"tracker would miss them. {_ALTERNATIVE}"
+            )

@@ -1,0 +1,304 @@
+"""Which rows have changed: a tracker says what a comparison of the tables says, or refuses to be made."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.recommender import Recommender, ids_of, train
+from weightswap_exporter import RowTracker
+from weightswap_runtime import CheckpointError, Unsupported
+
+SGD, Adagrad, SparseAdam = torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
+LOCAL: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "SGD, sparse": (True, lambda tables: SGD(tables, lr=0.1)),
+    "SGD": (False, lambda tables: SGD(tables, lr=0.1)),
+    "SparseAdam": (True, lambda tables: SparseAdam(list(tables), lr=0.01)),
+    "Adagrad, sparse": (True, lambda tables: Adagrad(tables, lr=0.1)),
+    "Adagrad": (False, lambda tables: Adagrad(tables, lr=0.1)),
+    "Adagrad, fused": (False, lambda tables: Adagrad(tables, lr=0.1, fused=True)),
+}
+
+
+def differing(model: nn.Module, before: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """The rows that a comparison finds."""
+    now = dict(model.named_parameters())
+    return {name: (now[name] != old).any(1).nonzero().flatten().tolist() for name, old in before.items()}
+
+
+def reported(tracker: RowTracker) -> dict[str, list[int]]:
+    return {name: ids.tolist() for name, ids in tracker.changed().items()}
+
+
+def copies(model: nn.Module, tracker: RowTracker) -> dict[str, torch.Tensor]:
+    tensors = dict(model.named_parameters())
+    return {name: tensors[name].detach().clone() for name in tracker.tables}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("sparse", "build"), LOCAL.values(), ids=LOCAL)
+def test_the_rows_are_those_that_a_comparison_finds(
+    sparse: bool, build: Callable[..., torch.optim.Optimizer], told: bool
+) -> None:
+    model = Recommender(sparse=sparse)
+    optimizers = [build(model.tables()), torch.optim.AdamW(model.top.parameters())]
+    tracker = RowTracker(model, *(optimizers if told else ()))
+    assert tracker.tables == ("users.weight", "items.weight")
+    for _ in range(3):
+        before = copies(model, tracker)
+        train(model, optimizers)
+        rows = reported(tracker)
+        assert rows == differing(model, before)
+        assert all(rows.values())
+        tracker.take()
+        assert not any(reported(tracker).values())
+
+
+def test_rows_of_lookups_without_a_step_have_not_changed() -> None:
+    model = Recommender()
+    tracker = RowTracker(model)
+    model(ids_of(model)).sum().backward()
+    with torch.no_grad():
+        model(ids_of(model))
+    assert not any(reported(tracker).values())
+
+
+def test_lookups_that_scale_rows_change_them_even_without_a_step() -> None:
+    model = nn.Sequential(nn.Embedding(500, 4, max_norm=0.1))
+    tracker = RowTracker(model)
+    before = copies(model, tracker)
+    with torch.no_grad():
+        model(torch.tensor([[7, 8], [400, 7]]))
+    assert reported(tracker) == differing(model, before) == {"0.weight": [7, 8, 400]}
+    assert tracker.take()[1] == []
+
+
+def test_a_table_that_is_also_the_last_layer_changes_wherever_it_has_a_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(60, 4, padding_idx=0)
+            self.head = nn.Linear(4, 60, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids))
+
+    model = Tied()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    before = copies(model, tracker)
+    (model(torch.tensor([0, 3])) - 1).pow(2).sum().backward()
+    optimizer.step()
+    assert tracker.tables == ("table.weight",)
+    assert reported(tracker) == differing(model, before)
+    assert len(reported(tracker)["table.weight"]) == 60
+    tracker.mark("head.weight", [5])
+
+
+SPREADING: dict[str, tuple[Callable[..., Any], str]] = {
+    "momentum": (lambda tables: SGD(tables, lr=0.1, momentum=0.9), "users.weight: the momentum of SGD keeps"),
+    "weight decay": (lambda tables: SGD(tables, lr=0.1, weight_decay=0.1), "the weight decay of SGD changes all rows"),
+    "decay of Adagrad": (lambda tables: Adagrad(tables, weight_decay=0.1), "the weight decay of Adagrad"),
+    "Adam": (torch.optim.Adam, "the moments of Adam keep changing rows in steps in which they have no gradient"),
+    "AdamW": (torch.optim.AdamW, "the weight decay of AdamW changes all rows at each step"),
+    "RMSprop": (torch.optim.RMSprop, r"may change rows that have no gradient \(RowTracker\(row_local=\[RMSprop\]\)"),
+}
+
+
+@pytest.mark.parametrize(("build", "says"), SPREADING.values(), ids=SPREADING)
+def test_an_optimizer_that_changes_other_rows_is_refused_at_once(build: Callable[..., Any], says: str) -> None:
+    model = Recommender(sparse=False)
+    optimizer = build(list(model.tables()))
+    with pytest.raises(Unsupported, match=says) as refused:
+        RowTracker(model, optimizer)
+    assert "leave it out of RowTracker(tables=): it is then compared" in str(refused.value)
+    assert "write_delta(last, new, out)" in str(refused.value)
+    RowTracker(model, torch.optim.AdamW(model.top.parameters()), row_local=[type(optimizer)])
+
+
+@pytest.mark.parametrize("late", ["a new optimizer", "a new group", "a new momentum"])
+def test_an_optimizer_that_comes_later_is_refused_before_it_changes_anything(late: str) -> None:
+    model = Recommender(sparse=False)
+    first = SGD([model.users.weight, *model.top.parameters()], lr=0.1)
+    tracker = RowTracker(model, first)
+    second = torch.optim.Adam([model.items.weight]) if late == "a new optimizer" else first
+    if late == "a new group":
+        first.add_param_group({"params": [model.items.weight], "momentum": 0.5})
+    if late == "a new momentum":
+        first.param_groups[0]["momentum"] = 0.9
+    model(ids_of(model)).sum().backward()
+    before = copies(model, tracker)
+    with pytest.raises(Unsupported, match="RowTracker: "):
+        second.step()
+    assert not any(differing(model, before).values())
+    RowTracker(model, tables=["users.weight"] if late != "a new momentum" else ["items.weight"], row_local=[])
+
+
+def test_what_is_not_tracked_may_have_any_optimizer() -> None:
+    model = Recommender(sparse=False)
+    optimizers = [SGD([model.items.weight], lr=0.1), torch.optim.AdamW([model.users.weight])]
+    tracker = RowTracker(model, *optimizers, tables=["items.weight"])
+    before = copies(model, tracker)
+    train(model, optimizers)
+    assert reported(tracker) == differing(model, before)
+    assert list(before) == ["items.weight"]
+
+
+def test_marked_rows_of_any_tensor_are_reported() -> None:
+    model = Recommender()
+    model.register_buffer("cache", torch.zeros(20, 3))
+    tracker = RowTracker(model, tables=["cache"])
+    for ids in ([3, 1], torch.tensor([[9, 3]]), np.array([19], np.int32), []):
+        tracker.mark("cache", ids)
+    assert reported(tracker) == {"cache": [1, 3, 9, 19]}
+    rows, unknown = tracker.take()
+    tracker.mark("cache", [2])
+    tracker.give_back(rows)
+    assert (unknown, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "says"),
+    [
+        ("item", [1], "'item' is not a table of this tracker, which has items.weight, users.weight"),
+        ("items.weight", [-1, 3], "items.weight has the rows 0 to 39999, got -1 to 3"),
+        ("items.weight", [40_000], "got 40000 to 40000"),
+        ("items.weight", [0.5], r"expected integers, got torch\.float32"),
+    ],
+)
+def test_marks_that_cannot_be_right_are_refused(name: str, ids: list[Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        RowTracker(Recommender()).mark(name, ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "says"),
+    [
+        (nn.Linear(3, 3), None, "has no nn.Embedding or nn.EmbeddingBag"),
+        (Recommender(), ["item.weight"], "the model has no item.weight; it has users.weight, items.weight"),
+        (Recommender().to("meta"), None, "users.weight, items.weight: no dense table with rows and values"),
+    ],
+)
+def test_what_is_no_table_is_refused(model: nn.Module, tables: list[str] | None, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        RowTracker(model, tables=tables)
+    with pytest.raises(CheckpointError, match="expected an optimizer, got a int"):
+        RowTracker(Recommender(), 3)  # type: ignore[arg-type]
+
+
+def loaded(model: Recommender) -> None:
+    model.load_state_dict(Recommender().state_dict())
+
+
+def added(model: Recommender) -> None:
+    with torch.no_grad():
+        model.items.weight[5] += 1
+
+
+@pytest.mark.parametrize("change", [loaded, added])
+def test_changes_in_place_that_nobody_has_marked_are_noticed(change: Callable[[Recommender], None]) -> None:
+    model = Recommender()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    train(model, [optimizer])
+    assert tracker.take()[1] == []
+    change(model)
+    train(model, [optimizer])  # a step hides nothing
+    assert "items.weight" in tracker.take()[1]
+    assert tracker.take()[1] == []
+    added(model)
+    tracker.mark("items.weight", [5])
+    assert tracker.take()[1] == []
+
+
+def test_a_tracker_that_is_dropped_listens_no_more() -> None:
+    model = nn.Sequential(nn.Embedding(500, 4, max_norm=0.1))
+    tracker = RowTracker(model)
+    reference = weakref.ref(tracker)
+    del tracker
+    gc.collect()
+    assert reference() is None
+    assert not model[0]._forward_pre_hooks
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of processes, as torchrec wants one."""
+    pytest.importorskip("torchrec")
+    import torch.distributed as dist
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+FUSED = ["torch.optim.SGD", "torch.optim.Adagrad", "torchrec.optim.RowWiseAdagrad"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_pooled", [True, False])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_fused_optimizers_of_torchrec_change_what_its_tracker_knows(
+    optimizer: str, is_pooled: bool, one_process: None
+) -> None:
+    from tests.support.sharded import Sharded
+
+    sharded = Sharded(optimizer, is_pooled=is_pooled)
+    tracker = RowTracker(sharded.model, sharded.model.fused_optimizer, *sharded.optimizers)
+    assert tracker.tables == sharded.tables
+    for steps in (2, 1, 3):
+        before = copies(sharded.model, tracker)
+        sharded.train(steps)
+        assert reported(tracker) == differing(sharded.model, before)
+        rows, unknown = tracker.take()
+        assert unknown == []
+        assert sum(len(each.ids) for each in rows) > 20
+        assert not any(reported(tracker).values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tracker_of_torchrec_that_is_there_needs_our_consumer(one_process: None) -> None:
+    from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+
+    from tests.support.sharded import Sharded
+
+    first, second = Sharded(FUSED[0]), Sharded(FUSED[0])
+    first.model.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["checkpoints"]))
+    with pytest.raises(CheckpointError, match="has no consumer 'weightswap'"):
+        RowTracker(first.model)
+    theirs = second.model.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["checkpoints", "weightswap"]))
+    tracker = RowTracker(second.model)
+    second.train(2)
+    rows = tracker.take()[0]
+    ids = theirs.get_unique_ids("checkpoints")
+    assert {each.name: each.ids.tolist() for each in rows} == {f"{name}.weight": ids[name].tolist() for name in ids}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tables_of_torchrec_that_are_not_sharded_are_tracked_by_steps() -> None:
+    pytest.importorskip("torchrec")
+    from tests.support.sharded import Jagged
+
+    model = Jagged(is_pooled=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    before = copies(model, tracker)
+    model(*model.batch()).pow(2).sum().backward()
+    optimizer.step()
+    assert reported(tracker) == differing(model, before)
+    assert tracker.tables == ("tables.embedding_bags.first.weight", "tables.embedding_bags.second.weight")
