@@ -156,7 +156,7 @@ def publish(
     after a promotion that was refused, after `full_every` deltas, and on request: `full=True`. A publication that fails
     leaves its rows to the next. Each full file shows whether the tracker has missed rows, which is logged as an error;
     with `check=True` a delta, too, is compared with the tables, which are hashed whole: `wait()` then raises
-    CheckpointError, nothing is written, and the next file is full. docs/recommenders.md.
+    CheckpointError, nothing is written, and the next file is full. docs/rows.md.
 
     A process has at most one copy that waits or is being written: a further call, from any thread, waits until that one
     is written. Files therefore appear in the order in which their weights were copied. The interpreter waits for a

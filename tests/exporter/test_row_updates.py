@@ -24,9 +24,9 @@ from weightswap_runtime import (
     BaseMismatch,
     CheckpointError,
     DesiredPlace,
+    DigestMismatch,
     Model,
     NonFiniteWeights,
-    WeightsMismatch,
     load,
     native,
 )
@@ -253,7 +253,7 @@ def test_a_server_refuses_a_delta_that_lacks_a_row_beside_its_own(training: Trai
     miss(training, 7)
     training.tracker.mark("items.weight", [8])
     packed = training.publish(steps=0)
-    with pytest.raises(WeightsMismatch.__mro__[1], match="leads to the weights"):
+    with pytest.raises(DigestMismatch, match="leads to the weights"):
         served.swap(packed.path)
 
 
@@ -319,6 +319,15 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
     assert is_equal(fresh, training.model)
     names = {path.name for path in training.folder.glob("step-*.safetensors")}
     assert len(names) < 15
+
+
+def test_a_watcher_takes_the_deltas_of_a_directory(training: Training) -> None:
+    training.folder.mkdir()
+    served = load(training.artifact)
+    with served.watch(training.folder, 0.01):
+        for _ in range(5):
+            assert serves(served, training.publish(full_every=3))
+            assert is_equal(served, training.model)
 
 
 def test_what_must_be_proven_is_tried_upon_its_bases(training: Training) -> None:
