@@ -410,13 +410,13 @@ class _RowPublishing:
         return _copied(model)
 
     def _is_full_due(self) -> bool:
-        if self._unknown:
+        last = self._updates.last
+        if self._unknown and last is not None:
             _log.warning(
                 "%s changed otherwise than by an optimizer's step, so a full file is published; RowTracker.mark() says "
                 "which rows did",
                 ", ".join(self._unknown),
             )
-        last = self._updates.last
         return (
             bool(self._unknown)
             or self._options.full

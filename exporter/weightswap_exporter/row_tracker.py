@@ -295,16 +295,16 @@ def _is_table(tensor: torch.Tensor) -> bool:
 
 
 def _inner(optimizer: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers that step: those within torchrec's and others' wrappers."""
-    if isinstance(optimizer, Optimizer) and (within := getattr(optimizer, "optimizers", None)):  # CombinedOptimizer
-        for _, each in within:
-            yield from _inner(each)
-    elif isinstance(within := getattr(optimizer, "_optimizer", None), Optimizer):  # KeyedOptimizerWrapper
-        yield from _inner(within)
-    elif isinstance(optimizer, Optimizer):
-        yield optimizer
-    else:
+    """Yield the optimizers that step: those within torchrec's and accelerate's wrappers."""
+    if not isinstance(optimizer, Optimizer):
         raise CheckpointError(f"RowTracker: expected an optimizer, got a {type(optimizer).__qualname__}")
+    within = [each for _, each in getattr(optimizer, "optimizers", ())]  # torchrec's CombinedOptimizer
+    wrapped = [getattr(optimizer, name, None) for name in ("_optimizer", "optimizer")]
+    within += [each for each in wrapped if isinstance(each, Optimizer)]
+    for each in within:
+        yield from _inner(each)
+    if not within:
+        yield optimizer
 
 
 def _spreads(optimizer: Optimizer, group: Mapping[str, Any]) -> str:

@@ -256,7 +256,7 @@ def _by_weight(weights: MatchedWeights, tables: Sequence[ChangedRows]) -> dict[s
     tensors = weights.level.tensors
     keys = {name: tensors[name].tie_key for name in tensors}
     problems = [
-        f"{table.name} is no tensor of the model any more: make a new tracker"
+        f"{table.name} is not among the tensors that this model saves: make a tracker of it"
         for key, table in by_key.items()
         if key not in keys.values()
     ]

@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.support.recommender import Recommender, ids_of, train
-from weightswap_exporter import RowTracker
-from weightswap_runtime import CheckpointError, Unsupported
+from weightswap_exporter import RowTracker, export, pack, publish
+from weightswap_runtime import CheckpointError, Unsupported, load
 
 SGD, Adagrad, SparseAdam = torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
 LOCAL: dict[str, tuple[bool, Callable[..., Any]]] = {
@@ -144,6 +145,29 @@ def test_an_optimizer_that_comes_later_is_refused_before_it_changes_anything(lat
     RowTracker(model, tables=["users.weight"] if late != "a new momentum" else ["items.weight"], row_local=[])
 
 
+def test_optimizers_within_others_are_examined() -> None:
+    class Accelerated(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    model = Recommender(sparse=False)
+    RowTracker(model, Accelerated(SGD(model.parameters(), lr=0.1)))
+    with pytest.raises(Unsupported, match="the moments of Adam"):
+        RowTracker(model, Accelerated(torch.optim.Adam(model.parameters())))
+
+
+def test_steps_of_a_compiled_training_are_noticed() -> None:
+    model = Recommender(sparse=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = copies(model, tracker)
+    compiled(ids_of(model)).sum().backward()
+    optimizer.step()
+    assert reported(tracker) == differing(model, before)
+    assert tracker.take()[1] == []
+
+
 def test_what_is_not_tracked_may_have_any_optimizer() -> None:
     model = Recommender(sparse=False)
     optimizers = [SGD([model.items.weight], lr=0.1), torch.optim.AdamW([model.users.weight])]
@@ -269,6 +293,28 @@ def test_fused_optimizers_of_torchrec_change_what_its_tracker_knows(
         assert unknown == []
         assert sum(len(each.ids) for each in rows) > 20
         assert not any(reported(tracker).values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_tables_that_torchrec_has_sharded_are_published(optimizer: str, one_process: None, tmp_path: Path) -> None:
+    from tests.support.sharded import Jagged, Sharded
+
+    plain = Jagged(is_pooled=True)
+    batch = plain.batch()
+    artifact = export(plain.eval(), batch, out=tmp_path / "jagged.artifact")
+    sharded = Sharded(optimizer)
+    tracker = RowTracker(sharded.model, sharded.model.fused_optimizer)
+    served = load(artifact)
+    for step in range(4):
+        sharded.train(2)
+        packed = publish(sharded.model, tmp_path / "out", artifact, step=step, rows=tracker, check=True).wait(60)
+        assert bool(packed.base) == bool(step)
+        served.swap(packed.path)
+        with torch.no_grad():
+            expected = sharded.model(*batch)
+        assert torch.allclose(served(*batch), expected)  # fbgemm's own sums
+    assert packed.weights_id == pack(sharded.model, artifact, out=tmp_path / "e.safetensors").weights_id
 
 
 @pytest.mark.filterwarnings("ignore")

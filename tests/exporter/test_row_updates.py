@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 
 from tests.support import warm
 from tests.support.recommender import ITEMS, Recommender, sparse_optimizers, train
-from weightswap_exporter import Packed, RowTracker, export, pack, publish
+from weightswap_exporter import Packed, RowTracker, export, pack, publish, row_updates
 from weightswap_runtime import (
     Artifact,
     BaseMismatch,
@@ -27,6 +29,7 @@ from weightswap_runtime import (
     DigestMismatch,
     Model,
     NonFiniteWeights,
+    WeightsMismatch,
     load,
     native,
 )
@@ -70,13 +73,23 @@ def is_equal(served: Model, model: nn.Module) -> bool:
         return torch.equal(served(X), model(X))
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+class Copied(row_updates._Memory):
+    """A table whose bytes are copied to the host before they are used, as those of a device are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._host = None
+
+
+@pytest.mark.parametrize("way", ["compiled", "not compiled", "on a device"])
 @pytest.mark.parametrize("residency", ["double", "single"])
 def test_a_chain_of_deltas_ends_on_the_weights_of_a_full_file(
-    residency: Any, is_native: bool, training: Training, monkeypatch: pytest.MonkeyPatch
+    residency: Any, way: str, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_native:
+    if way == "not compiled":
         monkeypatch.setattr(native, "library", None)
+    if way == "on a device":
+        monkeypatch.setattr(row_updates, "_Memory", Copied)
     first = training.publish()
     assert (first.base, first.path.name) == ("", f"step-000000001-{first.weights_id[:12]}.safetensors")
     served = load(training.artifact, first.path, residency=residency)
@@ -344,6 +357,96 @@ def test_what_must_be_proven_is_tried_upon_its_bases(training: Training) -> None
     assert packed.refusal.startswith(("NonFiniteWeights", "GoldenMismatch"))
 
 
+# Anything, in any order.
+
+
+class Story:
+    """A training to which something happens between publications."""
+
+    def __init__(self, training: Training, patch: pytest.MonkeyPatch, random: Random) -> None:
+        self._training, self._patch, self._random = training, patch, random
+        self._happenings = [
+            self._step,
+            self._step,
+            self._mark,
+            self._mark_many,
+            self._train_the_top,
+            self._load,
+            self._fail,
+            self._fail_early,
+            self._remove,
+            self._move,
+            self._toggle_native,
+        ]
+
+    def go_on(self) -> None:
+        for happens in self._random.sample(self._happenings, self._random.randrange(4)):
+            happens()
+
+    def _step(self) -> None:
+        train(self._training.model, self._training.optimizers, 1)
+
+    def _mark(self, count: int = 3) -> None:
+        table = self._training.model.items.weight
+        ids = torch.randint(0, ITEMS, (count,))
+        with torch.no_grad():
+            table[ids] += 1
+        self._training.tracker.mark("items.weight", ids)
+
+    def _mark_many(self) -> None:
+        self._mark(30_000)
+
+    def _train_the_top(self) -> None:
+        with torch.no_grad():
+            self._training.model.top.weight += 1
+
+    def _load(self) -> None:
+        self._training.model.load_state_dict(Recommender().state_dict())
+
+    def _fail(self) -> None:
+        with self._patch.context() as disk:
+            disk.setattr("weightswap_runtime.format.safetensors.StampedFile._write_tensor", broken)
+            with suppress(CheckpointError):  # nothing is written if nothing has changed
+                self._training.publish(steps=self._random.randrange(2))
+
+    def _fail_early(self) -> None:
+        with pytest.raises(WeightsMismatch):
+            publish(
+                nn.Linear(3, 3), self._training.folder, self._training.artifact, step=1, rows=self._training.tracker
+            ).wait(60)
+
+    def _remove(self) -> None:
+        if files := sorted(self._training.folder.glob("*")):
+            self._random.choice(files).unlink()
+
+    def _move(self) -> None:
+        self._training.folder = self._training.folder.with_name(f"out{self._random.randrange(3)}")
+
+    def _toggle_native(self) -> None:
+        if native.library is None:
+            self._patch.undo()
+        else:
+            self._patch.setattr(native, "library", None)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_the_id_is_that_of_a_full_file(
+    seed: int, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    random = Random(seed)
+    story, served = Story(training, monkeypatch, random), load(training.artifact)
+    for _ in range(12):
+        story.go_on()
+        options = {"full": random.random() < 0.1, "check": random.random() < 0.3, "full_every": 5}
+        packed = training.publish(steps=random.randrange(2), **options)
+        assert packed.weights_id == training.weights_id
+        served.swap(packed.path)
+        assert served.weights_id == packed.weights_id
+        assert is_equal(served, training.model)
+
+
 # What cannot be published by rows.
 
 
@@ -369,7 +472,7 @@ def test_tables_that_are_not_as_in_the_file_are_refused_by_name(artifact: Artifa
 def test_a_table_that_is_no_longer_the_models_is_refused(training: Training) -> None:
     training.publish()
     training.model.items.weight = nn.Parameter(torch.zeros(ITEMS, 16))
-    with pytest.raises(CheckpointError, match=r"items\.weight is no tensor of the model any more: make a new tracker"):
+    with pytest.raises(CheckpointError, match=r"items\.weight is not among the tensors that this model saves"):
         training.publish(steps=0)
 
 
