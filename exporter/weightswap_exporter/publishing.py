@@ -47,7 +47,6 @@ from .row_updates import ChangedRows, Expected, Last, Places, RowUpdate
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
-_DELTA = ".delta"
 _NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})(\.delta)?\.safetensors")
 # copy of a model's values, or of those that have changed, with no reference to the model; and what is beside the file
 _Snapshot = tuple[Checkpoint | RowUpdate | WeightswapError, Recording | None]
@@ -189,7 +188,7 @@ def publish(
     record_from = recorder(model, opened, goldens, tolerance)
     options = _RowOptions(dtype, full, full_every, check)
     options.validate(rows)
-    update = _RowPublishing(rows, fixed(Path(directory)), opened, options) if rows is not None else None
+    update = _RowPublishing(rows, fixed(Path(directory)), step, opened, options) if rows is not None else None
     outcome: futures.Future[Packed] = futures.Future()
     publication = Publication(step, outcome)
     _writer.begin(
@@ -385,9 +384,11 @@ class _RowOptions(NamedTuple):
 class _RowPublishing:
     """One publication of the rows that a tracker knows."""
 
-    def __init__(self, tracker: RowTracker, directory: Path, artifact: Artifact, options: _RowOptions) -> None:
+    def __init__(
+        self, tracker: RowTracker, directory: Path, step: int, artifact: Artifact, options: _RowOptions
+    ) -> None:
         self._tracker, self._updates = tracker, tracker.updates
-        self._directory, self._artifact, self._options = directory, artifact, options
+        self._directory, self._step, self._artifact, self._options = directory, step, artifact, options
         self._rows: list[ChangedRows] = []
         self._unknown: list[str] = []
         self._expected = Expected({}, {})
@@ -403,7 +404,9 @@ class _RowPublishing:
         try:
             weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
             if not self._is_full_due():
-                return self._updates.prepare(weights, self._rows, check=self._options.check)
+                update = self._updates.prepare(weights, self._rows, check=self._options.check)
+                if not self._would_replace(update):
+                    return update
             self._expected = self._updates.expect(weights, self._rows, is_known=not self._unknown)
         except WeightswapError as error:
             return error
@@ -426,6 +429,17 @@ class _RowPublishing:
             or not all(path.parent == self._directory and path.is_file() for path, _ in last.files)
         )
 
+    def _would_replace(self, update: RowUpdate) -> bool:
+        """Return whether the delta has the name of one from other weights, as of a step that is published twice."""
+        path = self._directory / _name(self._step, update.weights_id, is_delta=True)
+        if not path.exists():
+            return False
+        try:
+            stamp = stamp_of(path)
+        except WeightswapError:
+            return True
+        return not isinstance(stamp, DeltaStamp) or stamp.base != update.last.weights_id
+
     def failed(self) -> None:
         """Leave the rows to the next publication."""
         self._tracker.give_back(self._rows)
@@ -434,8 +448,9 @@ class _RowPublishing:
 
     def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
         """Take a file as the base of the next."""
+        onto, self._updates.last = self.onto, None
         if isinstance(content, RowUpdate):
-            files, blocks = (*self.onto, (packed.path, packed.weights_id)), content.blocks
+            files, blocks = (*onto, (packed.path, packed.weights_id)), content.blocks
         else:
             files = ((packed.path, packed.weights_id),)
             if missed := self._updates.learn(self._expected, content, blocks):
@@ -446,7 +461,12 @@ class _RowPublishing:
                     ", ".join(missed),
                 )
         # deltas from weights that nobody serves would be refused
-        self._updates.last = None if packed.refusal else Last(files, packed.graph_id, blocks)
+        if not packed.refusal:
+            self._updates.last = Last(files, packed.graph_id, blocks)
+
+
+def _name(step: int, weights_id: str, *, is_delta: bool) -> str:
+    return f"{_PREFIX}{step:0{STEP_DIGITS}d}-{weights_id[:ID_LETTERS]}{'.delta' if is_delta else ''}.safetensors"
 
 
 def _write(
@@ -461,20 +481,18 @@ def _write(
     promotion: _Promotion | None,
     update: _RowPublishing | None,
 ) -> Packed:
-    stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
     content, recording = snapshot
     try:
         if isinstance(content, WeightswapError):
             raise content
         remove_abandoned(directory, _PREFIX)
-        out = directory / f"{stem}.safetensors"
+        out = directory / f"{_PREFIX}{step:0{STEP_DIGITS}d}.safetensors"
         if isinstance(content, RowUpdate):
             packing = content.pack(out, labels)
         else:
             packing = pack_checkpoint(content, artifact, out, labels=labels, dtype=dtype)
         with packing as (file, packed):
-            kind = _DELTA if packed.base else ""
-            path = directory / f"{stem}-{packed.weights_id[:ID_LETTERS]}{kind}.safetensors"
+            path = directory / _name(step, packed.weights_id, is_delta=bool(packed.base))
             # without a recording, goldens of this name stay: they are of the same weights id
             with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
                 file.rename(path)

@@ -67,6 +67,11 @@ class RowUpdate(NamedTuple):
     contents: Mapping[str, tuple[Changed, memoryview]]  # what is new, and its bytes end to end
     blocks: Mapping[str, Blocks]  # of all weights
 
+    @property
+    def weights_id(self) -> str:
+        rows = self.artifact.manifest.weights
+        return weights_id((row.row, tensor_digest(self.blocks[row.name])) for row in rows)
+
     @contextmanager
     def pack(self, out: Path, labels: Mapping[str, str]) -> Iterator[tuple[StampedFile, Packed]]:
         """Write the delta into a temporary file, which the block has only to rename. Raises CheckpointError."""
@@ -74,7 +79,7 @@ class RowUpdate(NamedTuple):
         stamp = DeltaStamp(
             graph_id=self.artifact.graph_id,
             base=self.last.weights_id,
-            weights_id=weights_id((row.row, tensor_digest(self.blocks[name])) for name, row in rows.items()),
+            weights_id=self.weights_id,
             changes={name: TensorType.of(rows[name]) for name in self.contents},
             digests={},
             labels=dict(labels),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,6 +258,46 @@ def test_a_tracker_that_is_dropped_listens_no_more() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
+
+
+DISTRIBUTED = """
+import sys, torch
+from torch import distributed, nn
+from tests.support.recommender import Recommender, train
+from weightswap_exporter import RowTracker
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+for sparse in (False, True):
+    torch.manual_seed(0)
+    model = Recommender(sparse=sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    tracker = RowTracker(parallel, optimizer)
+    before = model.items.weight.detach().clone()
+    torch.manual_seed(rank + 1)
+    train(parallel, [optimizer], 1)
+    changed = (model.items.weight != before).any(1).nonzero().flatten().tolist()
+    assert tracker.changed()["module.items.weight"].tolist() == changed
+    assert len(changed) > 40  # a process has looked up 32
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_another_process_has_looked_up_are_known(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISTRIBUTED, str(rank), str(tmp_path / "store")],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said = process.communicate(timeout=200)[1]
+        assert process.returncode == 0, said
 
 
 @pytest.fixture

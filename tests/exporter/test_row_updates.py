@@ -150,6 +150,28 @@ def test_nothing_has_changed(training: Training) -> None:
     assert training.publish().weights_id == training.weights_id
 
 
+def test_a_step_that_is_published_again_replaces_no_delta_on_the_way(training: Training) -> None:
+    values = [training.model.items.weight.detach().clone() + number for number in range(3)]
+
+    def publish_again(number: int) -> Packed:
+        with torch.no_grad():
+            training.model.items.weight[:1000] = values[number][:1000]
+        training.tracker.mark("items.weight", torch.arange(1000))
+        training.step = 6
+        return training.publish(steps=0)
+
+    files = [publish_again(number) for number in (0, 1, 1, 2, 1, 0)]
+    served = load(training.artifact)
+    for packed in files:
+        assert packed.weights_id.startswith(packed.path.name[15:27])
+    assert ["." if packed.base else "F" for packed in files] == list("F.F.F.")
+    full, *deltas = list(training.tracker.updates.last.files)  # type: ignore[union-attr]
+    served.swap(full[0])
+    for path, weights_id in deltas:
+        served.swap(path, expect=weights_id)
+    assert is_equal(served, training.model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_row_of_tables_of_any_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Recommender(dtype=dtype)
