@@ -59,13 +59,16 @@ class Last(NamedTuple):
 
 
 class RowUpdate(NamedTuple):
-    """Delta from the weights that were published last, ready to be written."""
+    """Delta from the weights that were published last, ready to be written, without a reference to the model."""
 
     artifact: Artifact
-    weights: MatchedWeights
     last: Last
     contents: Mapping[str, tuple[Changed, memoryview]]  # what is new, and its bytes end to end
     blocks: Mapping[str, Blocks]  # of all weights
+    # as in `Packed`
+    ignored: tuple[str, ...]
+    level: str
+    cast: dict[str, list[str]]
 
     @property
     def weights_id(self) -> str:
@@ -99,9 +102,9 @@ class RowUpdate(NamedTuple):
                         weights_id=stamp.weights_id,
                         nbytes=sum(len(data) for _, data in self.contents.values()),
                         labels=stamp.labels,
-                        ignored=self.weights.left_out,
-                        level=self.weights.level.path,
-                        cast=self.weights.cast,
+                        ignored=self.ignored,
+                        level=self.level,
+                        cast=self.cast,
                         nonfinite=newly_nonfinite(rows.values(), counts, served=None),
                         base=stamp.base,
                     ),
@@ -149,13 +152,13 @@ class RowUpdates:
                 hasher = TensorHasher()
                 for piece in weights.content(row.row, transforms):
                     hasher.update(piece)
-                if hasher.blocks != blocks[row.name]:
+                if (whole := hasher.blocks) != blocks[row.name]:
                     data = memoryview(b"".join(weights.content(row.row, transforms)))
                     contents[row.name] = Changed.whole(len(data)), data
-                    blocks[row.name] = hasher.blocks
+                    blocks[row.name] = whole
         if check:
             self._check(by_weight, blocks)
-        return RowUpdate(artifact, weights, self.last, contents, blocks)
+        return RowUpdate(artifact, self.last, contents, blocks, weights.left_out, weights.level.path, weights.cast)
 
     def expect(self, weights: MatchedWeights, tables: Sequence[ChangedRows], *, is_known: bool) -> Expected:
         """Return what a full file should have of the tables. is_known: `tables` has all rows that changed.
