@@ -245,9 +245,9 @@ class _Table:
             on_device: Offsets = self._changed.nonzero().reshape(-1).cpu().numpy()
             return on_device
         flags = self._changed.numpy()
-        words = np.flatnonzero(flags.view(np.uint64))
-        word, place = flags.reshape(-1, 8)[words].nonzero()
-        rows: Offsets = words[word] * 8 + place
+        words = np.flatnonzero(flags.view(np.uint64) != 0)  # several times as fast as of the flags
+        places = np.flatnonzero(flags.reshape(-1, 8)[words])
+        rows: Offsets = words[places >> 3] * 8 + (places & 7)
         return rows
 
     def take(self) -> Offsets:
