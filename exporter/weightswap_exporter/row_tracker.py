@@ -151,8 +151,8 @@ class RowTracker:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         for table, _ in self._stepped(optimizer):
-            table.add_gradient()
-            table.leave()
+            if table.add_gradient():  # else a hook has cleared it, if the step has changed anything
+                table.leave()
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[_Table, Mapping[str, Any]]]:
         """Yield the tables that an optimizer changes, with the options that it has for them."""
@@ -200,16 +200,18 @@ class _Table:
     def add(self, ids: torch.Tensor) -> None:
         self._changed.index_fill_(0, ids.detach().reshape(-1).to(self._changed.device, torch.int64), True)
 
-    def add_gradient(self) -> None:
-        """Add the rows with a gradient."""
+    def add_gradient(self) -> bool:
+        """Add the rows with a gradient. Return False if there are none."""
         gradient = self.tensor.grad
         if gradient is None:
-            return
+            return False
         if gradient.is_sparse:
-            self.add(gradient._indices()[0])
-        else:
-            rows = gradient.detach().reshape(self.rows, -1).any(dim=1)
-            self._changed[: self.rows].logical_or_(rows.to(self._changed.device))
+            ids = gradient._indices()[0]
+            self.add(ids)
+            return bool(ids.numel())
+        rows = gradient.detach().reshape(self.rows, -1).any(dim=1)
+        self._changed[: self.rows].logical_or_(rows.to(self._changed.device))
+        return not rows.is_cpu or bool(rows.any())  # a training on a device shall not wait for this
 
     def enter(self) -> None:
         """Call before a change that is accounted for."""

@@ -247,6 +247,34 @@ def test_changes_in_place_that_nobody_has_marked_are_noticed(change: Callable[[R
     assert tracker.take()[1] == []
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_cleared_within_a_step_is_no_sign_of_no_change(set_to_none: bool, sparse: bool) -> None:
+    model = Recommender(sparse=sparse)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none))
+    tracker = RowTracker(model, optimizer)
+    train(model, [optimizer], 1)
+    assert tracker.take()[1] == ["users.weight", "items.weight"]
+
+
+def test_a_step_with_a_closure_has_the_gradient_of_its_closure() -> None:
+    model = Recommender()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    before = copies(model, tracker)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(ids_of(model)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+    assert reported(tracker) == differing(model, before)
+    assert tracker.take()[1] == []
+
+
 def test_a_tracker_that_is_dropped_listens_no_more() -> None:
     model = nn.Sequential(nn.Embedding(500, 4, max_norm=0.1))
     tracker = RowTracker(model)
