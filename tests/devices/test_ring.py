@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, pairwise
@@ -15,9 +15,11 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.standin import Broken, Mark, Memory, Queue, StandIn
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import OutOfMemory, StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Job
@@ -27,7 +29,6 @@ from weightswap_runtime.memory.arena import (
     ByteRange,
     HostArena,
     HostPatch,
-    Span,
     allocate,
     copy_bytes,
     copy_ranges,
@@ -39,6 +40,46 @@ from weightswap_runtime.tensors import BLOCK
 from weightswap_runtime.threads import WorkerThreads
 
 SIZE = 3 * BUFFER_BYTES + 12345
+
+
+def patch_of(spans: Sequence[tuple[int, memoryview]]) -> HostPatch:
+    """Return a patch of bytes at offsets."""
+    runs = np.array([(offset, offset + len(data)) for offset, data in spans], np.int64)
+    return HostPatch([ByteRanges.of(runs, memoryview(bytearray(b"".join(data for _, data in spans))))])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("width", [24, 20])  # of words of 8 bytes, and not
+def test_rows_of_a_patch_are_written_kept_and_read_where_they_are(seed: int, width: int) -> None:
+    device, workers = StandIn(seed), WorkerThreads(2)
+    ring = Ring(device, 4)
+    arena = DeviceArena(device, layout(), ring, serves=True)
+    before = content(layout().nbytes, seed=2)
+    with arena.writing():
+        arena.write(0, before)
+    ids = np.sort(np.random.default_rng(seed).choice(900, 40, replace=False)).astype(np.int64)
+    part = ByteRanges.of_rows(ids, width, content(40 * width, seed=3)).moved(256)
+    after = bytearray(before)
+    for begin, data in part.pieces():
+        after[begin : begin + width] = data
+    moved = DevicePatch.of(HostPatch([part]), lambda size: Region(device, size, ring), workers)
+    undo, saved = moved.undo(arena), moved.saved(arena)
+    with arena.writing():
+        moved.write_to(arena, workers)
+    assert arena.fetch(0, len(before)) == after
+    numbers = np.array([0, 3, 17])
+    chunks, is_compact = arena.chunks(ByteRange(256, 100 << 10), numbers)
+    assert is_compact
+    assert bytes(chunks) == b"".join(bytes(after[256 + (n << 10) : 256 + (n + 1 << 10)]) for n in numbers.tolist())
+    for patch in (undo, saved):
+        host = HostArena(layout())
+        host.write(0, memoryview(after))
+        patch.write_to(host, workers)
+        assert host.fetch(0, len(before)) == before
+        with arena.writing():
+            moved.write_to(arena, workers)
+            patch.write_to(arena, workers)
+        assert arena.fetch(0, len(before)) == before
 
 
 def content(size: int, seed: int = 0) -> memoryview:
@@ -248,10 +289,10 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
 def test_threads_take_turns(seed: int) -> None:
     device, workers = StandIn(seed), WorkerThreads(4)
     wanted = content(300 * 512, seed)
-    spans = [Span(start, wanted[start : start + 256]) for start in range(0, len(wanted), 512)]
+    spans = [(start, wanted[start : start + 256]) for start in range(0, len(wanted), 512)]
     arena = DeviceArena(device, layout(), Ring(device, 2), serves=True)
     with arena.writing():
-        HostPatch(spans).write_to(arena, workers)
+        patch_of(spans).write_to(arena, workers)
     arena.synchronize()
     assert all(arena.fetch(offset, 256) == data for offset, data in spans)
 
@@ -349,11 +390,11 @@ def test_neighbours_of_a_patch_move_in_one_copy() -> None:
     device, workers = StandIn(0), WorkerThreads(2)
     ring = Ring(device, 4)
     arena = DeviceArena(device, layout(), ring, serves=True)
-    spans = [Span(512, content(256)), Span(768, content(BUFFER_BYTES, seed=1)), Span(BUFFER_BYTES + 4096, content(100))]
+    spans = [(512, content(256)), (768, content(BUFFER_BYTES, seed=1)), (BUFFER_BYTES + 4096, content(100))]
     with arena.writing():
         arena.write(0, content(layout().nbytes, seed=2))
-    patch = HostPatch(spans)
-    moved = DevicePatch.of(patch, Region(device, patch.nbytes, ring), workers)
+    patch = patch_of(spans)
+    moved = DevicePatch.of(patch, lambda size: Region(device, size, ring), workers)
     before = device.copies
     with arena.writing():
         moved.write_to(arena, workers)
@@ -397,8 +438,8 @@ def test_a_patch_is_copied_by_several_threads() -> None:
             super().copy(target, at, source, begin, nbytes)
 
     device = Slow()
-    patch = HostPatch([Span(0, content(BUFFER_BYTES)), Span(2 * BUFFER_BYTES, content(100, seed=1))])
-    moved = DevicePatch.of(patch, Region(device, patch.nbytes, Ring(device, 4)), WorkerThreads(2))
+    spans = [(0, content(BUFFER_BYTES)), (2 * BUFFER_BYTES, content(96, seed=1))]
+    moved = DevicePatch.of(patch_of(spans), lambda size: Region(device, size, Ring(device, 4)), WorkerThreads(2))
     device.both.abort()
     device.drain()
-    assert moved._region.buffer.content == bytes(patch.spans[0].data) + bytes(patch.spans[1].data)
+    assert moved._region.buffer.content == b"".join(bytes(data) for _, data in spans)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,11 +16,12 @@ import torch
 from tests.support import warm
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import jobs
+from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import LONGEST_BURST, LONGEST_NAP, Job
-from weightswap_runtime.memory.arena import ArenaLayout, HostArena, HostPatch, Span, copy_ranges
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena, HostPatch, copy_ranges
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging.reading import read_tensors
 from weightswap_runtime.threads import WorkerThreads
@@ -114,8 +116,9 @@ def test_laying_a_patch_over_is_even(
     threads: int, moves: Moves, layout: ArenaLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = HostArena(layout)
-    patch = HostPatch(Span(offset, memoryview(bytearray([7]) * size)) for offset, size in layout.slots.values())
-    moves.watch(monkeypatch, HostArena, "write", lambda _, __, data: len(data))
+    places = [np.array([[slot.offset, slot.end]]) for slot in layout.slots.values()]
+    patch = HostPatch(ByteRanges.of(place, memoryview(bytearray([7]) * int(np.ptp(place)))) for place in places)
+    moves.watch(monkeypatch, HostArena, "scatter", lambda _, ranges: ranges.nbytes)
     patch.write_to(arena, WorkerThreads(threads), Job(RATE))
     moves.check()
     assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())

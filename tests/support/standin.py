@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from weightswap_runtime.memory.device import Rows
+
 Work = Callable[[], bool]  # False: not yet
 
 
@@ -131,6 +133,27 @@ class StandIn:
             return True
 
         self.ask(work)
+
+    def scatter(self, target: Any, source: Any, rows: Rows) -> None:
+        self._rows(target, source, source, rows)
+
+    def gather(self, target: Any, source: Any, rows: Rows) -> None:
+        self._rows(target, source, target, rows)
+
+    def _rows(self, target: Any, source: Any, numbered: Any, rows: Rows) -> None:
+        """Copy rows, one by one, whose numbers are in `numbered` by the time of the first copy."""
+        for index in range(rows.total):
+
+            def work(index: int = index) -> bool:
+                at = rows.numbers + 8 * index
+                number = int.from_bytes(numbered.content[at : at + 8], "little", signed=True)
+                places = [rows.begin + index * rows.width, rows.base + number * rows.width]
+                begin, to = places if numbered is source else reversed(places)
+                assert 0 <= to <= to + rows.width <= target.nbytes
+                target.content[to : to + rows.width] = source.content[begin : begin + rows.width]
+                return True
+
+            self.ask(work)
 
     def ask(self, work: Work) -> None:
         """Enqueue work on the current stream."""
