@@ -63,10 +63,10 @@ def all_steps(out: Path) -> list[list[Step]]:
     return [
         [_tests("slow streams", 150, "tests/devices/test_slow_streams.py")],
         [_tests("storm", 80, "tests/promises/never_a_mixture/test_storm.py")],
-        [_tests("rows", 60, "tests/promises/never_a_mixture/test_rows.py")],
         [_tests("large swaps", 90, "tests/devices/test_large_swaps.py")],
         [_tests("hashing on the device", 40, "tests/devices/test_device_digests.py")],
         [_benchmarks(out)],
+        [_tests("rows", 60, "tests/promises/never_a_mixture/test_rows.py")],
         [_tests("devices", 120, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py")],
         [_python("ceilings", 60, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [

@@ -374,10 +374,10 @@ def test_what_matters_most_comes_first_and_what_measures_time_is_alone() -> None
     first = [
         "slow streams",
         "storm",
-        "rows",
         "large swaps",
         "hashing on the device",
         "benchmarks",
+        "rows",
         "devices",
         "ceilings",
     ]
