@@ -119,7 +119,7 @@ def publish(
     keep: int | None = None,
     rows: RowTracker | None = None,
     full: bool = False,
-    full_every: int = 16,
+    full_every: int = 100,
     check: bool = False,
 ) -> Publication:
     """Write a live model's weights into a directory, in the background; the training may go on at once.

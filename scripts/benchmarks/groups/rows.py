@@ -19,7 +19,8 @@ from subjects import equal
 from timing import in_turn, percentile, seconds
 from torch import nn
 
-from weightswap_exporter import export, pack
+from weightswap_exporter import RowTracker, export, pack, publish
+from weightswap_exporter.packing import Packed
 from weightswap_runtime import Model, load, write_delta
 
 WIDTHS = (64, 16)  # of a table, in float32
@@ -31,6 +32,9 @@ AT_ONCE = Goal("p99", "at most", 1)
 OF_FILES = {64: Goal("ratio", "at most", 1.1), 16: Goal("ratio", "at most", 1.2)}
 OF_TREES = Goal("ratio", "at most", 0.07)
 TEN_TIMES = Goal("ratio", "at most", 1.3)
+OF_TRAINERS = Goal("ratio", "at most", 25)
+SERVED = Goal("median", "at most", 500)
+POLL = 0.1  # seconds
 UNDISTURBED = Goal("ratio", "at most", 1.2)
 WINDOW = 3.0  # seconds of calls for one figure
 EVERY = 1.0  # seconds between two updates meanwhile
@@ -107,6 +111,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             yield from _swaps(subject, settings.rounds)
             if width == WIDTHS[0]:
                 yield from _calls(subject, settings.rounds)
+            yield from _publications(subject, settings.rounds)
         del subject
         gc.collect()
     yield from _sizes(nbytes, settings.rounds)
@@ -169,6 +174,47 @@ def _report(what: str, figures: Figures, full: list[float], share: float) -> Ite
         yield compared(f"rollback of {what}", "ms", figures.rollbacks, "index_copy_", figures.copies, PAUSE)
     else:
         yield spread(f"rollback of {what}", "ms", figures.rollbacks, AT_ONCE)
+
+
+def _publications(subject: Subject, rounds: int) -> Iterator[Row]:
+    """Measure from a step that has changed rows to the file, and to the first answer with them."""
+    outbox = subject.folder / "outbox"
+    tracker = RowTracker(subject.eager, tables=["table.weight"])
+    steps = count()
+
+    def changed(rows: int) -> float:
+        """Do as a step that changes random rows; return the milliseconds of the change alone."""
+        ids = torch.randperm(subject.rows)[:rows].sort()[0]
+        values = torch.rand(rows, subject.width)  # not read from the table, which would have these rows in the cache
+        taken = seconds(lambda: subject.table.index_copy_(0, ids, values)) * 1e3
+        tracker.mark("table.weight", ids)
+        return taken
+
+    def published() -> Packed:
+        return publish(subject.eager, outbox, subject.artifact, step=next(steps), rows=tracker, full_every=1000).wait()
+
+    published()
+    for share in SHARES[:2]:
+        copies, files = [], []
+        for _ in range(rounds + 1):
+            copies.append(changed(int(subject.rows * share)))
+            files.append(seconds(published) * 1e3)
+        what = f"file of {share:.2%} of the rows, {subject.name}, from a trainer"
+        yield compared(what, "ms", files[1:], "index_copy_", copies[1:], OF_TRAINERS)
+    served = []
+    with subject.load("double") as model:
+        model.watch(outbox, POLL)
+        for _ in range(rounds + 1):
+            changed(int(subject.rows * 0.001))
+            start = time.perf_counter()
+            weights_id = published().weights_id
+            while model.weights_id != weights_id:
+                time.sleep(0.001)
+            model(*subject.inputs)
+            served.append((time.perf_counter() - start) * 1e3)
+        subject.check(model)
+    what = f"from a step with 0.1 % of the rows to an answer, {subject.name}, polled each {POLL} s"
+    yield spread(what, "ms", served[1:], SERVED)
 
 
 def _calls(subject: Subject, rounds: int) -> Iterator[Row]:
