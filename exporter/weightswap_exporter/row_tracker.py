@@ -139,7 +139,7 @@ class RowTracker:
         ]
         for module in model.modules():
             table = self._by_id.get(id(getattr(module, "weight", None)))
-            if table is not None and getattr(module, "max_norm", None) is not None:
+            if table is not None and getattr(module, "max_norm", None) is not None and _looks_up(module):
                 hooks += table.watch_lookups(module)
         for hook in hooks:
             weakref.finalize(self, hook.remove)
@@ -150,9 +150,11 @@ class RowTracker:
             table.enter()
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        for table, _ in self._stepped(optimizer):
+        for table, group in self._stepped(optimizer):
+            # torch changes a table once, and does not count its fused changes
+            once = None if type(optimizer) in self._row_local else int(not group.get("fused"))
             if table.add_gradient():  # else a hook has cleared it, if the step has changed anything
-                table.leave()
+                table.leave(most=once)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[_Table, Mapping[str, Any]]]:
         """Yield the tables that an optimizer changes, with the options that it has for them."""
@@ -194,7 +196,7 @@ class _Table:
         self.rows = len(tensor)
         # a multiple of eight bytes, so that they are listed as words
         self._changed = torch.zeros(-(-self.rows // 8) * 8, dtype=torch.bool, device=tensor.device)
-        self._version = tensor._version
+        self._version, self._memory = tensor._version, weakref.ref(tensor.untyped_storage())
         self._is_known = True
 
     def add(self, ids: torch.Tensor) -> None:
@@ -217,28 +219,35 @@ class _Table:
         """Call before a change that is accounted for."""
         self._is_known = self.is_known()
 
-    def leave(self) -> None:
-        """Call after a change that is accounted for."""
-        self._version = self.tensor._version
+    def leave(self, *, most: int | None = None) -> None:
+        """Call after a change that is accounted for. most: changes in place that it consists of, if that is known: a
+        hook that is called in between may add others."""
+        if most is None or (self.tensor._version <= self._version + most and self._is_in_place()):
+            self._version, self._memory = self.tensor._version, weakref.ref(self.tensor.untyped_storage())
 
     def is_known(self) -> bool:
-        """Return whether all changes in place were accounted for."""
-        return self._is_known and self.tensor._version == self._version
+        """Return whether all changes were accounted for."""
+        return self._is_known and self.tensor._version == self._version and self._is_in_place()
+
+    def _is_in_place(self) -> bool:
+        """Return False if the tensor has been given other memory, as by `half()` and `float()`."""
+        return self._memory() is self.tensor.untyped_storage()
 
     def watch_lookups(self, module: nn.Module) -> list[Any]:
         """Account for what lookups change: with `max_norm`, they scale rows."""
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.enter()
-            ids = args[0] if args else kwargs["input"]
-            self.add(ids)
+        def before(*_: object) -> None:
+            if not torch.compiler.is_compiling():  # a graph is not of this table
+                self.enter()
 
-        def after(*_: object) -> None:
-            self.leave()
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: object) -> None:
+            if not torch.compiler.is_compiling():
+                self.add(args[0] if args else kwargs["input"])  # as other hooks have left them
+                self.leave(most=1)
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, with_kwargs=True),
         ]
 
     def ids(self) -> Offsets:
@@ -262,6 +271,12 @@ class _Table:
         self._is_known = True
         self.leave()
         return ids
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Return whether a module looks up the ids that it is called with: a class of the user's may compute others."""
+    own = getattr(module.forward, "__func__", None)
+    return own in (nn.Embedding.forward, nn.EmbeddingBag.forward)
 
 
 def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) -> list[_Table]:

@@ -85,6 +85,35 @@ def test_lookups_that_scale_rows_change_them_even_without_a_step() -> None:
     assert tracker.take()[1] == []
 
 
+class Shifted(nn.Embedding):
+    """Looks up other ids than it is called with."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids + 1)
+
+
+def test_lookups_of_other_ids_than_those_of_the_call_do_not_hide_what_they_scale() -> None:
+    model = Shifted(500, 4, max_norm=0.1)
+    tracker = RowTracker(model)
+    model(ids=torch.tensor([7, 8]))
+    assert tracker.take()[1] == ["weight"]
+    table = nn.Embedding(500, 4, max_norm=0.1)
+    tracker = RowTracker(table)
+    table.register_forward_pre_hook(lambda _, args: args[0] + 1)
+    before = copies(table, tracker)
+    table(torch.tensor([7, 8]))
+    assert reported(tracker) == differing(table, before) == {"weight": [8, 9]}
+    assert tracker.take()[1] == []
+
+
+def test_a_model_whose_lookups_are_watched_is_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(500, 4, max_norm=0.1))
+    tracker = RowTracker(model)
+    model[0].max_norm = None
+    export(model, (torch.tensor([1, 2]),), out=tmp_path / "a")
+    assert not any(reported(tracker).values())
+
+
 def test_a_table_that_is_also_the_last_layer_changes_wherever_it_has_a_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -245,6 +274,37 @@ def test_changes_in_place_that_nobody_has_marked_are_noticed(change: Callable[[R
     added(model)
     tracker.mark("items.weight", [5])
     assert tracker.take()[1] == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_hook_of_a_step_that_changes_all_rows_is_noticed(options: dict[str, bool], when: str) -> None:
+    model = Recommender(sparse=False)
+    optimizer = SGD(model.parameters(), lr=0.1, **options)
+    tracker = RowTracker(model, optimizer)
+
+    @torch.no_grad()
+    def decay(*_: object) -> None:
+        model.items.weight.mul_(0.9)
+
+    train(model, [optimizer])
+    assert tracker.take()[1] == []
+    (optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook)(decay)
+    train(model, [optimizer], 1)
+    assert tracker.take()[1] == ["items.weight"]
+
+
+def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
+    model = Recommender()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    model.half().float()  # rounds
+    train(model, [optimizer])
+    assert tracker.take()[1] == ["users.weight", "items.weight"]
+    train(model, [optimizer])
+    assert tracker.take()[1] == []
+    model.items.weight.data = torch.zeros_like(model.items.weight)
+    assert tracker.take()[1] == ["items.weight"]
 
 
 @pytest.mark.parametrize("sparse", [True, False])
