@@ -45,6 +45,7 @@ _OF_VALUES = re.compile(
     r"|does not match required size|exceeds dimension size",
     re.IGNORECASE,
 )
+_JAGGED = {f"torchrec.sparse.jagged_tensor.{name}" for name in ("JaggedTensor", "KeyedJaggedTensor")}
 _MOST_TRIED = 4096  # rows of a batch, for which conditions of a graph are tried
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
@@ -249,7 +250,7 @@ def _jagged(node: Node) -> Iterator[_Jagged]:
                 yield from _jagged(item)
         case Dict(items):
             fields = {str(key): item for key, item in items if isinstance(item, Tensor)}
-            if node.kind.endswith("JaggedTensor") and "_values" in fields:
+            if node.kind in _JAGGED and "_values" in fields:
                 yield _Jagged(fields["_values"], *map(fields.get, ("_weights", "_lengths", "_offsets")))
             else:
                 for _, item in items:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from tests.support.served import Reply, ask, occupied, serving
 from tests.support.setups import different
@@ -136,6 +137,31 @@ def test_a_jagged_tensor_that_contradicts_itself_is_named(server: Server, what: 
     reply = infer(server, {key.removeprefix("_"): value for key, value in inputs.items()}, "wrapped")
     assert reply.status == 400, reply.body
     assert name.removeprefix("_") in reply.error
+
+
+class PaddedJaggedTensor:
+    """A class of another library, whose lengths are of padded rows."""
+
+    def __init__(self, values: torch.Tensor, lengths: torch.Tensor) -> None:
+        self._values, self._lengths = values, lengths
+
+
+pytree.register_pytree_node(
+    PaddedJaggedTensor, lambda it: ([it._values, it._lengths], None), lambda found, _: PaddedJaggedTensor(*found)
+)
+
+
+class Masked(nn.Module):
+    def forward(self, rows: Any) -> torch.Tensor:
+        return rows._values * (torch.arange(4) < rows._lengths[:, None])
+
+
+def test_lengths_of_other_classes_mean_what_these_say(tmp_path: Path) -> None:
+    inputs = {"_values": torch.rand(3, 4), "_lengths": torch.tensor([1, 4, 0])}
+    artifact = export(Masked(), (PaddedJaggedTensor(**{k[1:]: v for k, v in inputs.items()}),), out=tmp_path / "a")
+    with serving({"model": load(artifact, pack(Masked(), artifact, out=tmp_path / "w").path)}) as server:
+        reply = infer(server, {f"rows.{name}": value for name, value in inputs.items()})
+        assert reply.status == 200, reply.body
 
 
 def test_the_warm_up_is_with_ids_that_fit(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:

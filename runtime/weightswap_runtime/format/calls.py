@@ -27,7 +27,7 @@ from .signature import (
     unflatten,
 )
 
-# fields of torchrec's jagged tensors that follow from each other: which of them an object has is a matter of its past
+# fields of jagged tensors that follow from each other: which of them an object has is a matter of its past
 _CACHED = {"_lengths": "lengths", "_offsets": "offsets"}
 _MOST_ACCEPTED = 1024  # kinds of calls that are remembered; others are checked each time
 
@@ -216,8 +216,10 @@ class _Check:
             context = found[0] if found else "no fields, as it is not registered with pytree here"
             self.problems.append(f"{path}: expected a {node.kind} with {node.context}, got one with {context}")
             return
+        is_jagged = _is_jagged(node, value)
         for (key, item), field in zip(node.items, found[1], strict=True):
-            self.walk(item, _field(item, str(key), field, value), f"{path}.{key_text(key)}")
+            form = _followed(item, str(key), field, value) if is_jagged and key in _CACHED else field
+            self.walk(item, form, f"{path}.{key_text(key)}")
 
     def _size(self, expected: Size, size: int, name: str, where: str) -> None:
         """Compare a size with the expected one, and bind the dimension in it if this is its first use."""
@@ -256,12 +258,17 @@ def _expected(node: Dict) -> str:
     return f"a {node.kind}, or a dict of its fields {keys}" if node.kind else f"a dict with the keys {keys}"
 
 
-def _field(node: Node, name: str, field: Any, owner: Any) -> Any:
-    """Return a field's value in the form that was exported: one of those that follow from each other is computed."""
-    if name not in _CACHED or not hasattr(owner, _CACHED[name]):
-        return field
-    if isinstance(node, Literal):
-        return node.content
+def _is_jagged(node: Dict, owner: Any) -> bool:
+    """Return whether an object has both fields that follow from each other, and computes either. One of them may mean
+    anything."""
+    keys = {key for key, _ in node.items}
+    return keys.issuperset(_CACHED) and all(callable(getattr(owner, name, None)) for name in _CACHED.values())
+
+
+def _followed(node: Node, name: str, field: Any, owner: Any) -> Any:
+    """Return a field in the form that was exported: left out, or computed."""
+    if isinstance(node, Literal) and node.content is None:
+        return None
     return getattr(owner, _CACHED[name])() if field is None else field
 
 

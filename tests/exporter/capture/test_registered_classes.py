@@ -93,6 +93,19 @@ class Odd:
 
 pytree.register_pytree_node(Odd, lambda odd: ([odd.x], odd.what), lambda found, what: Odd(found[0], what))
 
+
+class Shift:
+    """One of the names of a jagged tensor's fields, which here follows from nothing."""
+
+    def __init__(self, x: torch.Tensor, offsets: Any) -> None:
+        self.x, self._offsets = x, offsets
+
+    def offsets(self) -> Any:
+        return self._offsets
+
+
+pytree.register_pytree_node(Shift, lambda it: ([it.x, it._offsets], None), lambda found, _: Shift(*found))
+
 NAMES = ["a", "b", "c"]
 
 
@@ -148,6 +161,16 @@ def test_an_object_means_the_same_whichever_field_it_has_computed(tmp_path: Path
         assert torch.equal(model(value), expected)
     given = {"values": both.values} | ({"_offsets": both.offsets()} if offsets else {"_lengths": both.lengths()})
     assert torch.equal(model(given), model(both))
+
+
+@pytest.mark.parametrize("exported", [5, None])
+def test_a_field_that_follows_from_no_other_is_checked(tmp_path: Path, exported: int | None) -> None:
+    x = torch.randn(3, 4)
+    model = served(tmp_path, Taking(lambda value: value.x + (value.offsets() or 0)), Shift(x, exported))
+    assert model(Shift(x, exported)).shape == (3, 2)
+    for other in (6, torch.ones(1)):
+        with pytest.raises(InputMismatch, match=r"value\._offsets: the graph was exported with"):
+            model(Shift(x, other))
 
 
 def test_what_an_object_keeps_beside_its_fields_is_checked(tmp_path: Path) -> None:
