@@ -100,7 +100,10 @@ class RowTracker:
         if (table := self._names.get(name)) is None:
             known = listed(sorted(self._names)) or "none"
             raise CheckpointError(f"mark: {name!r} is not a table of this tracker, which has {known}")
-        rows = torch.as_tensor(ids).reshape(-1)
+        try:
+            rows = torch.as_tensor(ids).reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"mark: {name}: expected the numbers of rows ({error})") from error
         if rows.dtype not in (torch.int64, torch.int32) and rows.numel():
             raise CheckpointError(f"mark: {name}: expected integers, got {rows.dtype}")
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.rows:

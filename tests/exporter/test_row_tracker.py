@@ -229,6 +229,8 @@ def test_marked_rows_of_any_tensor_are_reported() -> None:
         ("items.weight", [-1, 3], "items.weight has the rows 0 to 39999, got -1 to 3"),
         ("items.weight", [40_000], "got 40000 to 40000"),
         ("items.weight", [0.5], r"expected integers, got torch\.float32"),
+        ("items.weight", [2**70], r"expected the numbers of rows \("),
+        ("items.weight", ["a"], r"expected the numbers of rows \("),
     ],
 )
 def test_marks_that_cannot_be_right_are_refused(name: str, ids: list[Any], says: str) -> None:

@@ -211,7 +211,11 @@ class _Check:
             return
         from weightswap_runtime.torch_tensors import registered_fields
 
-        found = registered_fields(value)
+        try:
+            found = registered_fields(value)
+        except (TypeError, ValueError) as error:
+            self.problems.append(f"{path}: expected a {node.kind} with {node.context}, got one without that: {error}")
+            return
         if found is None or found[0] != node.context or len(found[1]) != len(node.items):
             context = found[0] if found else "no fields, as it is not registered with pytree here"
             self.problems.append(f"{path}: expected a {node.kind} with {node.context}, got one with {context}")

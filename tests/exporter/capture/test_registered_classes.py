@@ -242,3 +242,11 @@ def test_a_context_that_json_cannot_express_is_refused(tmp_path: Path) -> None:
     odd = Odd(torch.randn(3, 4), object())
     with pytest.raises(CaptureError, match=r"value: .*Odd keeps what JSON cannot express"):
         export(Taking(lambda value: value.x), (odd,), out=tmp_path / "a")
+
+
+def test_a_call_with_a_context_that_json_cannot_express_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    model = served(tmp_path, Taking(lambda value: value.x), Odd(x, "a"))
+    assert model(Odd(x, "a")).shape == (3, 2)
+    with pytest.raises(InputMismatch, match=r'value: expected a .*Odd with "a", got one without that: '):
+        model(Odd(x, object()))
