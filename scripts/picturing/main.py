@@ -133,6 +133,11 @@ def picture_demo(folder: str) -> None:
     shutil.copy("timeline.png", IMAGES / "swaps.png")
 
 
+def picture_rows() -> None:
+    """Draw the demo of row updates."""
+    subprocess.run([sys.executable, SCRIPTS / "clicks" / "main.py", "--out", IMAGES / "rows.png"], check=True)
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,6 +145,7 @@ def main() -> None:
         write_report("diff.html", diff_report(Path()))
         picture(Path(folder) / "diff.html", IMAGES / "diff.png")
         picture_demo(folder)
+    picture_rows()
 
 
 if __name__ == "__main__":

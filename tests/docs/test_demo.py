@@ -16,7 +16,7 @@ import pytest
 from tests import ROOT
 from tests.support import warm
 
-DIGITS = ROOT / "scripts" / "digits"
+DIGITS, CLICKS = ROOT / "scripts" / "digits", ROOT / "scripts" / "clicks"
 EPOCHS = 2
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -102,24 +102,67 @@ def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["right right", "wrong wrong wrong", "mixed mixed"]
 
 
+@pytest.mark.slow
+def test_row_deltas_rank_best(tmp_path: Path) -> None:
+    """The order of the models is that of the ages of their weights; all answers are of weights that were published."""
+    out = tmp_path / "rows.png"
+    command = [sys.executable, str(CLICKS / "main.py"), "--seconds=40", "--full-every=24", f"--out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(re.findall(r"^(never updated|full files|row deltas) +(.*)$", done.stdout, re.MULTILINE))
+    found = {name: [float(each) for each in re.findall(r"[\d.]+", row)] for name, row in rows.items()}
+    (worst, oldest, *_), (_, older, *_), (best, age, *_) = found.values()
+    assert best > worst + 0.01
+    assert age < 5 < older < oldest
+    assert re.search(r"^\d+ row deltas, .*; [1-9] full files after the first", done.stdout, re.MULTILINE)
+    assert re.search(r"^\d{3,} answers, each of weights that were published", done.stdout, re.MULTILINE)
+    assert out.read_bytes().startswith(PNG)
+
+
+FORGED = """
+import sys
+from pathlib import Path
+
+import main
+
+published, answers = main.play(Path(sys.argv[1]), 2.0, 60.0)
+main.play = lambda *_: (published, [*answers, answers[0]._replace(weights_id="0" * 64)])
+sys.argv[1:] = []
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_of_rows_fails_for_weights_that_nobody_published(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop(1))" + FORGED, str(CLICKS), "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert f"answered from {'0' * 64}, which was never published" in done.stderr
+
+
 @pytest.mark.parametrize(
-    ("without", "extra", "ours"), [({"fleet"}, "export", ()), (set(), "ray", ("weightswap_fleet",))]
+    ("folder", "without", "extra", "ours"),
+    [
+        (DIGITS, {"fleet"}, "export", {"exporter", "runtime", "server"}),
+        (DIGITS, set(), "ray", {"exporter", "runtime", "server", "fleet"}),
+        (CLICKS, set(), "serve", {"exporter"}),
+    ],
 )
-def test_it_imports_what_its_extra_installs(without: set[str], extra: str, ours: tuple[str, ...]) -> None:
+def test_it_imports_what_its_extra_installs(folder: Path, without: set[str], extra: str, ours: set[str]) -> None:
     """`scripts/demo` in a fresh clone has nothing else of what the tests have; `--serve` installs its own extra.
 
-    So has `scripts/demo_fleet`, with one extra more.
+    So have `scripts/demo_fleet` and `scripts/demo_recsys`, with one extra more.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["demo"], *extras["export"], *extras[extra]]
     installed = {name for line in lines for name in re.findall(r"^[\w-]+", line)}
-    files = [file for file in DIGITS.glob("*.py") if file.stem not in without]
+    files = [file for file in folder.glob("*.py") if file.stem not in without]
     imported = {
         name for file in files for name in re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
     }
     elsewhere = imported - sys.stdlib_module_names - {file.stem for file in files}
-    packages = {"weightswap_exporter", "weightswap_runtime", "weightswap_server", *ours}
+    packages = {f"weightswap_{name}" for name in ours}
     assert {"torch", "sklearn", *packages} <= elsewhere
     assert elsewhere - packages - {"sklearn"} <= installed
     assert "scikit-learn" in installed
