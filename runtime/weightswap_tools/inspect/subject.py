@@ -17,7 +17,8 @@ from weightswap_runtime.format.goldens import GoldensRecord, Value, artifact_gol
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
-from weightswap_runtime.tensors import TensorType, describe
+from weightswap_runtime.hash_tree import BLOCK_BYTES
+from weightswap_runtime.tensors import BLOCK, TensorType, describe
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, natural, open_set, totals
 from weightswap_tools.terminal import human_bytes, signature_sentence, signature_text
 
@@ -35,6 +36,12 @@ class ArtifactSubject(NamedTuple):
     @property
     def manifest(self) -> Manifest:
         return self.artifact.manifest
+
+    @property
+    def hash_trees_bytes(self) -> int:
+        """What a server's hash trees take at most: those of all weights, where a few rows of each block change."""
+        tables = (weight for weight in self.manifest.weights if weight.stride is None)
+        return sum(table.nbytes // BLOCK * BLOCK_BYTES for table in tables)
 
 
 class Change(NamedTuple):
@@ -198,6 +205,8 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
         for name, methods in _engine_methods(manifest).items()
     ]
     yield "engines", ", ".join(engines)
+    if size := subject.hash_trees_bytes:
+        yield "hash trees", f"at most {human_bytes(size)} of a server's memory, if rows of all weights are updated"
     yield from _record_facts(subject.record)
 
 
@@ -338,6 +347,7 @@ def _artifact_document(subject: ArtifactSubject) -> Document:
         "sentences": {name: signature_sentence(name, method.signature) for name, method in methods},
         "engines": list(engines),
         "engine_methods": engines,
+        "hash_trees_bytes": subject.hash_trees_bytes,
         "modules": _modules({weight.name: weight.nbytes for weight in manifest.weights}),
         "origins": [
             {"weight": source.weight, "how": origin_kind(weights[source.weight], source), "keys": source.keys}

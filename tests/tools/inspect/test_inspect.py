@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from prometheus_client import CollectorRegistry
 from torch import nn
 from torch.export import Dim
 from typer.testing import CliRunner
 
 from tests.support.models import Counter, Everything, Renamed
+from tests.support.recommender import Recommender, ids_of
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import load, write_delta
 from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.metrics import ModelCollector
 from weightswap_tools.inspect.command import inspect_command
 
 EVIL = "<img src=x onerror=alert(1)>.\x1b[31m[red]"
@@ -63,6 +66,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     export(Everything().eval(), methods=methods, out=folder / "everything.artifact")
     export(Counter().eval(), (torch.rand(2, 3),), out=folder / "counter.artifact")
+    recommender = Recommender().eval()
+    export(recommender, (ids_of(recommender),), out=folder / "tables.artifact")
+    pack(recommender, folder / "tables.artifact", out=folder / "tables-1.safetensors")
+    with torch.no_grad():
+        recommender.items.weight[::1000] += 1  # some rows of each MiB
+        recommender.users.weight[::1000] += 1
+    pack(recommender, folder / "tables.artifact", out=folder / "tables-2.safetensors")
+    write_delta(folder / "tables-1.safetensors", folder / "tables-2.safetensors", folder / "tables-d.safetensors")
     export(Renamed().eval(), (torch.rand(2, 3),), out=folder / "renamed.artifact")
     safetensors.torch.save_file(
         {EVIL: torch.ones(2), "b": torch.ones(3, dtype=torch.bfloat16)}, folder / "evil.safetensors"
@@ -122,6 +133,20 @@ def test_an_artifact_in_words(inspect: Inspect) -> None:
     assert document["kind"] == "artifact"
     assert {"path": "layers.11.0", "tensors": 2, "nbytes": 80} in document["modules"]
     assert {"weight": "head.bias", "how": "as it is", "keys": ["head.bias"]} in document["origins"]
+
+
+def test_what_hash_trees_take_is_what_the_metric_comes_to(inspect: Inspect) -> None:
+    most = 2 * 2**20 // 16  # of a table of two whole MiB and a part; smaller weights have none
+    said = "at most 131.1 kB of a server's memory, if rows of all weights are updated"
+    assert f"hash trees {said}\n" in inspect("tables.artifact")
+    assert said in report(inspect, "tables.artifact")[0]
+    assert json.loads(inspect("tables.artifact", "--json"))["hash_trees_bytes"] == most
+    assert "hash trees" not in inspect("layers.artifact")
+    with load("tables.artifact", "tables-1.safetensors") as model:
+        model.swap("tables-d.safetensors")
+        metrics = CollectorRegistry()
+        ModelCollector(model, "tables", registry=metrics)
+        assert metrics.get_sample_value("weightswap_hash_trees_bytes", {"model": "tables"}) == most
 
 
 def test_equal_layers_are_shown_once(inspect: Inspect) -> None:
