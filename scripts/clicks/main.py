@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,12 +169,16 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if not (options.seconds >= 2 and options.full_every > 0):
         parser.error("--seconds must be 2 or more, and --full-every greater than 0")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes end, too
     try:
         with tempfile.TemporaryDirectory(prefix="weightswap-clicks-") as folder:
             published, answers = play(Path(folder), options.seconds, options.full_every)
     except (DemoError, Empty, OSError, subprocess.TimeoutExpired, http.client.HTTPException) as error:
-        print(f"the demo failed: {error or repr(error)}", file=sys.stderr)
+        print(f"the demo failed: {str(error) or repr(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     known = {each.weights_id for each in published}
     unknown = [answer for answer in answers if answer.weights_id not in known]
     for answer in unknown[:5]:
