@@ -145,7 +145,7 @@ def main() -> None:
         write_report("diff.html", diff_report(Path()))
         picture(Path(folder) / "diff.html", IMAGES / "diff.png")
         picture_demo(folder)
-    picture_rows()
+        picture_rows()
 
 
 if __name__ == "__main__":
