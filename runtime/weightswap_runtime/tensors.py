@@ -79,9 +79,13 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
 
 
 def is_valid(tensor: Typed) -> bool:
-    """Return whether the dtype is known, there are at most 64 sizes, none negative, and the bits fill whole bytes."""
+    """Return whether the dtype is known, there are at most 64 sizes, none negative, and the bits fill whole bytes.
+
+    There are less than 2^63 bytes, so that offsets in them can be computed with 64 bits.
+    """
     known = tensor.dtype in DTYPES and len(tensor.shape) <= MAX_DIMENSIONS and min(tensor.shape, default=0) >= 0
-    return known and nbytes(tensor.dtype, tensor.shape) is not None
+    size = nbytes(tensor.dtype, tensor.shape) if known else None
+    return size is not None and size < 1 << 63
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
