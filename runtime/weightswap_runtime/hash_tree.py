@@ -69,8 +69,8 @@ class HashTrees:
         numbers = chunks // _PER_BLOCK
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         blocks, counts = numbers[firsts], np.diff(firsts, append=len(chunks))
-        fits = (counts <= MOST_CHUNKS) & (blocks < len(tree.is_built))
-        fresh = np.flatnonzero(fits & ~tree.is_built[np.minimum(blocks, len(tree.is_built) - 1)])
+        fits = (counts <= MOST_CHUNKS) & (blocks < len(tree.has_memory))
+        fresh = np.flatnonzero(fits & ~tree.has_memory[np.minimum(blocks, len(tree.has_memory) - 1)])
         free = len(fresh) if self._limit is None else max(0, self._limit - self.nbytes) // BLOCK_BYTES
         if free < len(fresh):
             self._warn(f"the hash trees may take {self._limit} bytes, which is all they have")
@@ -89,12 +89,13 @@ class HashTree:
     def __init__(self, size: int) -> None:
         """size: the tensor's bytes. Memory is used as blocks are hashed for the first time. Raises MemoryError."""
         self._nodes = np.zeros((size // BLOCK, NODES, 32), np.uint8)
+        self.has_memory = np.zeros(size // BLOCK, np.bool_)  # also for nodes that are of no use now
         self.is_built = np.zeros(size // BLOCK, np.bool_)
         self._last: Offsets = np.empty(0, np.int64)  # the chunks that were hashed by the last update
 
     @property
     def nbytes(self) -> int:
-        return int(self.is_built.sum()) * BLOCK_BYTES
+        return int(self.has_memory.sum()) * BLOCK_BYTES
 
     def update(
         self,
@@ -117,6 +118,7 @@ class HashTree:
             self._rehash(again, None, read, workers, check)
             self.is_built[self._stale(stale, digests)] = False
         fresh = blocks[~self.is_built[blocks]]
+        self.has_memory[fresh] = True
         self._rehash((fresh[:, None] * _PER_BLOCK + np.arange(_PER_BLOCK)).reshape(-1), None, read, workers, check)
         self.is_built[fresh] = True
         self._last = chunks

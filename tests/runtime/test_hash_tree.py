@@ -127,6 +127,22 @@ def test_which_blocks_have_a_tree(caplog: pytest.LogCaptureFixture) -> None:
     assert trees.nbytes == 0
 
 
+def test_blocks_that_other_weights_have_replaced_still_count_as_memory() -> None:
+    random = np.random.default_rng(0)
+    memory = memoryview(bytearray(random.bytes(4 * BLOCK)))
+    trees = HashTrees(limit=BLOCK_BYTES)
+    tree = trees.find("table", len(memory))
+    assert tree is not None
+    for block in (0, 1, 2, 3, 1, 0):
+        ranges = ByteRanges.of_rows(np.array([block * BLOCK]), 1, memoryview(random.bytes(1)))
+        chunks = trees.chosen(tree, ranges.chunks())
+        assert chunks.tolist() == ([0] if block == 0 else [])  # the first has taken the memory
+        found = tree.update(chunks, ranges, block_digests(memory), reader(memory), WORKERS, lambda: None)
+        assert found.items() <= expected(memory, ranges).items()
+        assert trees.nbytes == BLOCK_BYTES
+        memory[:] = random.bytes(4 * BLOCK)  # a full swap
+
+
 def test_without_native_code_there_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", None)
     assert HashTrees(None).find("table", 4 * BLOCK) is None
