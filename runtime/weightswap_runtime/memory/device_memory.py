@@ -169,7 +169,10 @@ class DevicePatch(Patch):
             )
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, runs)
-            arena.take_rows(self._region, self._rows)
+            for rows in self._rows:
+                for _ in job.steps(0, rows.width * rows.total) if job is not None else ():
+                    pass  # the rate is kept on average: one operation writes all of them
+                arena.take_rows(self._region, [rows])
             return
         for offset, begin, nbytes in runs:
             arena.write(offset, self._region.fetch(begin, nbytes))

@@ -335,9 +335,9 @@ def _whole_elements(change: _Change, arena: Arena, element: int) -> ByteRanges:
     content = memoryview(bytearray(int((wide.ends - wide.begins).sum())))
     wide = ByteRanges.of(np.stack([wide.begins, wide.ends], axis=1), content)
     arena.gather(wide.moved(change.slot.offset))
-    for begin, values in wide.pieces():
-        for at, data in part.within(begin, begin + len(values)):
-            values[at : at + len(data)] = data
+    inside = np.searchsorted(wide.begins, part.begins, "right") - 1  # no step of Python for each: there may be millions
+    begins = part.begins - wide.begins[inside] + wide.offsets[inside]
+    scatter(content, part._replace(begins=begins, ends=begins + part.ends - part.begins))
     return wide
 
 

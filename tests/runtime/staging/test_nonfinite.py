@@ -308,6 +308,27 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 
+def test_single_bytes_of_many_values_are_judged_with_the_rest() -> None:
+    random = np.random.default_rng(0)
+    weight = NamedTensor(name="w", dtype="F32", shape=(5000,))
+    arena = HostArena(ArenaLayout([weight]))
+    arena.write(0, memoryview(bytearray(random.integers(0x7F, 0x81, 20_000, np.uint8))))  # many are nearly infinite
+    served = identify([weight], {"w": block_digests(arena.view("w"))}, {}, {"w": Counts(*_numbers(arena.view("w")))})
+    places = np.sort(random.choice(20_000, 6000, replace=False))
+    new = memoryview(random.choice(np.array([0x7F, 0x80, 0], np.uint8), 6000))
+    part = ByteRanges.of(np.stack([places, places + 1], axis=1), new)
+    after = bytearray(arena.view("w"))
+    for begin, data in part.pieces():
+        after[begin] = data[0]
+    found = overlay({"w": part}, arena, served, HashTrees(None), WorkerThreads(2), Job()).nonfinite
+    assert found["w"] == Counts(*_numbers(memoryview(after)))
+
+
+def _numbers(content: memoryview) -> tuple[int, int]:
+    values = np.frombuffer(content, np.float32)
+    return int(np.isnan(values).sum()), int(np.isinf(values).sum())
+
+
 def test_every_pair_of_first_and_later_kinds_was_met(spoiled_files: RichFiles) -> None:
     """The sets differ enough to prove something."""
     seen = {
