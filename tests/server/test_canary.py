@@ -343,6 +343,12 @@ def test_where_what_is_staged_cannot_be_called(tiny: TinyArtifact, weight_file: 
         assert (refused.status, "serves nothing" in refused.json["error"]) == (400, True)
 
 
+def test_a_share_in_per_cent_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    result = CliRunner().invoke(canary_command, ["http://127.0.0.1:9", "--share", "20", str(tmp_path / "missing")])
+    assert result.exit_code == 2
+    assert "--share" in result.stderr
+
+
 def test_the_command(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
     assert server.admin is not None
     url = server.admin.where

@@ -45,7 +45,10 @@ UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="The server's admin plane: http://HOST:PORT or unix:///PATH.")
 ]
 WhyOption = Annotated[str, typer.Option(help="The reason, for the history and the audit log.")]
-ShareOption = Annotated[float | None, typer.Option(help="The share of requests that the canary answers, 0 to 1.")]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="The share of requests that the canary answers, such as 0.2 for 20 %."),
+]
 ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare outputs.")]
 PromoteIfOption = Annotated[str, typer.Option(help="A rule, such as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
 AbortIfOption = Annotated[str | None, typer.Option(help="When to abort; by default on errors and NaN.")]
