@@ -33,7 +33,6 @@ from weightswap_runtime.torch_tensors import tensor_bytes
 
 from .packing import MatchedWeights, Packed
 
-_NO_RANGES = ByteRanges(*(np.empty(0, np.int64),) * 3, memoryview(bytearray(1)))
 _MOST_SHOWN = 3  # ranges of rows in a message
 Places = tuple[tuple[Path, str], ...]  # a full file and the deltas after it, each with its weights id
 
@@ -183,7 +182,7 @@ class RowUpdates:
             memory = _Memory(tensors[key].load())
             if tree := self._trees.find(name, memory.nbytes):
                 chunks = np.flatnonzero(~tree.is_built) * (BLOCK // CHUNK)
-                tree.update(chunks, _NO_RANGES, blocks[name], memory.chunks, self._workers, lambda: None)
+                tree.update(chunks, None, blocks[name], memory.chunks, self._workers, lambda: None)
         return [name for name, found in expected.blocks.items() if tuple(found) != tuple(blocks[name])]
 
     def _hashed(self, row: NamedTensor, memory: _Memory, ids: Offsets) -> Blocks:
@@ -194,7 +193,7 @@ class RowUpdates:
         found: dict[int, bytes] = {}
         if len(ids) and (tree := self._trees.find(row.name, memory.nbytes)):
             chunks = self._trees.chosen(tree, ranges.chunks())
-            found = tree.update(chunks, _NO_RANGES, digests, memory.chunks, self._workers, lambda: None)
+            found = tree.update(chunks, None, digests, memory.chunks, self._workers, lambda: None)
         for index, digest in found.items():
             digests[index] = digest
         blocks = ranges.blocks()

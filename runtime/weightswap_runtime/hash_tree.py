@@ -100,7 +100,7 @@ class HashTree:
     def update(
         self,
         chunks: Offsets,
-        ranges: ByteRanges,
+        ranges: ByteRanges | None,
         digests: Sequence[bytes],
         read: Reader,
         workers: WorkerThreads,
@@ -108,8 +108,8 @@ class HashTree:
     ) -> dict[int, bytes]:
         """Return the digests of the blocks of `chunks` with new bytes laid over them, by the number of the block.
 
-        chunks: ascending; all that `ranges` change in these blocks. digests: those of all blocks without the new bytes,
-        as `read` returns them. `check` may raise meanwhile; the tree is then of no less use.
+        chunks: ascending; all that change in these blocks. ranges: the new bytes; None if `read` returns them already.
+        digests: those of all blocks before the change. `check` may raise meanwhile; the tree is then of no less use.
         """
         blocks = distinct(chunks // _PER_BLOCK)
         stale = self._stale(np.union1d(blocks, distinct(self._last // _PER_BLOCK)), digests)

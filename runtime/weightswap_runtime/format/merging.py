@@ -144,16 +144,7 @@ def _stamp_of(full: WeightSet, first: _Step) -> Stamp:
     """Return the stamp of a full set from which a delta starts. Raises WeightFileError, GraphMismatch, BaseMismatch."""
     if full.stamp is None:
         raise WeightFileError(f"{full.where}: not one file that weightswap has packed; merge the deltas alone")
-    if full.stamp.graph_id != first.stamp.graph_id:
-        raise GraphMismatch(
-            f"{first.weights.where}: for the graph {first.stamp.graph_id[:12]}, {full.where} for "
-            f"{full.stamp.graph_id[:12]}"
-        )
-    if full.stamp.weights_id != first.stamp.base:
-        raise BaseMismatch(
-            f"{first.weights.where}: a delta from the weights {first.stamp.base[:12]}, but {full.where} has "
-            f"{full.stamp.weights_id[:12]}"
-        )
+    _check_follows(full.where, full.stamp, first)
     return full.stamp
 
 
@@ -230,7 +221,7 @@ def _opened(deltas: Sequence[PathLike], out: PathLike) -> Iterator[_Chain]:
         for step in steps:
             types.update(step.stamp.changes)
         for before, after in pairwise(steps):
-            _check_follows(before, after)
+            _check_follows(before.weights.where, before.stamp, after)
         for step in steps:
             odd = [
                 f"{name}: {each}, but {types[name]} in another delta"
@@ -254,17 +245,18 @@ def _open(path: PathLike, out: PathLike, stack: ExitStack) -> _Step:
     return _Step(weights, stamp)
 
 
-def _check_follows(before: _Step, after: _Step) -> None:
-    """Raise GraphMismatch or BaseMismatch if a delta does not start where another one ends."""
-    if before.stamp.graph_id != after.stamp.graph_id:
+def _check_follows(where: str, before: Stamp | DeltaStamp, after: _Step) -> None:
+    """Raise GraphMismatch or BaseMismatch if a delta does not start from the weights of the file before."""
+    if before.graph_id != after.stamp.graph_id:
         raise GraphMismatch(
-            f"{after.weights.where}: for the graph {after.stamp.graph_id[:12]}, {before.weights.where} for "
-            f"{before.stamp.graph_id[:12]}. Deltas of one graph can be merged."
+            f"{after.weights.where}: for the graph {after.stamp.graph_id[:12]}, {where} for {before.graph_id[:12]}. "
+            "Files of one graph can be merged."
         )
-    if before.stamp.weights_id != after.stamp.base:
+    if before.weights_id != after.stamp.base:
         raise BaseMismatch(
-            f"{after.weights.where}: a delta from the weights {after.stamp.base[:12]}, but {before.weights.where} "
-            f"leads to {before.stamp.weights_id[:12]}. Give the deltas of a chain in order, without a gap."
+            f"{after.weights.where}: a delta from the weights {after.stamp.base[:12]}, but {where} "
+            f"{'has' if isinstance(before, Stamp) else 'leads to'} {before.weights_id[:12]}. Give the deltas of a chain "
+            "in order, without a gap."
         )
 
 

@@ -6,6 +6,7 @@ device, too, and fail where a staging has left them none.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, get_args
 
@@ -170,8 +171,8 @@ class DevicePatch(Patch):
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, runs)
             for rows in self._rows:
-                for _ in job.steps(0, rows.width * rows.total) if job is not None else ():
-                    pass  # the rate is kept on average: one operation writes all of them
+                if job is not None:  # the rate is kept on average: one operation writes all of them
+                    deque(job.steps(0, rows.width * rows.total), maxlen=0)
                 arena.take_rows(self._region, [rows])
             return
         for offset, begin, nbytes in runs:

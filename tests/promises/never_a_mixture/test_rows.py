@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,17 @@ from torch import nn
 
 from tests.support.accelerators import moved, on_every_device
 from weightswap_exporter import export, pack
-from weightswap_runtime import DigestMismatch, Model, NothingToRollBack, load, native, write_delta
+from weightswap_runtime import (
+    Artifact,
+    DigestMismatch,
+    Model,
+    NothingToRollBack,
+    Unsupported,
+    load,
+    native,
+    write_delta,
+)
+from weightswap_runtime.shared.keeper import Segment, keep
 
 
 class Tables(nn.Module):
@@ -171,6 +181,35 @@ def test_memory_equals_a_model_kept_beside(files: Files, residency: str, device:
         assert torch.equal(rows, eager(*x)[0])
         assert torch.equal(wide, eager(*x)[1])
         torch.testing.assert_close(dense, eager(*x)[2])
+
+
+@pytest.mark.parametrize("most", [0, 2 << 16, None])
+@pytest.mark.parametrize("shared", [False, True])
+def test_hash_trees_take_no_more_than_they_may(files: Files, most: int | None, shared: bool) -> None:
+    values, random = values_of(0), np.random.default_rng(0)
+    first = files.full(values, "0.safetensors")
+    new = changed(values, random, 100)
+    delta = write_delta(first, files.full(new, "1.safetensors"), files.folder / "d.safetensors").path
+    with ExitStack() as stack:
+        if shared:  # one process has the trees of all workers
+            segment = Segment.create(Artifact.open(files.artifact).manifest.weights, 1)
+            stack.callback(segment.close)
+            model = keep(files.artifact, segment, max_hash_trees=most)
+        else:
+            model = load(files.artifact, max_hash_trees=most)
+        model.swap(first)
+        model.swap(delta)
+        assert serves(model, new)
+        full_blocks = sum(value.nbytes >> 20 for value in values.values())
+        assert model._store.trees.nbytes == min(most, full_blocks << 16) if most is not None else full_blocks << 16
+        model.close()
+        assert model._store.trees.nbytes == 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "1 GiB", True])
+def test_what_hash_trees_may_take_is_a_number_of_bytes(files: Files, value: Any) -> None:
+    with pytest.raises(Unsupported, match="max_hash_trees="):
+        load(files.artifact, max_hash_trees=value)
 
 
 MARKERS = (0, 16_383, 16_384, 69_999)  # rows on both sides of the borders between blocks
