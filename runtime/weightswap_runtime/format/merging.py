@@ -255,8 +255,8 @@ def _check_follows(where: str, before: Stamp | DeltaStamp, after: _Step) -> None
     if before.weights_id != after.stamp.base:
         raise BaseMismatch(
             f"{after.weights.where}: a delta from the weights {after.stamp.base[:12]}, but {where} "
-            f"{'has' if isinstance(before, Stamp) else 'leads to'} {before.weights_id[:12]}. Give the deltas of a chain "
-            "in order, without a gap."
+            f"{'has' if isinstance(before, Stamp) else 'leads to'} {before.weights_id[:12]}. Give the deltas of a "
+            "chain in order, without a gap."
         )
 
 
