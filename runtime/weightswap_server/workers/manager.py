@@ -143,8 +143,8 @@ class Workers:
             role=role,
             name="keeper" if role == "keeper" else f"worker {slot}",
             sources={
-                # all workers serve alike; this alone is for their keeper
-                name: msgspec.structs.replace(source, options=_only(source.options, "max_hash_trees"))
+                # all workers serve alike; what hash trees may take is for their keeper
+                name: msgspec.structs.replace(source, options={"max_hash_trees": source.options.get("max_hash_trees")})
                 for name, source in self._sources.items()
             },
             segments=segments,
@@ -175,10 +175,6 @@ def check_shareable(source: ModelSource) -> None:
             "--workers with --variant: each process would have its own. Leave --workers out, or start several servers, "
             "each with --variant."
         )
-
-
-def _only(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {name: options[name]} if name in options else {}
 
 
 def _reserve(stack: ExitStack, host: str, port: int) -> int:
