@@ -149,7 +149,7 @@ def test_brief_texts_have_both_ends(length: int) -> None:
 
 @pytest.mark.slow
 def test_a_weight_file_with_a_huge_name_is_refused_in_short(tiny: TinyArtifact, tmp_path: Path) -> None:
-    names = ["a" * 3_000_000, "b\x1b[2J\n" * 500_000]
+    names = ["a" * 1_500_000, "b\x1b[2J\n" * 150_000]
     safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "huge.safetensors")
     with pytest.raises(WeightsMismatch) as caught:
         load(tiny.path, tmp_path / "huge.safetensors")
