@@ -8,6 +8,7 @@ WeightswapError
 |   |   |-- AccessDenied       the server denies access to the file
 |   |   `-- DamagedFile        the header or the metadata is invalid; a retry does not help
 |   |       `-- TruncatedFile  the file is shorter than its header says
+|   |-- SourceChanged          weights in memory were written to while they were read
 |   |-- WeightsMismatch        the tensors are not those of the graph
 |   |-- DigestMismatch         the bytes are not those that were packed
 |   |-- GraphMismatch          the file was packed for another graph id
@@ -208,6 +209,10 @@ def _sentences(problems: Sequence[str]) -> tuple[str, ...]:
 
 class AccessDenied(WeightFileError):
     """The server denies access to an object: the credentials are wrong, or a signed URL has expired."""
+
+
+class SourceChanged(SwapError):
+    """Weights in this process's memory were written to while they were read, as by a step of an optimizer."""
 
 
 class _Problems(SwapError):

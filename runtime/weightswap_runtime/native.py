@@ -1,4 +1,5 @@
-"""The functions of native.c, where it was compiled when the package was built; whoever uses them can do without."""
+"""Functions in C, which release the interpreter's lock: those of native.c, where it was compiled when the package was
+built (whoever uses them can do without), and the C library's for plain bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def _open() -> ctypes.CDLL | None:
     return library
 
 
-library = _open()  # its functions release the interpreter's lock
+library = _open()
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def address(memory: memoryview | npt.NDArray[Any]) -> ctypes.c_void_p:
@@ -35,3 +38,17 @@ def address(memory: memoryview | npt.NDArray[Any]) -> ctypes.c_void_p:
 def as_bytes(array: Offsets) -> memoryview:
     """Return the bytes of an array, which are those of its memory if that is contiguous."""
     return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes between memories of the same size, releasing the interpreter's lock, unlike an assignment.
+
+    Raises TypeError for a target that is read-only.
+    """
+    if len(source):
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), address(source), len(source))
+
+
+def same_bytes(one: memoryview, other: memoryview) -> bool:
+    """Return whether memories of the same size hold the same bytes."""
+    return not len(one) or _compare(address(one), address(other), len(one)) == 0

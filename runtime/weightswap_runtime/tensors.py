@@ -171,7 +171,7 @@ def array_content(array: NDArray[Any]) -> TensorBytes:
 
     Raises Unsupported for a dtype without a safetensors name.
     """
-    name = _safetensors_name(array.dtype)
+    name = safetensors_name(array.dtype)
     if name is None:
         raise Unsupported(f"numpy's {array.dtype} is not a dtype of the safetensors format")
     rows = np.ascontiguousarray(array, _little_endian(array.dtype))
@@ -179,7 +179,8 @@ def array_content(array: NDArray[Any]) -> TensorBytes:
 
 
 @functools.lru_cache
-def _safetensors_name(dtype: np.dtype[Any]) -> str | None:
+def safetensors_name(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a dtype of numpy or ml_dtypes; None if the format has none."""
     return TORCH_NAMES.get(dtype.name)
 
 

@@ -22,8 +22,8 @@ from weightswap_runtime.format.names import UNAMBIGUOUS, Readings
 from weightswap_runtime.format.weight_set import (
     INDEX_SUFFIX,
     SUFFIX,
+    FileSet,
     StoredTensor,
-    WeightSet,
     is_torch_name,
     local_names,
     open_weights,
@@ -71,7 +71,7 @@ class TensorSet(NamedTuple):
     tensors: Mapping[str, SetTensor]
     files: Mapping[str, str]
     check: Callable[[Collection[str]], None]
-    weights: WeightSet | None = None
+    weights: FileSet | None = None
     level: str | None = None
     others: Mapping[str, int] = MappingProxyType({})
 
@@ -129,7 +129,7 @@ def check_levels(levels: Iterable[str | None], sets: Sequence[TensorSet]) -> Non
         raise Unsupported(f"{where}: only pickled and distributed checkpoints have levels; leave --level out")
 
 
-def _runtime_set(weights: WeightSet) -> TensorSet:
+def _runtime_set(weights: FileSet) -> TensorSet:
     def tensor(name: str, stored: StoredTensor) -> SetTensor:
         def read_into(memory: memoryview, begin: int) -> None:
             stored.source.read_into([memory], stored.offset + begin)

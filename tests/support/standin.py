@@ -201,6 +201,9 @@ class StandIn:
         with self._lock:
             stream.work.append(lambda: mark.done)
 
+    def borrow(self, tensor: object) -> None:
+        """Return None: no tensor of torch is on this device."""
+
     def lend(self, buffer: Memory, stream: Queue) -> None:
         buffer.users.add(stream.key)
 

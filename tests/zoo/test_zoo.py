@@ -92,6 +92,19 @@ def test_shards_and_state_dicts_give_the_same_weights_as_a_directory(name: str, 
     assert served.swap(tmp_path / "shards").weights_id == whole
     for source in (model, model.state_dict(), save_pickled(model, tmp_path / "pickled")):
         assert pack(source, artifact, out=tmp_path / "packed.safetensors").weights_id == whole
+    for given in (model, model.state_dict(), iter(model.state_dict().items())):
+        assert served.swap(given).weights_id == whole
+
+
+@pytest.mark.sampled(6)
+def test_the_weights_in_a_module_are_those_that_pack_would_write(exported: Exported, tmp_path: Path) -> None:
+    entry, artifact = exported.entry, exported.hollow
+    model, served = randomised(entry, 5), load(artifact)
+    packed = pack(model, artifact, out=tmp_path / "packed.safetensors").weights_id
+    assert served.swap(model).weights_id == packed
+    names = {name for weight in artifact.manifest.weights for name in weight.names}
+    items = [item for item in named_tensors(model).items() if item[0] in names]
+    assert served.swap(reversed(items), keys="fqn").weights_id == packed
 
 
 def swappable(entry: Entry, model: Any, artifact: Artifact, folder: Path) -> Path:

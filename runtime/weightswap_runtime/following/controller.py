@@ -111,7 +111,7 @@ class Watching(AbstractContextManager["Watching"]):
     def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
         """Return the request with which this thread would stage weights of its place, with absolute sources."""
         onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
-        return self._request._replace(path=path, expect=weights.weights_id, by=by, onto=onto)
+        return self._request._replace(source=path, expect=weights.weights_id, by=by, onto=onto)
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
@@ -244,7 +244,7 @@ class ModelTarget:
             if promotion is not None:
                 promotion.check((*onto, BaseFile(path, weights_id or "")), self.check)
             base = current.weights_id if current is not None and onto else None
-            with self._staged(job, self._request._replace(path=path, onto=onto)) as staged:
+            with self._staged(job, self._request._replace(source=path, onto=onto)) as staged:
                 content = self._content(staged)
                 if content != known and self._needs(path, staged.weights_id):
                     if promotion is not None:

@@ -45,7 +45,7 @@ from .delta import (
     write_changes,
 )
 from .safetensors import Stamp, TensorRow, canonical_order, new_weight_file
-from .weight_set import SIGNATURE_SUFFIX, StoredTensor, WeightSet, goldens_path, open_weights
+from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
 
 _MOST_SIGNATURE = 1 << 20  # bytes
 _AGAIN = "The file is damaged: copy it again, or write the delta again."
@@ -140,7 +140,7 @@ def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) 
     return written
 
 
-def _stamp_of(full: WeightSet, first: _Step) -> Stamp:
+def _stamp_of(full: FileSet, first: _Step) -> Stamp:
     """Return the stamp of a full set from which a delta starts. Raises WeightFileError, GraphMismatch, BaseMismatch."""
     if full.stamp is None:
         raise WeightFileError(f"{full.where}: not one file that weightswap has packed; merge the deltas alone")
@@ -168,7 +168,7 @@ def _read(tensor: StoredTensor, start: int, size: int) -> memoryview:
 class _Step(NamedTuple):
     """An open delta."""
 
-    weights: WeightSet
+    weights: FileSet
     stamp: DeltaStamp
 
     def read(self, told: Callable[[int], None]) -> dict[str, ByteRanges]:
@@ -239,9 +239,9 @@ def _open(path: PathLike, out: PathLike, stack: ExitStack) -> _Step:
     if stamp is None:
         raise WeightFileError(f"{weights.where}: not a delta; only deltas can be merged (weightswap delta writes them)")
     check_other(weights.location, out)
-    for file in weights.files:
-        if isinstance(file.source, LocalFile):
-            file.source.rest()
+    for source in weights.sources:
+        if isinstance(source, LocalFile):
+            source.rest()
     return _Step(weights, stamp)
 
 

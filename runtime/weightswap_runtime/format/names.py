@@ -27,7 +27,7 @@ from .weight_set import shard_advice
 # last, as models have parts of that name, too.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 EXTRA_STATE = "_extra_state"  # the key of `Module.get_extra_state`
-_NESTING = ("state_dict", "model")  # keys under which trainers keep a model's tensors
+NESTING = ("state_dict", "model")  # keys under which trainers keep a model's tensors
 _MOST_PAIRS = 10_000  # of names to compare for hints, each in some tenths of a millisecond
 _PEFT = re.compile(r"^base_model\.model\.|\.(lora|ia3|oft|vera)_\w+\.|\.base_layer\.")
 
@@ -210,7 +210,7 @@ def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
             if len(set(plain)) == len(plain):
                 yield dict(zip(plain, names, strict=True))
         first = {parts[0] for parts in nested}
-        if len(first) > 1 or not first <= {*_NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
+        if len(first) > 1 or not first <= {*NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
             return
         nested = [parts[1:] for parts in nested]
         yield dict(zip(map(".".join, nested), names, strict=True))
@@ -257,8 +257,8 @@ def _dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
     if len(wanted_dtypes) == 1 and FLOATING.issuperset(chain.from_iterable(differing)):
         name = DTYPES[wanted_dtypes.pop()].torch
         return (
-            f"Only the dtypes differ: cast when packing (weightswap pack --dtype {name}, pack(dtype={name!r})), or "
-            "export the model in the checkpoint's dtype."
+            f"Only the dtypes differ: cast when packing (weightswap pack --dtype {name}, pack(dtype={name!r})), cast "
+            "tensors before they are given, or export the model in the checkpoint's dtype."
         )
     return (
         "Only the dtypes differ, but packing casts floating-point tensors alone, and to one dtype: save the checkpoint "
@@ -316,7 +316,7 @@ def extra_state_of(name: object) -> str:
 def is_among(name: str, known: Collection[str]) -> bool:
     """Return whether a name is known, perhaps without what wrappers and containers add to it."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
-    starts = next((index for index, part in enumerate(parts) if part not in _NESTING), 0)
+    starts = next((index for index, part in enumerate(parts) if part not in NESTING), 0)
     return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -48,28 +49,20 @@ class StoredTensor(NamedTuple):
     nbytes: int
 
 
-class WeightSet(AbstractContextManager["WeightSet"]):
-    """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
+class WeightSet:
+    """Named tensors that form one set, each with the source of its bytes, which the set checks and closes.
 
-    def __init__(self, location: Location, files: Iterable[WeightFile]) -> None:
-        self.location = location
-        self.where = str(location)
-        self.files = tuple(files)
-        self.tensors = {
-            name: StoredTensor(dtype, shape, file.source, file.header.data_start + begin, end - begin)
-            for file in self.files
-            for name, (dtype, shape, begin, end) in file.tensors.items()
-        }
+    where: what messages and receipts call it. location: of the file or the index; None for weights that are in no file,
+    which nobody can read again. stamp: what weightswap wrote into the file; None for several files. metadata: of the
+    file; empty for several.
+    """
 
-    @property
-    def stamp(self) -> Stamp | None:
-        """Stamp that weightswap wrote into the file; None for several files."""
-        return self.files[0].stamp if len(self.files) == 1 else None
+    location: Location | None = None
+    stamp: Stamp | None = None
+    metadata: Mapping[str, str] = MappingProxyType({})
 
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """Metadata of the file; empty for several files."""
-        return self.files[0].header.metadata if len(self.files) == 1 else {}
+    def __init__(self, where: str, tensors: Mapping[str, StoredTensor], sources: Iterable[ByteSource]) -> None:
+        self.where, self.tensors, self.sources = where, tensors, tuple(sources)
 
     @property
     def holds_goldens(self) -> bool:
@@ -77,24 +70,46 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         return holds_goldens(self.metadata)
 
     def check_unchanged(self, *, proven: bool = False) -> None:
-        """Raise WeightFileError if any file was written to since it was opened, or may have been.
+        """Raise WeightFileError or SourceChanged if any source was written to since it was opened, or may have been.
 
         proven: True if the caller has compared everything it read with digests in the file.
         """
-        for file in self.files:
-            file.check_unchanged(proven=proven)
+        for source in self.sources:
+            source.check_unchanged(proven=proven)
 
     def close(self) -> None:
-        for file in self.files:
-            file.close()
+        for source in self.sources:
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+class FileSet(WeightSet):
+    """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
+
+    location: Location
+
+    def __init__(self, location: Location, files: Iterable[WeightFile]) -> None:
+        self.files = tuple(files)
+        only = self.files[0] if len(self.files) == 1 else None
+        tensors = {
+            name: StoredTensor(dtype, shape, file.source, file.header.data_start + begin, end - begin)
+            for file in self.files
+            for name, (dtype, shape, begin, end) in file.tensors.items()
+        }
+        super().__init__(str(location), tensors, [file.source for file in self.files])
+        self.location = location
+        self.stamp = only.stamp if only else None
+        self.metadata = only.header.metadata if only else {}
+
+
 def open_weights(
     path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
-) -> WeightSet:
+) -> FileSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
     path: a local path or an fsspec URL. In a directory `model.safetensors` is opened, else the only index, else the
@@ -110,7 +125,7 @@ def open_weights(
         location /= _choose(location, names)
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
-    return WeightSet(location, [WeightFile(location, check, most_header)])
+    return FileSet(location, [WeightFile(location, check, most_header)])
 
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
@@ -229,7 +244,7 @@ def is_torch_name(name: str) -> bool:
     return name.endswith(TORCH_SUFFIXES) or name == ".metadata"
 
 
-def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
+def _open_shards(index: Location, check: Check | None, most: int) -> FileSet:
     # resolved once, as a link to the folder may be changed while the shards are opened
     folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check, most)
@@ -243,7 +258,7 @@ def _open_shards(index: Location, check: Check | None, most: int) -> WeightSet:
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
-    return WeightSet(index, files.values())
+    return FileSet(index, files.values())
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any
 from weightswap_runtime.errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy, check_timeout
 from weightswap_runtime.format.identity import Identity, Nonfinite
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, renew_in_children
-from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Kind, StagingReport, SwapRequest
 from weightswap_runtime.threads import Background, forget_frames, in_thread, stop_at_end
 
@@ -398,8 +397,8 @@ class _Work:
     def _emit_requested(self, kind: EventKind, **fields: Any) -> None:
         """Emit an event about the request, which knows less than a report does."""
         operation = "partial" if self._request.only else None
-        where, expected = printable(self._request.path), self._request.expect
-        self._emit(kind, where, operation=operation, weights_id=expected, **fields)
+        expected = self._request.expect
+        self._emit(kind, self._request.where, operation=operation, weights_id=expected, **fields)
 
     def _emit(self, kind: EventKind, source: str, **fields: Any) -> None:
         self.store.events.emit(Event(kind, source, self._request.by, self._member.artifact.graph_id, **fields))

@@ -35,13 +35,13 @@ from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens
 from weightswap_runtime.format.identity import Identity, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.location import Location, printable
+from weightswap_runtime.sources.location import Location
 from weightswap_runtime.staging.delta import files_after, stage_chain, stage_delta
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
@@ -157,10 +157,10 @@ class Store:
     def stage(self, member: Member, request: SwapRequest, job: Job) -> StagedWeights:
         """Read and verify the requested weights, beside the served ones. The caller has a claim."""
         self.job = job
-        where = printable(request.path)
+        where = request.where
         try:
             most = max(each.artifact.manifest.most_header for each in list(self._members.values()))
-            with memory_errors(f"{where}: no memory for it"), open_weights(request.path, job.check, most) as weights:
+            with memory_errors(f"{where}: no memory for it"), request.open(job.check, most) as weights:
                 return self._stage(member, weights, request, job)
         except RuntimeError as error:
             if not is_of_device(error):
@@ -195,7 +195,7 @@ class Store:
         packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
         return requester if requester in packed_for or not packed_for else packed_for[0]
 
-    def _goldens(self, location: Location, owner: Member, staging: Staging) -> list[tuple[Member, Goldens]]:
+    def _goldens(self, location: Location | None, owner: Member, staging: Staging) -> list[tuple[Member, Goldens]]:
         """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
 
         Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
@@ -205,10 +205,10 @@ class Store:
             return []
         members = list(self._members.values())
         goldens = [(member, member.goldens) for member in members if member.goldens is not None]
-        beside = goldens_beside(
+        beside = location and goldens_beside(
             location, staging.manifest, allow_other_graph=request.allow_other_graph, check=staging.job.check
         )
-        if beside is not None:
+        if beside:
             # a part of a file results in other weights than those that the goldens were recorded for, so that outputs
             # only have to be finite, as with the goldens that an artifact has for any weights
             goldens.append((owner, beside._replace(bundled=bool(request.only))))
@@ -303,6 +303,7 @@ class Store:
                 labels=dict(identity.labels),
                 kind="rollback",
                 source="rollback",
+                reloadable=False,
                 nonfinite=newly_nonfinite(self._weights, identity.nonfinite, old.identity.nonfinite if old else None),
             )
             return self._committed(member, report, committed, old.weights_id if old else None, by)
@@ -451,6 +452,11 @@ def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request
     Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
     """
     stamp = delta or weights.stamp
+    if weights.location is None:
+        raise UnexpectedWeights(
+            f"{weights.where}: these weights are in no file, which somebody could have signed or listed, as required "
+            "here; pack them, and swap the file"
+        )
     if stamp is None:
         raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
     if request.only:

@@ -42,6 +42,7 @@ from weightswap_runtime.jobs import Job, fork_safe
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.location import as_location, printable
+from weightswap_runtime.staging.given import GivenWeights
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import DAMAGED, Admit, SwapRequest, check_expected, digest_problems
 from weightswap_runtime.tensors import (
@@ -288,11 +289,13 @@ def _stage(
     receipt.
     """
     start, job = time.perf_counter(), Job(request.rate_limit)
-    folder, file = weights_in(as_location(request.path))
+    path = request.source
+    assert not isinstance(path, GivenWeights)
+    folder, file = weights_in(as_location(path))
     config = read_config(folder)
     try:
         most = LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows)
-        with open_weights(request.path if config is None else file, most_header=most) as weights:
+        with open_weights(path if config is None else file, most_header=most) as weights:
             if config is None:
                 sources = _match_names(weights, rows)
             else:
@@ -302,7 +305,7 @@ def _stage(
             location, where = weights.location, weights.where
             bytes_read = sum(tensor.nbytes for tensor in weights.tensors.values())
     except MemoryError as error:
-        raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
+        raise OutOfMemory(f"{printable(path)}: no memory for it ({error})") from error
     identity = identify(rows, findings.digests, labels, findings.nonfinite)
     check_expected(identity.weights_id, where, request)
     nonfinite = newly_nonfinite(rows, identity.nonfinite, {})

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.safetensors import ALIGNMENT, canonical_order
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.native import Offsets
+from weightswap_runtime.native import Offsets, copy_bytes
 from weightswap_runtime.tensors import BLOCK, Blocks
 from weightswap_runtime.threads import WorkerThreads
 
@@ -64,6 +64,10 @@ class Inspection(Protocol):
 
     def written(self, first: int, count: int) -> None:
         """Note that so many blocks from an index on are written, or enqueued to be. Called in any thread."""
+        ...
+
+    def copy(self, slot: ByteRange, tensor: Any, first: int) -> bool:
+        """Write a torch tensor on the arena's device to a slot, whose blocks begin at an index; False for others."""
         ...
 
     def results(self) -> Inspected | None:
@@ -354,13 +358,6 @@ def copy_places(target: Arena, source: Arena, places: ByteRanges, workers: Worke
 def _share(nbytes: int, job: Job, workers: WorkerThreads) -> int:
     """Return how many bytes of many small ranges a thread copies at once."""
     return job.unit(min(COPY_CHUNK, max(LEAST_SHARE, -(-nbytes // workers.threads))))
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between writable memories of the same size, releasing the interpreter's lock, unlike an assignment."""
-    if len(source):
-        to, begin = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
-        ctypes.memmove(to, begin, len(source))
 
 
 def allocate(nbytes: int) -> mmap.mmap | bytearray:

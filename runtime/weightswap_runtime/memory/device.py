@@ -21,11 +21,11 @@ from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
 from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
-from weightswap_runtime.native import Offsets, as_bytes
-from weightswap_runtime.tensors import BLOCK
+from weightswap_runtime.native import Offsets, as_bytes, copy_bytes
+from weightswap_runtime.tensors import BLOCK, block_count
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, ByteRange, Content, Inspected, Inspection, allocate, copy_bytes
+from .arena import Arena, ArenaLayout, ByteRange, Content, Inspected, Inspection, allocate
 from .host import available
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
@@ -162,6 +162,10 @@ class Device(Protocol):
 
     def lend(self, buffer: Buffer, stream: Stream) -> None:
         """Keep the memory of `buffer`, once it is dropped, until `stream` has done all work enqueued until then."""
+        ...
+
+    def borrow(self, tensor: Any) -> Buffer | None:
+        """Return a torch tensor's row-major bytes, for the current stream; None if it is not on this device."""
         ...
 
     def inspector(self, buffer: Buffer, blocks: BlockTable) -> Inspector | None:
@@ -464,6 +468,16 @@ class DeviceInspection:
             if is_complete:
                 self._inspect(window)
             first, window = stop, window + 1
+
+    def copy(self, slot: ByteRange, tensor: Any, first: int) -> bool:
+        with self._arena.stream():
+            buffer = self._device.borrow(tensor)
+            if buffer is None:
+                return False
+            self._device.copy(self._arena.buffer, slot.offset, buffer, 0, slot.nbytes)
+            self._device.lend(buffer, self._arena._stream)
+        self.written(first, block_count(slot.nbytes))
+        return True
 
     def _inspect(self, window: int) -> None:
         begin, end = self._ends[window - 1] if window else 0, self._ends[window]

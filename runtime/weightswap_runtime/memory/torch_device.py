@@ -188,6 +188,13 @@ class Accelerator:
             return {}
 
     @default_torch_modes()
+    def borrow(self, tensor: Any) -> TorchBuffer | None:
+        if tensor.device != self.torch:
+            return None
+        rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return TorchBuffer(rows.as_strided((rows.numel(),), (1,)).view(torch.uint8))
+
+    @default_torch_modes()
     def inspector(self, buffer: Any, blocks: BlockTable) -> Inspector | None:
         kernel = _kernel_of(self.torch) if self._on_cuda else None
         return None if kernel is None else TorchInspector(self.torch, kernel, buffer, blocks)

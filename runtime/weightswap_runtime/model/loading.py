@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from weightswap_runtime.engines.choosing import EngineName, as_taken, choose_engine, open_engine
 from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
@@ -22,12 +22,15 @@ from weightswap_runtime.staging.request import Admit
 
 from .model import Model
 
+if TYPE_CHECKING:
+    from weightswap_runtime.staging.given import Given
+
 PathLike = str | os.PathLike[str]
 
 
 def load(
     artifact: PathLike | Artifact,
-    weights: PathLike | None = None,
+    weights: Given | None = None,
     *,
     ignore: str | Sequence[str] = (),
     keys: Keys | None = None,
@@ -49,7 +52,7 @@ def load(
     max_hash_trees: int | None = None,
     admit: Admit | None = None,
 ) -> Model:
-    """Open an artifact and, if `weights` names a file or a checkpoint, serve it as generation 0.
+    """Open an artifact and, if there are `weights` (a file, a checkpoint, tensors), serve them as generation 0.
 
     artifact: a folder, the URL of one (docs/remote.md), or an opened `Artifact`.
     residency: "double" holds two sets of weights: commits and rollbacks take constant time, and a staging overwrites

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import StaleVariant, check_timeout
@@ -33,6 +33,9 @@ from weightswap_runtime.staging.request import (
 from weightswap_runtime.threads import in_thread
 
 from .served import ServedModel
+
+if TYPE_CHECKING:
+    from weightswap_runtime.staging.given import Given
 
 W = TypeVar("W", bound=Watching)
 
@@ -78,7 +81,7 @@ class Model(ServedModel):
 
     def stage(
         self,
-        path: PathLike,
+        weights: Given,
         *,
         background: bool = False,
         onto: Sequence[tuple[PathLike, str]] = (),
@@ -86,10 +89,15 @@ class Model(ServedModel):
     ) -> Staged:
         """Read and verify weights beside the served ones, which are not touched.
 
-        path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
+        weights: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
           file, whose base weights must be served; a local path, or an fsspec URL of the same (s3://, gs://, https://,
           ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that the adapter computes need
-          torch.
+          torch. Or tensors of this process, of torch on any device or of numpy, which are copied (docs/memory.md): a
+          mapping by such names; an `nn.Module`, of which parameters and persistent buffers are taken; or an iterator of
+          names with tensors, each of which is copied before the next one is asked for. Nobody may write to them
+          meanwhile, such as a step of their optimizer: torch's counters of writes show most of these, and with
+          `background` all tensors are compared once more at the end, which shows all.
+        labels: short texts for receipts, such as the step, of weights from memory; a file has its own.
         only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): the matching weights are read from the
           file, whatever else it holds, and all others stay as they are served.
         ignore: patterns of names in the file, such as "*.position_ids", for keys of an older model: these tensors are
@@ -114,13 +122,13 @@ class Model(ServedModel):
         onto: for a delta, the files that lead to its base weights, each with its weights id: a full set, then deltas.
           They are read if the base weights are not served.
 
-        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
-        NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and
-        ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
-        `Staged.commit()` raise the errors that occur after the start.
+        Raises WeightFileError, SourceChanged, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch,
+        UnexpectedWeights, NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout,
+        Unsupported, and ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`,
+        `Staged.wait()` and `Staged.commit()` raise the errors that occur after the start.
         """
-        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed, onto)
-        return self._stage(request, background=background)
+        request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
+        return self._stage(request.beside_owner() if background else request, background=background)
 
     def _stage(self, request: SwapRequest, *, background: bool = False, job: Job | None = None) -> Staged:
         self._check_open()
@@ -130,7 +138,7 @@ class Model(ServedModel):
             staged.cancel_soon()
         return staged.start() if background else staged.run()
 
-    def swap(self, path: PathLike, **options: Unpack[SwapOptions]) -> SwapReceipt:
+    def swap(self, weights: Given, **options: Unpack[SwapOptions]) -> SwapReceipt:
         """Replace weights: stage, verify, commit. The options are those of `stage`. Swaps of several threads queue.
 
         An error before the commit leaves weights, addresses and outputs as they were. State starts again from its
@@ -138,7 +146,7 @@ class Model(ServedModel):
 
         Raises what `stage` raises, and ModelFailed if an in-place commit fails half-way.
         """
-        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed)
+        request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
         with self._store.turns.queue(), self._stage(request) as staged:
             return staged.commit(timeout=request.timeout)
 
@@ -149,12 +157,12 @@ class Model(ServedModel):
         """
         return self._store.turns.wait_for_turn(check)
 
-    async def aswap(self, path: PathLike, **options: Unpack[SwapOptions]) -> SwapReceipt:
+    async def aswap(self, weights: Given, **options: Unpack[SwapOptions]) -> SwapReceipt:
         """Swap as `swap` does, without blocking the event loop.
 
         If the task is cancelled, the swap is abandoned, unless it commits just then; it ends before the task does.
         """
-        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed)
+        request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed).beside_owner()
         job = Job(request.rate_limit)
 
         def swap() -> SwapReceipt:
@@ -165,15 +173,15 @@ class Model(ServedModel):
 
     @asynccontextmanager
     async def astage(
-        self, path: PathLike, *, onto: Sequence[tuple[PathLike, str]] = (), **options: Unpack[SwapOptions]
+        self, weights: Given, *, onto: Sequence[tuple[PathLike, str]] = (), **options: Unpack[SwapOptions]
     ) -> AsyncIterator[Staged]:
-        """Stage for asyncio: `async with model.astage(path) as staged:`; `await staged.acommit()` serves the weights.
+        """Stage for asyncio: `async with model.astage(weights) as staged:`; `await staged.acommit()` serves them.
 
         Arguments and errors are those of `stage`, but for `background`. The block begins when the weights are staged
         and verified. Leaving it, or cancelling the task, discards weights that were not committed.
         """
-        request = SwapRequest.of(path, options, self.artifact.manifest, self._composed, onto)
-        job = Job(request.rate_limit)
+        request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
+        request, job = request.beside_owner(), Job(request.rate_limit)
         staged = await in_thread(lambda: self._stage(request, job=job), job.cancel)
         try:
             yield staged

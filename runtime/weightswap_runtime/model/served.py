@@ -250,7 +250,8 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def _tokenizer(self, path: PathLike | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
-        return find_tokenizer((receipt.source for receipt in reversed(self.history)), self.artifact.path)
+        files = [receipt.source for receipt in reversed(self.history) if receipt.reloadable]
+        return find_tokenizer(files, self.artifact.path)
 
     def _new_context(
         self,

@@ -159,7 +159,7 @@ def _added(before: StagingReport, later: StagingReport) -> StagingReport:
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
     """Return the staging of an earlier file, which must give the stated weights; non-finite values are allowed."""
-    request = staging.request._replace(path=base.path, expect=base.weights_id, allow_nonfinite=None)
+    request = staging.request._replace(source=base.path, expect=base.weights_id, allow_nonfinite=None)
     return staging._replace(request=request)
 
 

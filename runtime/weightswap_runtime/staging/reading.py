@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -27,18 +28,20 @@ from weightswap_runtime.format.identity import Counts, count_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.names import patterns, select
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
-from weightswap_runtime.jobs import Job
+from weightswap_runtime.jobs import POLL_SECONDS, Job
 from weightswap_runtime.memory.arena import (
     Arena,
     ByteRange,
     Content,
     Destination,
+    HostArena,
     Inspected,
     Inspection,
     Scratch,
     allocate,
 )
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
+from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
@@ -52,6 +55,7 @@ READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
 IN_CACHE = 4 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
+STANDSTILL = 0.05  # seconds; a thread may wait so long for the interpreter or a processor, rarely longer
 _BLANK = b""
 
 
@@ -140,12 +144,21 @@ def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, j
     ordered = [piece._replace(first=first) for piece, first in zip(ordered, firsts, strict=False)]
     with arena.inspecting([Content(piece.slot, piece.dtype) for piece in ordered]) as inspection:
         if inspection is not None:
-            read_pieces(ordered, workers, job, inspection)
+            others = [piece for piece in ordered if not _copied_on_device(piece, inspection, job)]
+            read_pieces(others, workers, job, inspection)
             found = inspection.results()
             if found is not None:
                 _take_over(ordered, found, arena, workers, job)
                 return
     read_pieces(ordered, workers, job)  # once more, if the arena could not inspect it
+
+
+def _copied_on_device(piece: Piece, inspection: Inspection, job: Job) -> bool:
+    """Copy a tensor that is on the arena's device, and return True; False for all others."""
+    if not (isinstance(piece.source, MemorySource) and piece.source.is_torchs):
+        return False
+    job.check()
+    return inspection.copy(piece.slot, piece.source.value, piece.first)
 
 
 def _take_over(pieces: Sequence[Piece], found: Inspected, arena: Arena, workers: WorkerThreads, job: Job) -> None:
@@ -361,8 +374,8 @@ def _both_orders(
 
 def compute_weights(
     weights: WeightSet, computed: Mapping[str, Mapping[str, str]], arena: Arena, staging: Staging
-) -> Findings:
-    """Compute each weight of `computed` into the arena, and return the findings by weight.
+) -> tuple[Findings, Findings]:
+    """Compute each weight of `computed` into the arena; return the findings by weight, and those of the inputs by name.
 
     `computed` maps each weight to its inputs: checkpoint key -> name in the files. Beside the arena, one weight and its
     inputs are held. Raises WeightFileError, WeightsMismatch, OutOfMemory, StageCancelled, and what opening the
@@ -372,11 +385,12 @@ def compute_weights(
     from weightswap_runtime.torch_tensors import as_tensor, tensor_bytes  # needs torch
 
     names = {key: name for keys in computed.values() for key, name in keys.items()}
-    findings = Findings({}, {})
+    findings, inputs = Findings({}, {}), Findings({}, {})
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
-        scratch, _ = read_scratch(weights, [names[key]], staging.workers, staging.job)
+        scratch, found = read_scratch(weights, [names[key]], staging.workers, staging.job)
+        inputs.add(found)
         return as_tensor(scratch.memory, stored.dtype, stored.shape)
 
     try:
@@ -398,7 +412,51 @@ def compute_weights(
             "Load the checkpoint into the model on the build side and pack the model.",
         ) from error
     weights.check_unchanged()
-    return findings
+    return findings, inputs
+
+
+def confirm(
+    weights: WeightSet,
+    digests: Mapping[str, Blocks],
+    names: Mapping[str, tuple[str, ...]],
+    arena: Arena,
+    workers: WorkerThreads,
+    job: Job,
+    since: float = 0.0,
+) -> None:
+    """Raise SourceChanged if a tensor of this process no longer has the bytes that were read, which `digests` are of.
+
+    A second look, after all was read, proves that all bytes were there at one moment: between the two. In that moment a
+    step of an optimizer may have been half done, if it stood still during both looks: hence these are STANDSTILL apart.
+
+    names: weight -> names of the tensors that it was read from. Where the arena has the first one as it was, bytes are
+    compared, which is several times faster than digests. since: the `time.perf_counter()` at which reading began.
+    """
+    while (left := since + STANDSTILL - time.perf_counter()) > 0:
+        job.check()
+        time.sleep(min(left, POLL_SECONDS))
+    rows = arena.layout.weights
+    plain = {
+        keys[0]: arena.view(name)
+        for name, keys in names.items()
+        if isinstance(arena, HostArena) and rows[name].stride is None
+    }
+
+    def check(part: tuple[str, int]) -> None:
+        job.check()
+        (key, start), source = part, weights.tensors[part[0]].source
+        assert isinstance(source, MemorySource)
+        stop = min(start + IN_CACHE, source.size)
+        same = (
+            source.holds(start, plain[key][start:stop])
+            if key in plain
+            else source.digests(start, stop) == digests[key][start // BLOCK : block_count(stop)]
+        )
+        if not same:
+            raise source.changed()
+
+    sizes = {key: weights.tensors[key].nbytes for key in digests}
+    workers.run_all(check, ((key, start) for key, size in sizes.items() for start in range(0, max(1, size), IN_CACHE)))
 
 
 Framework = Literal["numpy", "torch"]

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from msgspec import Struct, field
@@ -31,16 +32,20 @@ from weightswap_runtime.format.identity import (
 )
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings, check_whole, patterns
-from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.format.safetensors import Stamp, label_problem
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job, check_rate_limit
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
-from weightswap_runtime.sources.location import Location
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Location, Url, printable
 from weightswap_runtime.tensors import DIGEST, tensor_digest
 from weightswap_runtime.threads import WorkerThreads
 
+from .given import GivenWeights, as_given
+
 if TYPE_CHECKING:
+    from .given import Given
     from .transforms import Transforms
 
 
@@ -72,6 +77,7 @@ class WatchOptions(TypedDict, total=False):
 class SwapOptions(WatchOptions, total=False):
     """The options of `Model.swap` and `Model.stage`."""
 
+    labels: Mapping[str, str] | None
     only: Patterns | None
     expect: str | None
     busy: Busy
@@ -87,7 +93,7 @@ class BaseFile(NamedTuple):
 class SwapRequest(NamedTuple):
     """What a caller wants staged, with the options of `SwapOptions` in the form in which they are used."""
 
-    path: PathLike
+    source: PathLike | Url | GivenWeights
     keys: Keys | None = None
     only: tuple[str, ...] = ()  # patterns of FQNs; empty: all
     expect: str | None = None
@@ -100,17 +106,21 @@ class SwapRequest(NamedTuple):
     timeout: float | None = LEASE_TIMEOUT  # seconds to wait for another staging, and for leases; None: no limit
     ignore: tuple[str, ...] = ()  # patterns of names in the file
     onto: tuple[BaseFile, ...] = ()  # files to read first for a delta whose base is not served: a full set, then deltas
+    labels: Mapping[str, str] = MappingProxyType({})  # of weights from memory
+    confirm: bool = False  # compare with memory once more at the end: its owner goes on meanwhile
 
     @classmethod
     def of(
         cls,
-        path: PathLike,
+        weights: Given,
         options: Mapping[str, Any],
         manifest: Manifest,
         composed: tuple[str, ...],
         onto: Iterable[tuple[PathLike, str]] = (),
     ) -> SwapRequest:
         """Return the request that a user's options make. composed: the weights that are parts of quantised tensors.
+
+        Work that the calling thread has enqueued on a device is done before tensors there are read.
 
         Raises Unsupported for invalid values, and TypeError for unknown options.
         """
@@ -125,7 +135,11 @@ class SwapRequest(NamedTuple):
             given.pop("only", None)
         given["ignore"] = patterns(given["ignore"], "ignore") if given.get("ignore") else ()
         given["allow_nonfinite"] = as_allowed(given.get("allow_nonfinite"), manifest)
-        request = cls(path, **given, onto=tuple(starmap(BaseFile, onto)))
+        given["labels"] = dict(given.get("labels") or {})
+        source = as_given(weights)
+        if isinstance(source, GivenWeights):
+            given["keys"] = given.get("keys") or source.keys
+        request = cls(source, **given, onto=tuple(starmap(BaseFile, onto)))
         request.check()
         return request
 
@@ -135,6 +149,14 @@ class SwapRequest(NamedTuple):
             raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{self._about_expected()}")
+        if self.labels and not isinstance(self.source, GivenWeights):
+            raise Unsupported("labels: of weights from memory alone; a file has its own (pack(labels=))")
+        if not all(isinstance(text, str) for item in self.labels.items() for text in item):
+            raise Unsupported("labels: expected texts by name")
+        if problem := label_problem(dict(self.labels)):
+            raise Unsupported(f"labels: {problem}")
+        if self.onto and isinstance(self.source, GivenWeights):
+            raise Unsupported("onto: for deltas alone, not for weights from memory")
         check_mode(self.verify)
         check_busy(self.busy)
         check_timeout(self.timeout)
@@ -145,14 +167,31 @@ class SwapRequest(NamedTuple):
         expected = self.expect
         if not (isinstance(expected, str) and re.fullmatch("[0-9a-f]+", expected)):
             return ""
+        if isinstance(self.source, GivenWeights):
+            return f", this has {len(expected)}"
         try:
-            with open_weights(self.path) as weights:
+            with open_weights(self.source) as weights:
                 stamp = delta_stamp(weights) or weights.stamp
         except WeightswapError:
             stamp = None
         begins = stamp is not None and stamp.weights_id.startswith(expected)
         more = f"; the id that the file records begins so: {stamp.weights_id}" if stamp and begins else ""
         return f", this has {len(expected)}{more}"
+
+    @property
+    def where(self) -> str:
+        """The source as messages and events have it, without secrets."""
+        return printable(self.source)
+
+    def beside_owner(self) -> SwapRequest:
+        """Return the request for a staging during which the owner of weights in memory goes on."""
+        return self._replace(confirm=isinstance(self.source, GivenWeights))
+
+    def open(self, check: Check, most_header: int) -> WeightSet:
+        """Open the weights; arguments and errors are those of `open_weights`. Raises WeightsMismatch for tensors."""
+        if isinstance(self.source, GivenWeights):
+            return self.source.open()
+        return open_weights(self.source, check, most_header)
 
     @property
     def patience(self) -> float | None:
@@ -191,7 +230,8 @@ class StagingReport(Struct, frozen=True, kw_only=True):
     weights_id: str
     labels: dict[str, str]  # of a partial swap: those of the weights before it
     kind: Kind
-    source: str  # the path, the URL without credentials, or "rollback"
+    source: str  # the path, the URL without credentials, "rollback", or "memory", of a module with its class
+    reloadable: bool = True  # False if the weights cannot be read again from `source`: a rollback, or memory
     base: str = ""  # the weights id that a delta starts from
     only: tuple[str, ...] = ()  # the patterns of a partial swap
     ignored: tuple[str, ...] = ()

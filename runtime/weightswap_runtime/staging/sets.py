@@ -17,7 +17,8 @@ from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena, HostPatch
 from weightswap_runtime.tensors import Blocks
 
-from .reading import Findings, compute_weights, read_tensors
+from .given import Stream
+from .reading import Findings, compute_weights, confirm, read_tensors
 from .request import (
     DAMAGED,
     READINGS,
@@ -30,6 +31,9 @@ from .request import (
     check_graph,
     digest_problems,
 )
+from .stream import Arrivals
+
+_NOTHING = Match({}, {}, (), (), "")
 
 
 class Plan(NamedTuple):
@@ -49,13 +53,15 @@ class Plan(NamedTuple):
 
 
 def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
-    """Check a checkpoint by its headers alone, and return what to read.
+    """Check a checkpoint by its headers alone, and return what to read. Of a stream nothing is known yet.
 
     Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
     if weights.holds_goldens:
         raise WeightsMismatch(weights.where, ["holds recorded calls, not weights"], "Give the weight file beside it.")
     part = part_of(manifest, request.only) if request.only else manifest
+    if isinstance(weights, Stream) and not weights.has_ended:
+        return Plan(weights, _NOTHING, part)
     stamp = weights.stamp
     # in a file with a stamp names are FQNs; in other files they may also be checkpoint keys
     readings = NAMES if stamp else READINGS[request.keys]
@@ -74,7 +80,7 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     return Plan(weights, match, part, ignored)
 
 
-def stage_full(plan: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:
+def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:
     """Read a full set into an arena, and verify its digests, ties, weights id, and non-finite values.
 
     Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, UnexpectedWeights,
@@ -82,31 +88,31 @@ def stage_full(plan: Plan, arena: Arena, staging: Staging) -> tuple[Identity, St
     then undefined.
     """
     start = time.perf_counter()
-    findings, read_at = _fill(plan, arena, staging)
-    stamp, where = plan.weights.stamp, plan.weights.where
-    labels = stamp.labels if stamp else {}
-    identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
-    if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
+    planned, findings, read_at = _fill(planned, arena, staging)
+    stamp, where = planned.weights.stamp, planned.weights.where
+    labels = stamp.labels if stamp else staging.request.labels
+    identity = identify(planned.manifest.weights, findings.digests, labels, findings.nonfinite)
+    if stamp and stamp.graph_id == planned.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
         raise DigestMismatch(where, [text], DAMAGED)
-    return identity, _report("full", plan, identity, staging, start, read_at)
+    return identity, _report("full", planned, identity, staging, start, read_at)
 
 
 def stage_part(
-    plan: Plan, arena: Arena, served: Identity, staging: Staging
+    planned: Plan, arena: Arena, served: Identity, staging: Staging
 ) -> tuple[Identity, StagingReport, HostPatch]:
     """Read the plan's weights into new memory; all others stay those of `arena`, whose identity is `served`.
 
     Raises what `stage_full` raises.
     """
-    part = HostArena(ArenaLayout(plan.manifest.weights))
+    part = HostArena(ArenaLayout(planned.manifest.weights))
     start = time.perf_counter()
-    findings, read_at = _fill(plan, part, staging)
+    planned, findings, read_at = _fill(planned, part, staging)
     kept = {name: counts for name, counts in served.nonfinite.items() if name not in findings.digests}
     digests = {**served.digests, **findings.digests}
     # the served labels are kept: they still describe most of the weights
     identity = identify(staging.manifest.weights, digests, served.labels, kept | findings.nonfinite)
-    report = _report("partial", plan, identity, staging, start, read_at)
+    report = _report("partial", planned, identity, staging, start, read_at)
     slots = arena.layout.slots
     names = list(findings.digests)
     places = [np.array([[slots[name].offset, slots[name].end]], np.int64) for name in names if slots[name].nbytes]
@@ -114,52 +120,66 @@ def stage_part(
     return identity, report, HostPatch(map(ByteRanges.of, places, contents))
 
 
-def _fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
-    """Read the files into an arena laid out for the plan's weights, and verify digests and ties.
+def _fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings, float]:
+    """Read the weights into an arena laid out for the plan's, and verify digests and ties.
 
-    Returns the findings by weight, and the `perf_counter` time at which reading ended.
+    Returns the plan, which of a stream is made only now; the findings by weight; and the `perf_counter` time at which
+    reading ended.
     """
-    weights, match = plan.weights, plan.match
-    staging.job.begin("reading", plan.nbytes)
-    by_key = read_tensors(weights, match.found, arena, staging.workers, staging.job)
-    findings = compute_weights(weights, match.computed, arena, staging) if match.computed else Findings({}, {})
+    job, weights, start = staging.job, planned.weights, time.perf_counter()
+    if isinstance(weights, Stream):
+        job.begin("reading", planned.manifest.total_bytes)
+        arrivals = Arrivals(weights, arena, planned.manifest, staging)
+        arrivals.take_all()
+        planned = plan(weights, staging.manifest, staging.request)
+        by_key = arrivals.settle(planned.match.found)
+    else:
+        job.begin("reading", planned.nbytes)
+        by_key = read_tensors(weights, planned.match.found, arena, staging.workers, job)
+    match = planned.match
+    findings, inputs = Findings({}, {}), Findings({}, {})
+    if match.computed:
+        findings, inputs = compute_weights(weights, match.computed, arena, staging)
     read_at = time.perf_counter()
-    staging.job.begin("verifying")
+    job.begin("verifying")
+    if staging.request.confirm and not isinstance(weights, Stream):
+        confirm(weights, by_key.digests | inputs.digests, match.found, arena, staging.workers, job, start)
     _verify(weights, match, by_key.digests)
     for name, keys in match.found.items():
         findings.digests[name] = by_key.digests[keys[0]]
         if keys[0] in by_key.nonfinite:
             findings.nonfinite[name] = by_key.nonfinite[keys[0]]
-    return findings, read_at
+    return planned, findings, read_at
 
 
 def _verify(weights: WeightSet, match: Match, digests: Mapping[str, Blocks]) -> None:
     """Raise DigestMismatch or WeightsMismatch with all wrong digests and broken ties."""
     ties = [
-        f"{' and '.join(keys)} are one tensor in the graph, but the file has different values for them"
+        f"{' and '.join(keys)} are one tensor in the graph, but have different values here"
         for keys in match.found.values()
         if len({digests[key] for key in keys}) > 1
     ]
     if corrupt := digest_problems(weights.stamp, digests):
         raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
-        raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
+        raise WeightsMismatch(weights.where, ties, "Give the weights of a model whose tied tensors are tied.")
 
 
 def _report(
-    kind: Kind, plan: Plan, identity: Identity, staging: Staging, start: float, read_at: float
+    kind: Kind, planned: Plan, identity: Identity, staging: Staging, start: float, read_at: float
 ) -> StagingReport:
     """Check that the weights are those that are expected, and finite; return the report of their staging."""
-    where = plan.weights.where
+    where = planned.weights.where
     check_expected(identity.weights_id, where, staging.request)
     return StagingReport(
         weights_id=identity.weights_id,
         labels=dict(identity.labels),
         kind=kind,
         source=where,
+        reloadable=planned.weights.location is not None,
         only=staging.request.only,
-        ignored=plan.ignored if staging.request.only else (*plan.match.ignored, *plan.ignored),
-        bytes_read=plan.nbytes,
+        ignored=planned.ignored if staging.request.only else (*planned.match.ignored, *planned.ignored),
+        bytes_read=planned.nbytes,
         nonfinite=check_finite(identity, where, staging),
         seconds_staged=read_at - start,
         seconds_verified=time.perf_counter() - read_at,

@@ -89,6 +89,9 @@ def test_swapping_a_checkpoint_equals_loading_it(case: Case, residency: Any, tmp
         assert packed.weights_id == receipt.weights_id
         model.swap(packed.path)
         assert torch.equal(model(case.x), case.eager(checkpoint))
+        for given in (checkpoint, reversed(checkpoint.items())):  # without a file
+            assert model.swap(given, keys="checkpoint").weights_id == receipt.weights_id
+            assert torch.equal(model(case.x), case.eager(checkpoint))
 
 
 @pytest.mark.sampled(4)

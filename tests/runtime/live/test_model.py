@@ -212,8 +212,8 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     assert not hasattr(model, "encode")
     with pytest.raises(UnknownMethod, match=r"did you mean swap\?"):
         model.swapp("v1.safetensors")
-    with pytest.raises(WeightFileError, match=r"got a dict; write one with weightswap_exporter.pack\(\)"):
-        model.swap(tiny.values(0))
+    with pytest.raises(WeightFileError, match=r"expected a path or URL, tensors by name, .* got a Tensor"):
+        model.swap(tiny.values(0)["weight"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Weights that a swap gets as tensors of this process instead of a path: a mapping, a module, or an iterator."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from weightswap_runtime.errors import WeightFileError, WeightsMismatch
+from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
+from weightswap_runtime.format.weight_set import StoredTensor, WeightSet
+from weightswap_runtime.sources.location import Url
+from weightswap_runtime.sources.memory import MemorySource
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    Array = torch.Tensor | np.ndarray
+    Given = str | os.PathLike[str] | Mapping[str, Array] | nn.Module | Iterable[tuple[str, Array]]
+
+MEMORY = "memory"  # what messages and receipts call these weights, a module's with its class
+_PLAIN = "Give plain tensors by name, such as those of model.state_dict()."
+
+
+class GivenWeights(NamedTuple):
+    """Tensors of this process. keys: "fqn" where their names are those of a module; None where that is open."""
+
+    where: str
+    keys: Keys | None
+    open: Callable[[], WeightSet]  # raises WeightsMismatch with every problem
+
+    def __str__(self) -> str:
+        return self.where
+
+
+class Stream(WeightSet):
+    """Tensors that come one by one, in an order that is not ours; `tensors` are those that have come so far."""
+
+    tensors: dict[str, StoredTensor]
+
+    def __init__(self, items: Iterator[object]) -> None:
+        super().__init__(MEMORY, {}, ())
+        self.has_ended = False
+        self._items = items
+
+    def __iter__(self) -> Iterator[tuple[str, MemorySource]]:
+        """Yield each name with its tensor. Raises WeightsMismatch for anything else, and what the iterator raises."""
+        for number, item in enumerate(self._items):
+            if not (isinstance(item, tuple | list) and len(item) == 2):
+                text = f"item {number} is a {type(item).__qualname__}, not a name with a tensor"
+                raise WeightsMismatch(self.where, [text], _PLAIN)
+            name, value = item
+            _finish(_work_on([value]))
+            source = _source_of(name, value)
+            if isinstance(source, str):
+                raise WeightsMismatch(self.where, [source], _PLAIN)
+            yield name, source
+        self.has_ended = True
+
+
+def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
+    """Return a path or URL as it is, and tensors as what can be opened. Raises WeightFileError for anything else."""
+    torch = sys.modules.get("torch")
+    if isinstance(weights, str | os.PathLike | Url):
+        return weights
+    if torch is not None and isinstance(weights, torch.nn.Module):
+        return _at_once(f"{MEMORY}:{type(weights).__qualname__}", "fqn", _of_module(weights))
+    if isinstance(weights, Mapping):
+        return _at_once(MEMORY, None, dict(weights))
+    is_one = isinstance(weights, bytes | bytearray | memoryview | np.ndarray) or (
+        torch is not None and isinstance(weights, torch.Tensor)
+    )
+    if is_one or not isinstance(weights, Iterable):
+        raise WeightFileError(
+            "expected a path or URL, tensors by name, a module, or an iterator of names with tensors; got a "
+            f"{type(weights).__qualname__}"
+        )
+    items = iter(weights)
+    return GivenWeights(MEMORY, None, lambda: Stream(items))
+
+
+def _of_module(module: nn.Module) -> dict[str, Any]:
+    """Return parameters and persistent buffers by FQN, tied ones under each name, and extra states."""
+    torch = sys.modules["torch"]
+    values: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        buffers = {name: value for name, value in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        values |= {prefix + name: value for name, value in buffers.items() if value is not None}
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            values[prefix + EXTRA_STATE] = part.get_extra_state()
+    return values
+
+
+def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any]) -> GivenWeights:
+    work = _work_on(values.values())
+
+    def open_all() -> WeightSet:
+        _finish(work)
+        found = [(name, _source_of(name, value)) for name, value in values.items()]
+        if problems := [source for _, source in found if isinstance(source, str)]:
+            raise WeightsMismatch(where, problems, _PLAIN)
+        sources = {name: source for name, source in found if isinstance(source, MemorySource)}
+        return WeightSet(where, {name: stored(source) for name, source in sources.items()}, sources.values())
+
+    return GivenWeights(where, keys, open_all)
+
+
+def stored(source: MemorySource) -> StoredTensor:
+    """Return a whole tensor of this process as one of a weight set."""
+    return StoredTensor(source.type.dtype, source.type.shape, source, 0, source.size)
+
+
+def _source_of(name: object, value: Any) -> MemorySource | str:
+    """Return a tensor as a source, or the problem with it."""
+    if not isinstance(name, str):
+        return f"{name!r:.80}: a name of the type {type(name).__qualname__}, expected a text"
+    try:
+        return MemorySource(name, _state_as_tensor(value) if extra_state_of(name) else value)
+    except ValueError as error:
+        return f"{name}: {error}"
+
+
+def _state_as_tensor(value: Any) -> Any:
+    """Return an extra state that is no tensor as one, which is empty if it says nothing, as readings take it."""
+    if hasattr(value, "dtype"):
+        return value
+    content = value.getbuffer() if isinstance(value, io.BytesIO) else value
+    says_nothing = content is None or (isinstance(content, Sized) and not len(content))
+    return np.zeros(0 if says_nothing else 1, np.uint8)
+
+
+def _work_on(values: Iterable[Any]) -> list[torch.Event]:
+    """Return marks behind the work that this thread has enqueued on the tensors' devices, in their current streams."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    others = [device for device in devices if device.type not in ("cpu", "meta")]
+    return [torch.accelerator.current_stream(device).record_event() for device in others]
+
+
+def _finish(work: Iterable[torch.Event]) -> None:
+    for event in work:
+        event.synchronize()
