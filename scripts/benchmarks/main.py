@@ -31,6 +31,7 @@ NAMED = (
     "constants",
     "diff",
     "rows",
+    "memory",
     "state",
     "variants",
     "generate",

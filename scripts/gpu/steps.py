@@ -67,6 +67,7 @@ def all_steps(out: Path) -> list[list[Step]]:
         [_tests("hashing on the device", 40, "tests/devices/test_device_digests.py")],
         [_benchmarks(out)],
         [_tests("rows", 60, "tests/promises/never_a_mixture/test_rows.py")],
+        [_tests("given tensors", 40, "tests/devices/test_given_on_device.py")],
         [_tests("devices", 120, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py")],
         [_python("ceilings", 60, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [

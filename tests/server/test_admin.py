@@ -45,6 +45,23 @@ def audited(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
 
 
+def test_weights_from_memory_have_no_way_back_once_others_were_served(
+    server: Server, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = server.service.served[0].model
+    given = model.swap(tiny.values(2), labels={"step": "7"}).weights_id
+    assert change(server, "swap", source=str(weight_file(3))).status == 200
+    assert change(server, "rollback").json["receipt"]["weights_id"] == given  # it is still there
+    for seed in (3, 4):
+        assert change(server, "swap", source=str(weight_file(seed))).status == 200
+    refused = change(server, "rollback", to=given)
+    assert refused.status == 409
+    assert "came from a delta, a part or memory, and cannot be read again" in refused.json["error"]
+    receipts = call(server, "/admin/models/tiny/history").json["receipts"]
+    assert [each["reloadable"] for each in receipts] == [True, False, True, False, True, True]
+    assert receipts[1]["labels"] == {"step": "7"}
+
+
 def test_a_swap_and_its_way_back(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
     model = server.service.served[0].model
     first = model.weights_id

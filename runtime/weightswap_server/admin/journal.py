@@ -84,9 +84,15 @@ class Journal:
         weights_id, _ = receipts.popitem()
         if weights_id == self._model.weights_id:
             raise Conflict(f"{name}: already serves {weights_id[:12]}")
-        full = [receipt for receipt in history if receipt.weights_id == weights_id and receipt.kind == "full"]
+        full = [
+            receipt
+            for receipt in history
+            if receipt.weights_id == weights_id and receipt.kind == "full" and receipt.reloadable
+        ]
         if not full:
-            raise NothingToRollBack(f"{name}: {beginning}: came from a delta or a part; swap a full file")
+            raise NothingToRollBack(
+                f"{name}: {beginning}: came from a delta, a part or memory, and cannot be read again; swap a full file"
+            )
         return full[-1]
 
     def refused(self, weights_id: str) -> str:

@@ -106,12 +106,12 @@ class Storm:
         self, files: Files, residency: str, engine: str = "torch", device: str = "cpu", **options: Any
     ) -> None:
         self.files, self.deltas, self.damaged = files.full, files.deltas, files.damaged
+        self.given = [deepcopy(model).to(device) for model in files.models]
         inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
         opened = partial(load, files.artifact, self.files[0], engine=engine, device=device, **options)
         if engine == "torch":
             self.inputs: list[Any] = moved(inputs, device)
-            eager = [deepcopy(model).to(device) for model in files.models]
-            self.answers = [self._answers(eager, x) for x in self.inputs]
+            self.answers = [self._answers(self.given, x) for x in self.inputs]
             on_host = residency == "single" and options.get("staging") == "host"
             self.tried = self._answers(files.models, inputs[0]) if on_host else self.answers[0]
         else:
@@ -216,7 +216,7 @@ class Changes:
 
     @property
     def all(self) -> list[Callable[[], None]]:
-        commits = [self.swap, self.part, self.delta, self.rollback, self.background]
+        commits = [self.swap, self.part, self.delta, self.rollback, self.background, self.memory]
         return [*commits, self.cancel, self.discard, self.refused, self.missing]
 
     def _committed(self, receipt: SwapReceipt, served: Served) -> None:
@@ -249,6 +249,13 @@ class Changes:
     def background(self) -> None:
         new = self._choose.randrange(SETS)
         self._committed(self._model.stage(self._files[new], background=True, rate_limit=1e8).commit(), (new, new))
+
+    def memory(self) -> None:
+        new, module = self._choose.randrange(SETS), self._storm.given
+        given: Any = self._choose.choice(
+            [module[new], module[new].state_dict(), iter(module[new].state_dict().items())]
+        )
+        self._committed(self._model.stage(given, background=self._choose.random() < 0.3).commit(), (new, new))
 
     def cancel(self) -> None:
         only = self._choose.choice([None, "front.*"])

@@ -14,7 +14,7 @@ const FORMATS = {
   committed_at: (at) => new Date(at * 1000).toISOString(),
 };
 const TONES = { serving: "good", commit: "plain", "desired before": "plain", withdrawn: "mark", refused: "bad" };
-const IN_ENTRY = new Set(["generation", "labels", "why", "by"]); // fields that the entry itself shows
+const IN_ENTRY = new Set(["generation", "labels", "why", "by", "reloadable"]); // fields that the entry itself shows
 
 function Receipt({ receipt }) {
   const fields = Object.entries(receipt).filter(([name, value]) => !IN_ENTRY.has(name) && !empty(value));
@@ -94,7 +94,7 @@ function Refusal({ refusal, now }) {
 /** Weights that a model can be rolled back to, by weights id. */
 function targets(history, model) {
   const served = model.served?.weights_id;
-  const full = history.receipts.filter(({ kind }) => kind === "full");
+  const full = history.receipts.filter(({ kind, reloadable }) => kind === "full" && reloadable);
   const known = model.following ? [...history.withdrawn, ...history.desired] : full;
   const earlier = known.filter(({ weights_id }) => weights_id !== served);
   return new Map(earlier.map((weights) => [weights.weights_id, weights]));
