@@ -222,7 +222,7 @@ def test_ignoring_one_of_two_unlike_tied_values_chooses_none(name: str, wrapper:
     unlike = {f"{wrapper}{key}.weight": torch.full((4, 4), float(ord(key))) for key in "ab"}
     save_file(unlike, tmp_path / "c.safetensors")
     for take in (load, lambda artifact, path, ignore: pack(path, artifact, out=tmp_path / "v", ignore=ignore)):
-        with pytest.raises(WeightsMismatch, match=r"one tensor in the graph, but have different values"):
+        with pytest.raises(WeightsMismatch, match=r"one tensor in the graph, but .*different values"):
             take(artifact, tmp_path / "c.safetensors", ignore=f"*{name}.weight")
     assert not (tmp_path / "v").exists()
 
