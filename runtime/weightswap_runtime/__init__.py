@@ -16,6 +16,8 @@ from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import Pinned
 from weightswap_runtime.staging.reading import read_weights
+from weightswap_runtime.transfer.receiver import Receiver
+from weightswap_runtime.transfer.sender import Sender, Sending
 
 from ._version import __version__
 from .errors import (
@@ -65,6 +67,7 @@ from .errors import (
     StaleVariant,
     Superseded,
     SwapError,
+    TransferFailed,
     TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
@@ -126,9 +129,12 @@ __all__ = [
     "Pinned",
     "Progress",
     "PublishTimeout",
+    "Receiver",
     "RecipeError",
     "RecordingError",
     "RevisionConflict",
+    "Sender",
+    "Sending",
     "SourceChanged",
     "StageCancelled",
     "StageClosed",
@@ -141,6 +147,7 @@ __all__ = [
     "SwapError",
     "SwapReceipt",
     "TokenStream",
+    "TransferFailed",
     "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",

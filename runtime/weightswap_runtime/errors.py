@@ -9,6 +9,7 @@ WeightswapError
 |   |   `-- DamagedFile        the header or the metadata is invalid; a retry does not help
 |   |       `-- TruncatedFile  the file is shorter than its header says
 |   |-- SourceChanged          weights in memory were written to while they were read
+|   |-- TransferFailed         weights did not get from one process to another, or no receipt came back
 |   |-- WeightsMismatch        the tensors are not those of the graph
 |   |-- DigestMismatch         the bytes are not those that were packed
 |   |-- GraphMismatch          the file was packed for another graph id
@@ -213,6 +214,13 @@ class AccessDenied(WeightFileError):
 
 class SourceChanged(SwapError):
     """Weights in this process's memory were written to while they were read, as by a step of an optimizer."""
+
+
+class TransferFailed(SwapError):
+    """Weights did not get from one process to another, or no receipt came back.
+
+    The receiver's weights stay, unless only the receipt was lost. The next `send` works if the receiver does.
+    """
 
 
 class _Problems(SwapError):

@@ -141,20 +141,21 @@ def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iter
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, or
-    a weight file first and one of the others afterwards."""
+    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, a
+    trainer that sends, or a weight file first and one of the others afterwards."""
 
     artifact: str
     weights: str | None = None  # a file
     watch: str | None = None  # a directory
     follow: str | None = None  # the place of a desired state
     interval: float = 5.0  # seconds between two polls of these
+    receive: str | None = None  # where senders connect, `unix:PATH`
     variants: Sequence[Variant] = ()  # resident from the start
     options: Mapping[str, Any] = {}  # further arguments of `load`, such as the engine
 
     def open(self) -> Model:
-        """Load the model, and start to watch or follow. Raises what `load`, `Model.add_variant`, `Model.watch` and
-        `Model.follow` raise."""
+        """Load the model, and start to watch, follow or receive. Raises what `load` and `Model.add_variant`, `watch`,
+        `follow` and `receive` raise."""
         self.check()
         model = load(self.artifact, self.weights, **self.options)
         for variant in self.variants:
@@ -163,23 +164,27 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         return model
 
     def check(self) -> None:
-        """Raise Unsupported for both `watch` and `follow`, or for too many variants."""
+        """Raise Unsupported for two sources that would undo each other, or for too many variants."""
         if self.watch is not None and self.follow is not None:
             raise Unsupported(
                 "a model that follows a place cannot also watch a directory: watch the directory in the process "
                 "that promotes, with model.watch(promote=...)"
             )
+        if self.receive is not None and not (self.watch is None and self.follow is None):
+            raise Unsupported("a model that receives weights can neither follow a place nor watch a directory")
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:
                 raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
 
     def take(self, model: Model) -> None:
-        """Let a loaded model watch or follow. Raises what `Model.watch` and `Model.follow` raise."""
+        """Let a loaded model watch, follow or receive. Raises what `Model.watch`, `follow` and `receive` raise."""
         if self.watch is not None:
             model.watch(self.watch, self.interval)
         if self.follow is not None:
             model.follow(self.follow, self.interval)
+        if self.receive is not None:
+            model.receive(self.receive)
 
 
 class Variant(msgspec.Struct, frozen=True):

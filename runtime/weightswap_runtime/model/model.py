@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import StaleVariant, check_timeout
+from weightswap_runtime.errors import ModelClosed, StaleVariant, UnexpectedWeights, check_timeout
 from weightswap_runtime.following.controller import Policy, Promotion, Subject, Watching, check_promotion_policy
 from weightswap_runtime.following.intake import Start
 from weightswap_runtime.following.place import DesiredPlace
 from weightswap_runtime.following.watching import Follower, Watcher
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
 from weightswap_runtime.live.staged import Staged
@@ -24,6 +25,7 @@ from weightswap_runtime.staging.request import (
     LEASE_TIMEOUT,
     Busy,
     PathLike,
+    Patterns,
     SwapOptions,
     SwapRequest,
     WatchOptions,
@@ -31,11 +33,12 @@ from weightswap_runtime.staging.request import (
     patience,
 )
 from weightswap_runtime.threads import in_thread
+from weightswap_runtime.transfer.receiver import Receiver
 
 from .served import ServedModel
 
 if TYPE_CHECKING:
-    from weightswap_runtime.staging.given import Given
+    from weightswap_runtime.staging.given import Given, GivenWeights
 
 W = TypeVar("W", bound=Watching)
 
@@ -53,6 +56,7 @@ class Model(ServedModel):
         self._composed = tuple(artifact.kinds)  # now: swaps go on if the artifact is deleted
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
         self._watchers: list[Watching] = []
+        self._receivers: list[Receiver] = []
 
     def close(self) -> None:
         """Stop watchers, cancel open stagings, and refuse calls, swaps and pins from now on with ModelClosed.
@@ -66,6 +70,8 @@ class Model(ServedModel):
     def _end_changes(self) -> None:
         for watcher in self._watchers:
             watcher.stop()
+        for receiver in self._receivers:
+            receiver.stop()
         for staged in list(self._stagings):
             staged.cancel()
 
@@ -290,6 +296,43 @@ class Model(ServedModel):
         subject = Subject(self, self._store, self._member, request)
         return self._register(Follower(subject, opened, interval, callback))
 
+    def receive(
+        self,
+        at: str,
+        *,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | Patterns | None = False,
+        by: str = "receive",
+        rate_limit: float | None = None,
+        timeout: float | None = 60.0,
+    ) -> Receiver:
+        """Serve what senders on this machine send, from now on, in threads of its own; docs/memory.md.
+
+        at: `unix:PATH`, a socket to be made there. Processes of the same user connect to it with a `Sender`.
+        verify, allow_nonfinite, by, rate_limit: as in `stage`. timeout: seconds to wait for another staging, for calls
+        and pins, and for a sender that has stopped in the middle of a message.
+
+        Weights that are refused change nothing; the sender gets the reason. While the model follows a place, all are
+        refused: the place says what is served, and these weights are in no file that it could name.
+
+        Raises Unsupported; the threads raise nothing.
+        """
+        self._check_open()
+        options = {"verify": verify, "allow_nonfinite": allow_nonfinite, "rate_limit": rate_limit, "timeout": timeout}
+        request = self._request_of_thread(options, {"by": by})
+        receiver = Receiver(at, _Receiving(self, request), timeout)
+        weakref.finalize(self, receiver._end).atexit = False
+        with self._store.closing:
+            self._receivers = [*self.receivers, receiver]
+        if self._closed:  # by another thread meanwhile
+            receiver.stop()
+        return receiver
+
+    @property
+    def receivers(self) -> tuple[Receiver, ...]:
+        """The receivers that are still listening."""
+        return tuple(receiver for receiver in self._receivers if receiver.alive)
+
     def _request_of_thread(self, options: Mapping[str, Any], own: dict[str, Any]) -> SwapRequest:
         """Return the request with which a watcher or a follower stages; the path is filled in for each file."""
         if unknown := options.keys() - WatchOptions.__annotations__:
@@ -347,3 +390,24 @@ class Model(ServedModel):
     def remove_variant(self, group: str, name: str, *, by: str = "") -> VariantReceipt:
         """Remove a variant; its memory is freed with the last call that uses it. Raises UnknownVariant."""
         return self._require_variants().remove(group, name, by)
+
+
+class _Receiving:
+    """A model for its receiver, which refers to it only during a swap, so that it can be dropped."""
+
+    def __init__(self, model: Model, request: SwapRequest) -> None:
+        self._model, self._request = weakref.ref(model), request
+        self.graph_id, self.most_header = model.graph_id, model.artifact.manifest.most_header
+
+    def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
+        model = self._model()
+        if model is None:
+            raise ModelClosed
+        if place := next((watching.place for watching in model.watching if watching.place is not None), None):
+            raise UnexpectedWeights(
+                f"{given}: this model follows {place.where}, which says what is served; publish the weights there, or "
+                "receive them in a model that follows nothing"
+            )
+        request = self._request._replace(source=given, expect=weights_id)
+        with model.turn(job.check), model._stage(request, job=job) as staged:
+            return staged.commit(timeout=request.timeout)

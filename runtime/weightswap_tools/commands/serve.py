@@ -54,7 +54,7 @@ _PANELS = {
         "max_variants",
         "max_hash_trees_mb",
     ),
-    "Weights": ("weights", "watch", "follow", "interval"),
+    "Weights": ("weights", "watch", "follow", "receive", "interval"),
     "Listening": ("host", "port", "grpc_port", "max_connections", "workers", "worker_timeout", "grace"),
     "Batching": ("max_batch", "max_delay_ms", "batch_dim"),
     "Limits of requests": (
@@ -94,6 +94,10 @@ def serve(
     ] = None,
     follow: Annotated[
         list[str] | None, typer.Option(help="Serve what the desired.json in this directory or URL names.")
+    ] = None,
+    receive: Annotated[
+        list[str] | None,
+        typer.Option(help="unix:PATH: serve what a Sender of this machine's same user sends to this socket."),
     ] = None,
     variant: Annotated[
         list[str] | None,
@@ -169,8 +173,8 @@ def serve(
     """Serve models with the Open Inference Protocol until SIGTERM or Ctrl-C; accepted requests are then finished.
 
     A model is named like its artifact's folder, or as given before `=`. Methods other than the default one are served
-    as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights. With several
-    artifacts, --weights, --watch, --follow and --variant take NAME=VALUE.
+    as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights, or --receive
+    has got some. With several artifacts, --weights, --watch, --follow, --receive and --variant take NAME=VALUE.
     """
     with errors_as_exit(as_json=False):
         _limit_threads(threads, workers)
@@ -229,8 +233,9 @@ def serve(
             raise typer.BadParameter("two artifacts have the same name; give NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
         followed, variants = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
-        if empty := sorted(paths.keys() - {*first, *watched, *followed}):
-            raise typer.BadParameter(f"{', '.join(empty)}: no weights; give --weights, --watch or --follow")
+        received = _by_name("--receive", receive, paths)
+        if empty := sorted(paths.keys() - {*first, *watched, *followed, *received}):
+            raise typer.BadParameter(f"{', '.join(empty)}: no weights; give --weights, --watch, --follow or --receive")
         takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else OpenMP sets them
         options: Mapping[str, Any] = {
             "engine": engine,
@@ -248,6 +253,7 @@ def serve(
                 weights=first.get(name),
                 watch=watched.get(name),
                 follow=followed.get(name),
+                receive=received.get(name),
                 interval=interval,
                 variants=variants_of(variants.get(name, ())),
                 options=options,

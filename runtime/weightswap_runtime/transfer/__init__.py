@@ -1,0 +1,1 @@
+"""Weights from one process's memory to another's."""

@@ -1,0 +1,172 @@
+"""What a sender and a receiver tell each other over a Unix socket: documents of JSON, one on a line.
+
+    sender                        receiver
+    Greeting                 ->
+                             <-   Welcome, or Refusal: another version, or another graph
+    Offer, with a descriptor ->
+                             <-   Outcome: the receipt, or a refusal
+    Offer ...
+
+The descriptor is that of a packed weight file in memory, which the sender does not write to until it has the outcome.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from weightswap_runtime import errors
+from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError
+
+VERSION = 1
+_MOST_LINE = 1 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
+_PART = 64 << 10
+_LONGEST_PATH = 107
+_DESCRIPTOR = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")  # ucred: process, user, group
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+SCHEME = "unix:"
+
+
+def socket_path(address: str) -> str:
+    """Return the path of a socket's address, `unix:PATH`. Raises Unsupported."""
+    path = address.removeprefix(SCHEME) if isinstance(address, str) and address.startswith(SCHEME) else ""
+    if not path:
+        raise Unsupported(f"{address!r}: expected {SCHEME}PATH, a socket on this machine")
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise Unsupported(
+            f"{address}: a path of more than {_LONGEST_PATH} bytes, which no socket has; give a shorter one"
+        )
+    return path
+
+
+def peer(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What a sender has. version: of these messages."""
+
+    version: int
+    graph_id: str
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error: the name of its class, the lines of its text, and its problems if it lists some."""
+
+    error: str
+    lines: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refusal:
+        return cls(type(error).__name__, tuple(map(str, error.args)), tuple(getattr(error, "problems", ())))
+
+    def as_error(self) -> WeightswapError:
+        """Return the receiver's error; a TransferFailed for one that is none of weightswap's."""
+        kind = getattr(errors, self.error, None) if self.error in errors.__all__ else None
+        if kind is None or not issubclass(kind, SwapError):
+            return TransferFailed(f"the receiver failed: {self.error}: {' '.join(self.lines)}")
+        error: WeightswapError = kind.__new__(kind)
+        Exception.__init__(error, *self.lines)  # which are safe to print already, and have line breaks
+        if self.problems:
+            error.problems = self.problems  # type: ignore[attr-defined]
+        return error
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The answer to a greeting."""
+
+    refusal: Refusal | None = None
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Weights in the file behind the descriptor that comes with this."""
+
+    weights_id: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of an offer: the fields of a receipt, or a refusal."""
+
+    receipt: dict[str, Any] | None = None
+    refusal: Refusal | None = None
+
+
+class Channel:
+    """A connected socket that carries lines, and descriptors with them."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._received = bytearray()
+        self._descriptors: list[int] = []  # received and not taken yet
+
+    def send(self, document: msgspec.Struct, deadline: float, descriptor: int | None = None) -> None:
+        """Send a document, and a descriptor with its first bytes. Raises TransferFailed."""
+        line = msgspec.json.encode(document) + b"\n"
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
+        try:
+            self._socket.settimeout(_left(deadline))
+            sent = self._socket.sendmsg([line], rights)
+            self._socket.sendall(line[sent:])
+        except OSError as error:
+            raise TransferFailed(f"the other side is gone or does not read ({error})") from error
+
+    def receive(self, kind: type[T], deadline: float) -> T | None:
+        """Return the next document; None if the other side has closed. Raises TransferFailed."""
+        while b"\n" not in self._received:
+            if not self._receive_part(deadline):
+                if self._received:
+                    raise TransferFailed("the other side ended in the middle of a message")
+                return None
+            if len(self._received) > _MOST_LINE:
+                raise TransferFailed(f"a message of more than {_MOST_LINE} bytes")
+        line, _, rest = self._received.partition(b"\n")
+        self._received = bytearray(rest)
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise TransferFailed(f"a message that is not understood ({error})") from error
+
+    def _receive_part(self, deadline: float) -> bool:
+        """Wait for more bytes; return whether some came. Raises TransferFailed."""
+        try:
+            self._socket.settimeout(_left(deadline))
+            data, rights, _, _ = self._socket.recvmsg(_PART, socket.CMSG_SPACE(_DESCRIPTOR.size))
+        except TimeoutError as error:
+            raise TransferFailed("the other side did not answer in time") from error
+        except OSError as error:
+            raise TransferFailed(f"the other side is gone ({error})") from error
+        for _, what, content in rights:
+            if what == socket.SCM_RIGHTS:
+                self._descriptors += [each for (each,) in _DESCRIPTOR.iter_unpack(content)]
+        self._received += data
+        return bool(data)
+
+    def take_descriptor(self) -> int:
+        """Return the descriptor that came last; the caller closes it. Raises TransferFailed if none came."""
+        if not self._descriptors:
+            raise TransferFailed("no descriptor came with the offer")
+        return self._descriptors.pop()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._socket.close()
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no time is left")
+    return min(left, 1e6)

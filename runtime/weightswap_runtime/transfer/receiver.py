@@ -1,0 +1,223 @@
+"""Receiving weights from a trainer's memory: a Unix socket on which senders pass packed weight files without names."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import stat
+import threading
+import time
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from weightswap_runtime.errors import TransferFailed, Unsupported, check_timeout, join_seconds
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.staging.given import MEMORY, GivenWeights
+from weightswap_runtime.threads import Background
+
+from .messages import VERSION, Channel, Greeting, Offer, Outcome, Refusal, Welcome, peer, socket_path
+
+MOST_SENDERS = 8  # connected at once
+_log = logging.getLogger("weightswap.transfer")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Target(Protocol):
+    """The model that takes the weights."""
+
+    graph_id: str
+    most_header: int
+
+    def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
+        """Serve weights, which must have this id. Raises as `Model.swap`."""
+        ...
+
+
+class Receiver(AbstractContextManager["Receiver"]):
+    """A socket on which a model receives weights, until `stop()`, or until the model is dropped. Made by
+    `Model.receive()`.
+
+    Only processes of the same user may connect. Dropping this object does not stop it.
+    """
+
+    def __init__(self, at: str, target: Target, timeout: float | None) -> None:
+        """Begin to listen. Raises Unsupported."""
+        check_timeout(timeout)
+        self.at = at
+        self.last_error: BaseException | None = None  # None again once weights were taken
+        self._path = socket_path(at)
+        self._target = target
+        self._timeout = math.inf if timeout is None else timeout
+        self._listener = _listen(self._path, at)
+        self._is_stopping = False
+        self._lock = threading.Lock()  # of what follows
+        self._connections: dict[socket.socket, Job] = {}
+        self._threads: list[Background] = []
+        self._thread = Background(self._accept, "weightswap-receiver", self._end)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while it listens."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop listening, cancel what is being staged, and remove the socket.
+
+        Wait for at most `timeout` seconds until all threads have ended, and return whether they have.
+        """
+        seconds = join_seconds(timeout)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self._end()
+        for thread in (self._thread, *self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        return not any(thread.is_alive() for thread in (self._thread, *self._threads))
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Receiver({self.at!r}, {'alive' if self.alive else 'stopped'})"
+
+    def _end(self) -> None:
+        with self._lock:
+            was_stopping, self._is_stopping = self._is_stopping, True
+            connections = dict(self._connections)
+        if was_stopping:
+            return
+        with suppress(OSError):
+            Path(self._path).unlink()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        for connection, job in connections.items():
+            job.cancel()
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # an outcome can still be sent
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._is_stopping:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError as error:
+                    if not self._is_stopping:
+                        _log.warning("%s: %s", self.at, error)
+                        time.sleep(1.0)  # such as no descriptors
+                    continue
+                self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Serve a connection in a thread of its own."""
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            if self._is_stopping or len(self._threads) >= MOST_SENDERS:
+                connection.close()
+                return
+            self._connections[connection] = Job()
+            thread = Background(lambda: self._converse(connection), "weightswap-receiving", self._end)
+            self._threads.append(thread)
+        thread.start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            if self._greet(connection, channel):
+                while not self._is_stopping and (offer := channel.receive(Offer, math.inf)) is not None:
+                    channel.send(self._take(connection, channel, offer), time.monotonic() + self._timeout)
+        except TransferFailed as error:  # the sender is gone
+            _log.info("%s: %s", self.at, error)
+        except BaseException:
+            _log.exception("%s: a connection failed", self.at)
+        finally:
+            channel.close()
+            with self._lock:
+                self._connections.pop(connection, None)
+
+    def _greet(self, connection: socket.socket, channel: Channel) -> bool:
+        """Answer the greeting; return whether offers may follow."""
+        deadline = time.monotonic() + self._timeout
+        refusal: TransferFailed | None = None
+        if peer(connection) != os.getuid():
+            refusal = TransferFailed(f"{self.at}: takes weights from processes of its own user alone")
+        elif (greeting := channel.receive(Greeting, deadline)) is None:
+            return False
+        elif greeting.version != VERSION:
+            refusal = TransferFailed(
+                f"{self.at}: the sender speaks version {greeting.version}, the receiver {VERSION}; install one release"
+            )
+        elif greeting.graph_id != self._target.graph_id:
+            refusal = TransferFailed(
+                f"{self.at}: the sender has the graph {greeting.graph_id[:12]}, the receiver "
+                f"{self._target.graph_id[:12]}; give the sender the artifact that is served"
+            )
+        channel.send(Welcome(Refusal.of(refusal) if refusal else None), deadline)
+        return refusal is None
+
+    def _take(self, connection: socket.socket, channel: Channel, offer: Offer) -> Outcome:
+        """Serve what is offered, and return what became of it."""
+        job = Job()
+        with self._lock:
+            self._connections[connection] = job
+        try:
+            if self._is_stopping:
+                job.cancel()
+            descriptor = channel.take_descriptor()
+            try:
+                receipt = self._target.swap(self._given(descriptor), offer.weights_id, job)
+            finally:
+                os.close(descriptor)
+        except Exception as error:
+            self.last_error = error.with_traceback(None)
+            return Outcome(refusal=Refusal.of(error))
+        self.last_error = None
+        return Outcome(receipt.as_dict())
+
+    def _given(self, descriptor: int) -> GivenWeights:
+        where = f"{MEMORY}:{self.at}"
+
+        def open_file() -> WeightSet:
+            weights = open_weights(f"/proc/self/fd/{descriptor}", most_header=self._target.most_header)
+            return weights.without_place(where)
+
+        return GivenWeights(where, None, open_file)
+
+
+def _listen(path: str, at: str) -> socket.socket:
+    """Return a listening socket that its user alone may connect to. Raises Unsupported."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_dead(path, at)
+        listener.bind(path)
+        Path(path).chmod(0o600)  # before anybody can connect
+        listener.listen(MOST_SENDERS)
+    except OSError as error:
+        listener.close()
+        raise Unsupported(f"{at}: cannot listen there ({error.strerror or error})") from error
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_dead(path: str, at: str) -> None:
+    """Remove a socket that a process has left behind. Raises Unsupported if one listens on it, or for another file."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise Unsupported(f"{at}: is there already, and no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+    raise Unsupported(f"{at}: another process receives there")

@@ -1,0 +1,333 @@
+"""Sending weights from a trainer's memory to a process that serves them, without a file between.
+
+What is sent is a packed weight file in memory that has no name: the sender copies and hashes the tensors into it, as a
+swap stages into an arena, and passes its descriptor; the receiver swaps it as a file, and so verifies every byte. All
+versions have one layout, so the memory is written over and over, in turn with a second one while the first is read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightswap_runtime.errors import Superseded, TransferFailed, Unsupported, check_timeout
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.names import Keys
+from weightswap_runtime.format.safetensors import (
+    METADATA_KEY,
+    MOST_LABEL_BYTES,
+    Stamp,
+    canonical_order,
+    pack_ranges,
+    render_header,
+)
+from weightswap_runtime.hash_tree import HashTrees
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
+from weightswap_runtime.staging.request import PathLike, Patterns, Staging, SwapRequest
+from weightswap_runtime.staging.sets import plan, stage_full
+from weightswap_runtime.tensors import tensor_digest
+from weightswap_runtime.threads import Background, WorkerThreads
+
+from .messages import VERSION, Channel, Greeting, Offer, Outcome, Welcome, peer, socket_path
+
+if TYPE_CHECKING:
+    from weightswap_runtime.staging.given import Given
+    from weightswap_runtime.staging.transforms import Transforms
+
+
+class Sending:
+    """Weights on their way to a receiver. Made by `Sender.send(wait=False)`."""
+
+    def __init__(self, memory: _FileInMemory, identity: Identity) -> None:
+        self.weights_id = identity.weights_id
+        self._memory = memory
+        self._receipt: SwapReceipt | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """True once there is a receipt or an error."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> SwapReceipt:
+        """Return the receipt of the commit, once there is one.
+
+        Raises the receiver's reason for a refusal; TransferFailed, also after `timeout` seconds; and Superseded if
+        later weights were sent before these had left.
+        """
+        check_timeout(timeout)
+        if not self._ended.wait(timeout):
+            raise TransferFailed(f"no receipt after {timeout} s; wait again")
+        if self._receipt is None:
+            assert self._error is not None
+            raise self._error
+        return self._receipt
+
+    def _end(self, receipt: SwapReceipt | None, error: BaseException | None = None) -> None:
+        self._receipt, self._error = receipt, error
+        self._ended.set()
+
+
+class Sender(AbstractContextManager["Sender"]):
+    """The way of a trainer's weights to one process that serves them: `Model.receive`, `weightswap serve --receive`.
+
+    It may be used from any thread, by one at a time. `close()` ends it.
+    """
+
+    def __init__(self, to: str, artifact: PathLike | Artifact, *, timeout: float | None = 60.0) -> None:
+        """to: `unix:PATH`, the receiver's socket on this machine. artifact: that of the receiver. timeout: seconds for
+        each connection, and from the hand-over of weights to the outcome; None: no limit.
+
+        Raises ArtifactError and Unsupported.
+        """
+        check_timeout(timeout)
+        self._path = socket_path(to)
+        self.to = to
+        self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        self._timeout = math.inf if timeout is None else timeout
+        self._composed = tuple(self.artifact.kinds)
+        self._layout = _FileLayout(self.artifact.manifest)
+        self._workers = WorkerThreads()
+        self._transforms: Transforms | None = None
+        self._channel: Channel | None = None  # of the thread that sends
+        self._staging = threading.Lock()
+        self._changed = threading.Condition()  # of all below
+        self._free = [_FileInMemory(self._layout), _FileInMemory(self._layout)]
+        self._waiting: Sending | None = None
+        self._closed = False
+        self._thread = Background(self._run, "weightswap-sender", self._stop)
+        self._thread.start()
+
+    def send(
+        self,
+        weights: Given,
+        *,
+        labels: Mapping[str, str] | None = None,
+        keys: Keys | None = None,
+        ignore: Patterns = (),
+        wait: bool = True,
+    ) -> SwapReceipt | Sending:
+        """Copy weights, send them, and return the receipt of their commit.
+
+        weights, labels, keys, ignore: as in `Model.stage`. When this returns or raises, the tensors may change.
+        wait: False: return as soon as they are copied and hashed, with a handle. While others are on their way they
+        wait for these; of several that wait only the latest is sent.
+
+        Raises what `Model.stage` raises for the weights, here or at the receiver, and TransferFailed.
+        """
+        options = {"labels": labels, "keys": keys, "ignore": ignore}
+        request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
+        with self._staging:
+            sending = self._stage(request)
+        return sending.wait() if wait else sending
+
+    def _stage(self, request: SwapRequest) -> Sending:
+        memory = self._take()
+        try:
+            identity = memory.fill(request, self._staging_of(request))
+            sending = Sending(memory, identity)
+        except BaseException:
+            self._give_back(memory)
+            raise
+        with self._changed:
+            if self._closed:
+                raise TransferFailed(f"{self.to}: the sender was closed")
+            self._waiting = sending
+            self._changed.notify_all()
+        return sending
+
+    def _staging_of(self, request: SwapRequest) -> Staging:
+        job = Job()
+        return Staging(request, self._layout.manifest, None, self._open_transforms, HashTrees(0), self._workers, job)
+
+    def _open_transforms(self) -> Transforms:
+        if self._transforms is None:
+            from weightswap_runtime.staging.transforms import Transforms  # needs torch
+
+            self._transforms = Transforms(self.artifact)
+        return self._transforms
+
+    def _take(self) -> _FileInMemory:
+        """Return memory that nobody reads: that of weights that wait, which are then not sent, if there is no other."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                waiting._end(None, Superseded("later weights were sent before these had left"))
+                return waiting._memory
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise TransferFailed(f"{self.to}: the sender was closed")
+            return self._free.pop()
+
+    def _give_back(self, memory: _FileInMemory) -> None:
+        with self._changed:
+            self._free.append(memory)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (sending := self._next()) is not None:
+            try:
+                sending._end(self._exchange(sending))
+            except BaseException as error:
+                self._disconnect()
+                sending._end(None, error)
+            finally:
+                self._give_back(sending._memory)
+        self._disconnect()
+
+    def _next(self) -> Sending | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+            sending, self._waiting = self._waiting, None
+            return sending
+
+    def _exchange(self, sending: Sending) -> SwapReceipt:
+        """Offer weights, and return the receipt; over a new connection if the one from before is dead."""
+        deadline, was_open = time.monotonic() + self._timeout, self._channel is not None
+        try:
+            outcome = self._offer(sending, deadline)
+        except TransferFailed:
+            if not was_open or time.monotonic() >= deadline:
+                raise
+            self._disconnect()
+            outcome = self._offer(sending, deadline)
+        if outcome.refusal is not None:
+            raise outcome.refusal.as_error()
+        return msgspec.convert(outcome.receipt, SwapReceipt)
+
+    def _offer(self, sending: Sending, deadline: float) -> Outcome:
+        channel = self._connected(deadline)
+        channel.send(Offer(sending.weights_id), deadline, sending._memory.descriptor)
+        outcome = channel.receive(Outcome, deadline)
+        if outcome is None:
+            raise TransferFailed(f"{self.to}: the receiver ended before it had answered")
+        return outcome
+
+    def _connected(self, deadline: float) -> Channel:
+        if self._channel is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            channel = Channel(connection)
+            try:
+                connection.settimeout(min(self._timeout, 1e6))
+                connection.connect(self._path)
+                if peer(connection) != os.getuid():
+                    raise TransferFailed(f"{self.to}: the receiver is a process of another user")
+                channel.send(Greeting(VERSION, self.artifact.graph_id), deadline)
+                welcome = channel.receive(Welcome, deadline)
+            except OSError as error:
+                channel.close()
+                raise TransferFailed(
+                    f"{self.to}: nobody receives there ({error.strerror or error}). Start the receiver first: "
+                    "weightswap serve --receive, or Model.receive"
+                ) from error
+            except BaseException:
+                channel.close()
+                raise
+            if welcome is None or welcome.refusal is not None:
+                channel.close()
+                if welcome is not None and welcome.refusal is not None:
+                    raise welcome.refusal.as_error()
+                raise TransferFailed(f"{self.to}: the receiver closed the connection")
+            self._channel = channel
+        return self._channel
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the sender: what is on its way is awaited, what waits is sent. A second call does nothing."""
+        self._stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._changed:
+            free, self._free = self._free, []
+        for memory in free:
+            memory.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Sender({self.to!r}, {str(self.artifact.path)!r})"
+
+
+class _FileLayout(ArenaLayout):
+    """The layout of the tensors in a packed file, which are row-major and end to end."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        weights = tuple(msgspec.structs.replace(weight, stride=None) for weight in manifest.weights)
+        self.manifest = msgspec.structs.replace(manifest, weights=weights)
+        self.weights = {weight.name: weight for weight in weights}
+        self.ranges = pack_ranges(canonical_order(weight.row for weight in weights))
+        self.slots = {name: ByteRange(place.begin, place.nbytes) for name, place in self.ranges.items()}
+        self.nbytes = sum(place.nbytes for place in self.ranges.values())
+        self.whole = ByteRange(0, self.nbytes)
+        blank = Stamp(graph_id="0" * 64, weights_id="0" * 64, digests=dict.fromkeys(self.ranges, "0" * 64))
+        # labels are text in JSON in JSON: at most two characters for each
+        self.header_size = len(self.header(blank, 2 * MOST_LABEL_BYTES))
+
+    def header(self, stamp: Stamp, reserve: int = 0) -> bytes:
+        metadata = {"format": "pt", METADATA_KEY: msgspec.json.encode(stamp).decode()}
+        return render_header(self.ranges, metadata, reserve)
+
+
+class _FileInMemory:
+    """A packed weight file without a name, written over and over."""
+
+    def __init__(self, layout: _FileLayout) -> None:
+        """Raises Unsupported where the system has no such files."""
+        if not hasattr(os, "memfd_create"):
+            raise Unsupported("unix: needs memfd_create, which this system does not have")
+        self._layout = layout
+        self.descriptor = os.memfd_create("weightswap", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, layout.header_size + layout.nbytes)
+        memory = mmap.mmap(self.descriptor, layout.nbytes, offset=layout.header_size) if layout.nbytes else None
+        if memory is not None:
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._arena = HostArena(layout, memory)
+
+    def fill(self, request: SwapRequest, staging: Staging) -> Identity:
+        """Write weights and their header, and return their identity. Raises what a staging of them raises."""
+        with request.open(staging.job.check, staging.manifest.most_header) as weights:
+            planned = plan(weights, staging.manifest, request)
+            identity, _ = stage_full(planned, self._arena, staging)
+        stamp = Stamp(
+            graph_id=staging.manifest.graph_id,
+            weights_id=identity.weights_id,
+            digests={name: tensor_digest(blocks) for name, blocks in identity.digests.items()},
+            labels=dict(identity.labels),
+        )
+        header = self._layout.header(stamp)
+        os.pwrite(self.descriptor, _padded(header, self._layout.header_size), 0)
+        return identity
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def _padded(header: bytes, size: int) -> bytes:
+    """Return a header of a safetensors file with spaces up to a size."""
+    length = size - 8
+    return length.to_bytes(8, "little") + header[8:].ljust(length)

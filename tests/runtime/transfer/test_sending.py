@@ -1,0 +1,380 @@
+"""Weights that one process sends and another serves: receipts, refusals, and senders that die at any moment."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.support import warm
+from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
+from weightswap_exporter import export
+from weightswap_runtime import (
+    DigestMismatch,
+    Model,
+    NonFiniteWeights,
+    Receiver,
+    Sender,
+    Sending,
+    Superseded,
+    SwapReceipt,
+    TransferFailed,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+)
+from weightswap_runtime.transfer.messages import VERSION, Channel, Greeting, Offer, Outcome, Welcome
+
+Far = float("inf")
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> str:
+    return f"unix:{tmp_path / 'x.sock'}"
+
+
+@pytest.fixture
+def served(tiny: TinyArtifact, weight_file: WriteWeights, residency: Any) -> Iterator[Model]:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def receiver(served: Model, at: str) -> Iterator[Receiver]:
+    with served.receive(at, timeout=5.0) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def sender(tiny: TinyArtifact, at: str) -> Iterator[Sender]:
+    with Sender(at, tiny.path, timeout=20.0) as sender:
+        yield sender
+
+
+@pytest.mark.usefixtures("receiver")
+def test_what_is_sent_is_served(served: Model, sender: Sender, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    forms: list[Any] = [tiny.values(1), iter(tiny.values(2).items()), weight_file(3), tiny.values(4)]
+    for seed, given in enumerate(forms, 1):
+        receipt = sender.send(given, labels={"step": str(seed)} if seed != 3 else None)
+        assert isinstance(receipt, SwapReceipt)
+        assert receipt == served.history[-1]
+        assert serves(served, seed)
+        assert receipt.weights_id == load(tiny.path, weight_file(seed)).weights_id
+        assert (receipt.by, receipt.reloadable) == ("receive", False)
+        assert receipt.labels == ({"step": str(seed)} if seed != 3 else {})
+
+
+@pytest.mark.usefixtures("receiver")
+def test_what_was_sent_may_change_at_once(served: Model, sender: Sender) -> None:
+    values = TinyArtifact.values(1)
+    sending = sender.send(values, wait=False)
+    for value in values.values():
+        value.zero_()
+    assert isinstance(sending, Sending)
+    sending.wait(20)
+    assert serves(served, 1)
+
+
+@pytest.mark.usefixtures("receiver")
+def test_long_labels_do_not_move_the_weights(served: Model, sender: Sender) -> None:
+    for length in (0, 10, 60_000):
+        receipt = sender.send(TinyArtifact.values(1), labels={"notes": '"' * (length // 2)})
+        assert isinstance(receipt, SwapReceipt)
+        assert receipt.labels == {"notes": '"' * (length // 2)}
+
+
+REFUSED: dict[str, tuple[dict[str, torch.Tensor], type[Exception], str]] = {
+    "here": ({"bias": torch.ones(3)}, WeightsMismatch, "bias: expected F32"),
+    "there": ({"bias": torch.full((5,), torch.nan)}, NonFiniteWeights, "bias: 5 NaN of 5 values\nDo not serve them"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_comes_back_with_its_reason(
+    change: Values, error: type[Exception], says: str, served: Model, sender: Sender, receiver: Receiver
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        sender.send(TinyArtifact.values(1) | change)
+    assert caught.value.problems  # type: ignore[attr-defined]
+    assert serves(served, 0)
+    assert (receiver.last_error is None) == (error is WeightsMismatch)
+    sender.send(TinyArtifact.values(1))
+    assert serves(served, 1)
+    assert receiver.last_error is None
+
+
+def test_of_several_that_wait_the_latest_is_sent(served: Model, sender: Sender, receiver: Receiver) -> None:
+    with served.turn(lambda: None):  # no swap begins
+        first = sender.send(TinyArtifact.values(1), wait=False)
+        while receiver._connections == {}:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        others = [sender.send(TinyArtifact.values(seed), wait=False) for seed in (2, 3, 4)]
+        assert not first.done  # type: ignore[union-attr]
+    assert first.wait(20)  # type: ignore[union-attr, call-arg]
+    for other in others[:2]:
+        with pytest.raises(Superseded, match="later weights were sent before"):
+            other.wait(20)  # type: ignore[union-attr, call-arg]
+    others[2].wait(20)  # type: ignore[union-attr, call-arg]
+    assert serves(served, 4)
+    assert served.generation == 2
+
+
+def test_a_receiver_that_starts_again_is_found(served: Model, at: str, sender: Sender) -> None:
+    for seed in (1, 2):
+        with served.receive(at):
+            sender.send(TinyArtifact.values(seed))
+            assert serves(served, seed)
+        assert not Path(at.removeprefix("unix:")).exists()
+        with pytest.raises(TransferFailed, match=r"nobody receives there .* Start the receiver first"):
+            sender.send(TinyArtifact.values(9))
+
+
+def test_a_closed_or_dropped_model_stops_listening(tiny: TinyArtifact, at: str) -> None:
+    path = Path(at.removeprefix("unix:"))
+    model = load(tiny.path)
+    receiver = model.receive(at)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert model.receivers == (receiver,)
+    model.close()
+    assert not receiver.alive
+    assert not path.exists()
+    model = load(tiny.path)
+    receiver = model.receive(at)
+    del model
+    gc.collect()
+    assert not path.exists()
+    assert receiver.stop(20)
+
+
+def test_the_address_must_be_free(served: Model, receiver: Receiver, tmp_path: Path, at: str) -> None:
+    with pytest.raises(Unsupported, match="another process receives there"):
+        served.receive(at)
+    (tmp_path / "file").touch()
+    for address, says in (
+        (f"unix:{tmp_path / 'file'}", "is there already, and no socket"),
+        (f"unix:{tmp_path / 'nowhere' / 'x.sock'}", r"cannot listen there \(No such file or directory\)"),
+        ("x.sock", "expected unix:PATH"),
+        ("unix:" + "x" * 200, "a path of more than 107 bytes"),
+    ):
+        with pytest.raises(Unsupported, match=says):
+            served.receive(address)
+    receiver.stop()
+    left = socket.socket(socket.AF_UNIX)  # by a process that was killed
+    left.bind(str(tmp_path / "x.sock"))
+    left.close()
+    assert served.receive(at).alive
+
+
+@pytest.mark.usefixtures("receiver")
+def test_another_graph_is_refused_before_anything_is_sent(at: str, tmp_path: Path, served: Model) -> None:
+    linear = torch.nn.Linear(3, 3)
+    other = export(linear, (torch.zeros(1, 3),), out=tmp_path / "other.artifact")
+    with Sender(at, other) as sender, pytest.raises(TransferFailed, match=r"the sender has the graph .*, the receiver"):
+        sender.send(linear)
+    assert serves(served, 0)
+
+
+def test_who_follows_a_place_takes_no_weights_from_memory(
+    served: Model, receiver: Receiver, sender: Sender, tmp_path: Path
+) -> None:
+    served.follow(tmp_path)
+    with pytest.raises(UnexpectedWeights, match=r"this model follows .*, which says what is served"):
+        sender.send(TinyArtifact.values(1))
+    assert serves(served, 0)
+
+
+# a peer that does not keep to the messages
+
+
+def connected(at: str) -> Channel:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(at.removeprefix("unix:"))
+    return Channel(connection)
+
+
+def greeted(at: str, tiny: TinyArtifact) -> Channel:
+    channel = connected(at)
+    channel.send(Greeting(VERSION, tiny.manifest.graph_id), Far)
+    assert channel.receive(Welcome, Far) == Welcome()
+    return channel
+
+
+def offered(channel: Channel, descriptor: int | None, weights_id: str = "0" * 64) -> Outcome:
+    channel.send(Offer(weights_id), Far, descriptor)
+    outcome = channel.receive(Outcome, Far)
+    assert outcome is not None
+    return outcome
+
+
+def in_memory(content: bytes) -> int:
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, content)
+    return descriptor
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+DESCRIPTORS: dict[str, tuple[Callable[[bytes], int | None], type[Exception], str]] = {
+    "none": (lambda raw: None, TransferFailed, "no descriptor came"),
+    "no weight file": (lambda raw: in_memory(b"x" * 100), WeightFileError, "header"),
+    "a pipe": (lambda raw: os.pipe()[0], WeightFileError, "not a regular file"),
+    "cut off": (lambda raw: in_memory(raw[:-1]), WeightFileError, "truncated"),
+    "another byte": (lambda raw: in_memory(raw[:-1] + bytes([raw[-1] ^ 1])), DigestMismatch, "records the digest"),
+    "another id": (in_memory, UnexpectedWeights, "expected 000000000000"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "says"), DESCRIPTORS.values(), ids=DESCRIPTORS)
+def test_a_descriptor_that_cannot_be_served_is_refused(
+    make: Callable[[bytes], int | None],
+    error: type[Exception],
+    says: str,
+    receiver: Receiver,
+    served: Model,
+    at: str,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+) -> None:
+    raw = weight_file(1).read_bytes()
+    stamp = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["weightswap"])
+    before = open_descriptors()
+    channel, descriptor = greeted(at, tiny), make(raw)
+    outcome = offered(channel, descriptor, "0" * 64 if error is UnexpectedWeights else stamp["weights_id"])
+    assert outcome.refusal is not None
+    refused = outcome.refusal.as_error()
+    assert isinstance(refused, error)
+    assert says in str(refused)
+    assert serves(served, 0)
+    good = in_memory(raw)
+    assert offered(channel, good, stamp["weights_id"]).receipt is not None
+    assert serves(served, 1)
+    channel.close()
+    os.close(good)
+    if descriptor is not None:
+        os.close(descriptor)
+    receiver.stop()
+    gc.collect()
+    assert open_descriptors() <= before + (says == "not a regular file")  # the pipe's other end
+
+
+MESSAGES = {
+    "nothing": b"",
+    "no message": b"\xff\xfe\n",
+    "another version": b'{"version":7,"graph_id":"x"}\n',
+    "half a message": b'{"version":1,',
+    "a long message": b"x" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("raw", MESSAGES.values(), ids=MESSAGES)
+@pytest.mark.usefixtures("receiver")
+def test_who_does_not_keep_to_the_messages_disturbs_nobody(raw: bytes, at: str, served: Model, sender: Sender) -> None:
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.connect(at.removeprefix("unix:"))
+        with suppress(OSError):
+            odd.sendall(raw)
+        sender.send(TinyArtifact.values(1))
+        assert serves(served, 1)
+    sender.send(TinyArtifact.values(2))
+    assert serves(served, 2)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
+@pytest.mark.usefixtures("receiver")
+def test_another_user_is_refused(at: str, tmp_path: Path, tiny: TinyArtifact) -> None:
+    path = Path(at.removeprefix("unix:"))
+    path.chmod(0o666)
+    for folder in (tmp_path, *tmp_path.parents):
+        with suppress(OSError):
+            folder.chmod(folder.stat().st_mode | 0o111)
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+        "print(s.recv(4096).decode())"
+    )
+    done = subprocess.run(
+        [warm.python(), "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "takes weights from processes of its own user alone" in done.stdout
+
+
+# processes
+
+TRAINER = """
+import sys, os
+import torch
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import Sender
+sender = Sender(sys.argv[1], sys.argv[2], timeout=20)
+for seed in range(1, 1000):
+    print(sender.send(TinyArtifact.values(seed), labels={"seed": str(seed)}).generation, flush=True)
+"""
+
+
+@pytest.mark.usefixtures("receiver")
+def test_a_trainer_that_is_killed_leaves_whole_weights(served: Model, at: str, tiny: TinyArtifact) -> None:
+    command = [warm.python(), "-c", TRAINER, at, str(tiny.path)]
+    for kill in range(3):
+        before = served.generation
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout is not None
+            for _ in range(3 + kill):
+                trainer.stdout.readline()
+            time.sleep(0.003 * kill)
+            trainer.send_signal(signal.SIGKILL)
+        assert served.generation > before  # type: ignore[operator]
+        assert serves(served, int(served.history[-1].labels["seed"]))
+
+
+class Silent(threading.Thread):
+    """A receiver that welcomes a sender and then does nothing."""
+
+    def __init__(self, at: str, graph_id: str) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(at.removeprefix("unix:"))
+        self._listener.listen()
+        self._graph_id, self.over = graph_id, threading.Event()
+
+    def run(self) -> None:
+        with self._listener:
+            channel = Channel(self._listener.accept()[0])
+            channel.receive(Greeting, Far)
+            channel.send(Welcome(), Far)
+            self.over.wait(30)
+            channel.close()
+
+
+def test_a_receiver_that_does_not_answer_is_given_up(tiny: TinyArtifact, at: str) -> None:
+    silent = Silent(at, tiny.manifest.graph_id)
+    silent.start()
+    with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="did not answer in time"):
+        sender.send(TinyArtifact.values(1))
+    silent.over.set()
+    silent.join()
+
+
+def test_a_closed_sender_sends_nothing(tiny: TinyArtifact, at: str) -> None:
+    sender = Sender(at, tiny.path)
+    sender.close()
+    sender.close()
+    with pytest.raises(TransferFailed, match="the sender was closed"):
+        sender.send(TinyArtifact.values(1))

@@ -1,0 +1,75 @@
+"""Servers whose weights come from a trainer's memory: `serve --receive`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.server.load import INPUT
+from tests.server.worker_processes import Fleet, children_of, eager, eventually, started
+from tests.support.served import as_json, ask, serving
+from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, NonFiniteWeights, Sender, SwapReceipt
+from weightswap_server.serving import ModelSource
+from weightswap_tools.commands.serve import serve_command
+
+
+def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: Path) -> None:
+    at = f"unix:{tmp_path / 'x.sock'}"
+    model = ModelSource(artifact=str(tiny.path), receive=at).open()
+    with serving({"tiny": model}, warm=False) as server, Sender(at, tiny.path) as sender:
+        assert ask(server, "/v2/health/ready").status == 503
+        receipt = sender.send(tiny.values(2), labels={"step": "7"})
+        assert isinstance(receipt, SwapReceipt)
+        eventually(lambda: ask(server, "/v2/health/ready").status == 200)
+        answer = ask(server, "/v2/models/tiny/infer", as_json(x=INPUT)).json
+        assert answer["parameters"]["weights_id"] == receipt.weights_id
+        assert serves(model, 2)
+
+
+@pytest.mark.parametrize("other", ["--watch", "--follow"])
+def test_a_model_has_one_source(other: str, tiny: TinyArtifact, tmp_path: Path) -> None:
+    arguments = [str(tiny.path), "--port", "0", "--receive", f"unix:{tmp_path / 'x'}", other, str(tmp_path)]
+    refused = CliRunner().invoke(serve_command, arguments)
+    assert refused.exit_code == 2
+    assert "can neither follow a place nor watch a directory" in refused.stderr
+
+
+def test_all_workers_serve_what_the_keeper_receives(tmp_path: Path, weight_file: WriteWeights) -> None:
+    tiny = TinyArtifact(tmp_path / "workers" / "tiny.artifact")
+    at = f"unix:{tmp_path / 'x.sock'}"
+    with (
+        started(tmp_path / "workers", 2, "--weights", str(weight_file(1)), "--receive", at) as (process, http, grpc),
+        Sender(at, tiny.path) as sender,
+    ):
+        expected: dict[str, np.ndarray] = {}
+        fleet = Fleet(process, http, grpc, DesiredPlace(tmp_path), {}, expected)
+        eventually(lambda: fleet.get("/v2/health/ready") == b"")
+        for seed in (2, 3):
+            receipt = sender.send(tiny.values(seed))
+            assert isinstance(receipt, SwapReceipt)
+            expected[receipt.weights_id] = eager(seed)
+            for _ in range(8):
+                assert fleet.infer()[0] == receipt.weights_id
+        with pytest.raises(NonFiniteWeights):
+            sender.send({**tiny.values(3), "bias": tiny.values(3)["bias"] * float("nan")})
+        keeper, *_ = children_of(process.pid)
+        os.kill(keeper, signal.SIGKILL)  # the segment keeps what was sent
+        assert fleet.infer()[0] == receipt.weights_id
+        eventually(lambda: children_of(process.pid)[-1] != keeper and Path(at.removeprefix("unix:")).exists())
+
+        def sent() -> bool:
+            try:
+                again = sender.send(tiny.values(2))
+            except Exception:
+                return False
+            assert isinstance(again, SwapReceipt)
+            return json.dumps(again.labels) == "{}" and fleet.infer()[0] == again.weights_id
+
+        eventually(sent)
