@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +25,9 @@ from weightswap_runtime import Model, load
 AS_A_FILE = Goal("ratio", "at most", 1.25)
 NEAR_THE_LEAST = Goal("ratio", "at most", 1.5)
 AS_A_MAPPING = Goal("ratio", "at most", 1.25)
+AS_ITS_PARTS = Goal("ratio", "at most", 1.2)
+A_THIRD = Goal("ratio", "at most", 1 / 3)
+HELD = Goal("ratio", "at most", 1.3)
 WITH_A_SECOND_LOOK = Goal("ratio", "at most", 1.35)
 Tensors = dict[str, torch.Tensor]
 
@@ -42,6 +51,79 @@ def rows(settings: Settings) -> Iterator[Row]:
     second = f"{what}, with a second look"
     yield compared(second, "ms", ms["background"], "mapping", ms["mapping"], WITH_A_SECOND_LOOK)
     yield compared(f"{what}, mapping", "ms", ms["mapping"], "copy_ of each tensor, unverified", ms["copy_"])
+    gc.collect()
+    yield from _from_another_process(settings)
+
+
+def _from_another_process(settings: Settings) -> Iterator[Row]:
+    """Measure the way of a trainer's weights to answers of another process, by a socket and by a folder in memory."""
+    with (
+        stored(settings.megabytes * 1_000_000, pickling=False) as large,
+        _Trainer(large, settings.megabytes) as trainer,
+    ):
+        model = load(large.artifact, large.versions[0].path)
+        model.swap(large.versions[1].path)
+        paths, peers = cycle(version.path for version in large.versions), Peers()
+        source, copy = (Memory(large.nbytes, touched=True) for _ in range(2))
+        held: dict[str, list[float]] = {"send": [], "publish": []}
+
+        def by(way: str) -> Measure:
+            return lambda: trainer.hand_over(way, model, held[way])
+
+        with model.receive(trainer.at), model.watch(trainer.folder, 0.05, start="new"):
+            timings = in_turn(
+                {
+                    "send": by("send"),
+                    "publish": by("publish"),
+                    "least": lambda: seconds(lambda: peers.copy_and_hash(copy, source)),
+                    "file": lambda: seconds(lambda: model.swap(next(paths))),
+                },
+                settings.rounds,
+            )
+    ms = {name: [1e3 * second for second in values] for name, values in timings.items()}
+    held_ms = {name: [1e3 * second for second in values[1:]] for name, values in held.items()}
+    least = [one + other for one, other in zip(ms["least"], ms["file"], strict=True)]
+    what = f"{large.size} from a trainer's memory to answers of another process"
+    parts = "memcpy + BLAKE3 there, and a swap of a file"
+    yield compared(f"{what}, send", "ms", ms["send"], parts, least, AS_ITS_PARTS)
+    yield compared(f"{what}, send", "ms", ms["send"], "publish and watch in /dev/shm", ms["publish"], A_THIRD)
+    held_by = f"{large.size}: the trainer is held by a send"
+    yield compared(held_by, "ms", held_ms["send"], "memcpy + BLAKE3", ms["least"], HELD)
+    yield compared(held_by, "ms", held_ms["send"], "held by publish", held_ms["publish"])
+
+
+class _Trainer:
+    """A process with a model, which hands its weights over."""
+
+    def __init__(self, large: Stored, megabytes: int) -> None:
+        self._folder = TemporaryDirectory(prefix="weightswap-bench-", dir="/dev/shm")
+        self.folder = Path(self._folder.name)
+        self.at = f"unix:{self.folder / 'x.sock'}"
+        program = Path(__file__).parents[1] / "trainer_process.py"
+        paths = (large.artifact.path, large.versions[0].path, megabytes, self.at, self.folder)
+        command = [sys.executable, str(program), *map(str, paths)]
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+
+    def __enter__(self) -> _Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def hand_over(self, way: str, model: Model, held: list[float]) -> float:
+        """Return the seconds until the model serves other weights; append those for which the trainer was held."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        before, start = model.generation, time.perf_counter()
+        print(way, file=self._process.stdin, flush=True)
+        while model.generation == before:
+            time.sleep(0.001)
+        total = time.perf_counter() - start
+        held.append(float(self._process.stdout.readline()))
+        for file in self.folder.glob("*.safetensors"):
+            file.unlink()
+        return total
 
 
 def _ways(large: Stored, model: Model, given: list[Tensors]) -> dict[str, Measure]:
