@@ -16,6 +16,7 @@ from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import Pinned
 from weightswap_runtime.staging.reading import read_weights
+from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver
 from weightswap_runtime.transfer.sender import Sender, Sending
 
@@ -115,6 +116,7 @@ __all__ = [
     "Held",
     "Hold",
     "InputMismatch",
+    "KeptFiles",
     "LeaseTimeout",
     "MissingExtra",
     "Model",

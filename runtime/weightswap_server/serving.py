@@ -21,6 +21,7 @@ from weightswap_runtime.live.variants import MOST
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import ServedModel
+from weightswap_runtime.transfer.keeping import newest_kept
 from weightswap_server.admin.access import AdminSettings
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.http.app import http_app
@@ -150,6 +151,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     follow: str | None = None  # the place of a desired state
     interval: float = 5.0  # seconds between two polls of these
     receive: str | None = None  # where senders connect, `unix:PATH`
+    keep: str | None = None  # a directory for what was served last, from which a restart begins
     variants: Sequence[Variant] = ()  # resident from the start
     options: Mapping[str, Any] = {}  # further arguments of `load`, such as the engine
 
@@ -157,11 +159,17 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         """Load the model, and start to watch, follow or receive. Raises what `load` and `Model.add_variant`, `watch`,
         `follow` and `receive` raise."""
         self.check()
-        model = load(self.artifact, self.weights, **self.options)
+        model = load(self.artifact, self.first, **self.options)
         for variant in self.variants:
             model.add_variant(variant.group, variant.name, variant.path)
         self.take(model)
         return model
+
+    @property
+    def first(self) -> str | None:
+        """The file to begin with: what was kept last, else `weights`."""
+        newest = newest_kept(self.keep) if self.keep is not None else None
+        return self.weights if newest is None else str(newest)
 
     def check(self) -> None:
         """Raise Unsupported for two sources that would undo each other, or for too many variants."""
@@ -172,6 +180,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.receive is not None and not (self.watch is None and self.follow is None):
             raise Unsupported("a model that receives weights can neither follow a place nor watch a directory")
+        if self.keep is not None and self.receive is None:
+            raise Unsupported("keep: for weights that are received; others are in files already")
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:
@@ -183,6 +193,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             model.watch(self.watch, self.interval)
         if self.follow is not None:
             model.follow(self.follow, self.interval)
+        if self.keep is not None:
+            model.keep(self.keep)
         if self.receive is not None:
             model.receive(self.receive)
 

@@ -33,6 +33,18 @@ def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: 
         assert serves(model, 2)
 
 
+def test_a_server_that_starts_again_begins_with_what_was_served_last(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    at, kept, first = f"unix:{tmp_path / 'x.sock'}", str(tmp_path / "kept"), str(weight_file(1))
+    source = ModelSource(artifact=str(tiny.path), weights=first, receive=at, keep=kept)
+    with source.open() as model, Sender(at, tiny.path) as sender:
+        assert serves(model, 1)
+        sender.send(tiny.values(2))
+    with source.open() as model:
+        assert serves(model, 2)
+
+
 @pytest.mark.parametrize("other", ["--watch", "--follow"])
 def test_a_model_has_one_source(other: str, tiny: TinyArtifact, tmp_path: Path) -> None:
     arguments = [str(tiny.path), "--port", "0", "--receive", f"unix:{tmp_path / 'x'}", other, str(tmp_path)]

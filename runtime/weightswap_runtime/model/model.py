@@ -33,6 +33,7 @@ from weightswap_runtime.staging.request import (
     patience,
 )
 from weightswap_runtime.threads import in_thread
+from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver
 
 from .served import ServedModel
@@ -57,6 +58,7 @@ class Model(ServedModel):
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
         self._watchers: list[Watching] = []
         self._receivers: list[Receiver] = []
+        self._keepers: list[KeptFiles] = []
 
     def close(self) -> None:
         """Stop watchers, cancel open stagings, and refuse calls, swaps and pins from now on with ModelClosed.
@@ -72,6 +74,8 @@ class Model(ServedModel):
             watcher.stop()
         for receiver in self._receivers:
             receiver.stop()
+        for kept in self._keepers:
+            kept.stop()
         for staged in list(self._stagings):
             staged.cancel()
 
@@ -327,6 +331,25 @@ class Model(ServedModel):
         if self._closed:  # by another thread meanwhile
             receiver.stop()
         return receiver
+
+    def keep(self, directory: PathLike, *, last: int = 3) -> KeptFiles:
+        """Keep what is served as packed files, from now on, in a thread of its own: the `last` sets; docs/memory.md.
+
+        Weights from memory are in no file: these are for a process that starts again, and to go back further than
+        `rollback` does. Each commit is copied to memory of its own, one set, and written from there.
+
+        directory: is made if it is missing. Others may read in it, but nothing else should write there.
+
+        Raises Unsupported, and WeightFileError if the directory cannot be made; the thread raises nothing.
+        """
+        self._check_open()
+        kept = KeptFiles(self._store, self.graph_id, directory, last)
+        weakref.finalize(self, kept._end).atexit = False
+        with self._store.closing:
+            self._keepers = [*self._keepers, kept]
+        if self._closed:  # by another thread meanwhile
+            kept.stop()
+        return kept
 
     @property
     def receivers(self) -> tuple[Receiver, ...]:

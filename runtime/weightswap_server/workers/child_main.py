@@ -97,8 +97,8 @@ def _keep(manager: ManagerConnection) -> None:
         operations.journal.inherit(task.journals.get(name, JournalState()))
     try:
         for name, source in task.sources.items():
-            if source.weights is not None and models[name].weights_id is None:
-                models[name].swap(source.weights)
+            if (first := source.first) is not None and models[name].weights_id is None:
+                models[name].swap(first)
             source.take(models[name])
         with plane.running() if plane is not None else nullcontext():
             manager.send(Message("ready", plane.where if plane is not None else ""))

@@ -54,7 +54,7 @@ _PANELS = {
         "max_variants",
         "max_hash_trees_mb",
     ),
-    "Weights": ("weights", "watch", "follow", "receive", "interval"),
+    "Weights": ("weights", "watch", "follow", "receive", "keep", "interval"),
     "Listening": ("host", "port", "grpc_port", "max_connections", "workers", "worker_timeout", "grace"),
     "Batching": ("max_batch", "max_delay_ms", "batch_dim"),
     "Limits of requests": (
@@ -98,6 +98,13 @@ def serve(
     receive: Annotated[
         list[str] | None,
         typer.Option(help="unix:PATH: serve what a Sender of this machine's same user sends to this socket."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --receive: keep the last three sets that were served in this directory; a restart begins with "
+            "the last."
+        ),
     ] = None,
     variant: Annotated[
         list[str] | None,
@@ -174,7 +181,8 @@ def serve(
 
     A model is named like its artifact's folder, or as given before `=`. Methods other than the default one are served
     as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights, or --receive
-    has got some. With several artifacts, --weights, --watch, --follow, --receive and --variant take NAME=VALUE.
+    has got some. With several artifacts, --weights, --watch, --follow, --receive, --keep and --variant take
+    NAME=VALUE.
     """
     with errors_as_exit(as_json=False):
         _limit_threads(threads, workers)
@@ -233,7 +241,7 @@ def serve(
             raise typer.BadParameter("two artifacts have the same name; give NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
         followed, variants = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
-        received = _by_name("--receive", receive, paths)
+        received, kept = _by_name("--receive", receive, paths), _by_name("--keep", keep, paths)
         if empty := sorted(paths.keys() - {*first, *watched, *followed, *received}):
             raise typer.BadParameter(f"{', '.join(empty)}: no weights; give --weights, --watch, --follow or --receive")
         takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else OpenMP sets them
@@ -254,6 +262,7 @@ def serve(
                 watch=watched.get(name),
                 follow=followed.get(name),
                 receive=received.get(name),
+                keep=kept.get(name),
                 interval=interval,
                 variants=variants_of(variants.get(name, ())),
                 options=options,

@@ -1,0 +1,154 @@
+"""Keeping what was served as packed files: weights from memory have none, and a process that starts again needs one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError, join_seconds
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.safetensors import canonical_order, new_weight_file
+from weightswap_runtime.jobs import Claim, Job
+from weightswap_runtime.live.receipt import Event
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, allocate
+from weightswap_runtime.staging.reading import read_rows
+from weightswap_runtime.threads import Background
+
+_NAME = re.compile(r"served-\d{8}T\d{12}Z-[0-9a-f]{12}\.safetensors")
+_log = logging.getLogger("weightswap.transfer")
+
+
+class KeptFiles(AbstractContextManager["KeptFiles"]):
+    """The sets of weights that were served last, as packed files of a directory, in a thread that writes them. Made by
+    `Model.keep()`.
+
+    Of commits that follow each other faster than files are written, the latest is kept. `stop()` ends it.
+    """
+
+    def __init__(self, store: Store, graph_id: str, directory: str | os.PathLike[str], last: int) -> None:
+        """Begin with what is served now. Raises Unsupported, and WeightFileError if the directory cannot be made."""
+        if type(last) is not int or last < 1:
+            raise Unsupported(f"last={last!r}: expected a number of files, 1 or more")
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightFileError(f"{self.directory}: cannot be made ({error.strerror})") from error
+        self.last_error: BaseException | None = None  # None again once a file was written
+        self._store, self._graph_id, self._last = store, graph_id, last
+        self._is_stopping = False
+        newest = newest_kept(self.directory)
+        self._kept = "" if newest is None else newest.stem[-12:]  # the beginning of the newest file's weights id
+        self._changed = threading.Event()
+        self._changed.set()
+        self._unlisten = store.events.listen(self._notice)
+        self._thread = Background(self._run, "weightswap-keeping", self._end)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while it keeps what is served."""
+        return self._thread.is_alive()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are kept, the oldest first."""
+        return tuple(_kept_in(self.directory))
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Write what was committed last, and stop.
+
+        Wait for at most `timeout` seconds until the thread has ended, and return whether it has.
+        """
+        self._end()
+        self._thread.join(join_seconds(timeout))
+        return not self.alive
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _end(self) -> None:
+        self._is_stopping = True
+        self._changed.set()
+
+    def _notice(self, event: Event) -> None:
+        if event.receipt is not None:
+            self._changed.set()
+
+    def _run(self) -> None:
+        try:
+            stopping = False
+            while not stopping:
+                self._changed.wait()
+                self._changed.clear()
+                stopping = self._is_stopping
+                self._keep()
+        finally:
+            self._unlisten()
+
+    def _keep(self) -> None:
+        """Write what is served, unless it was the last to be written."""
+        try:
+            if (served := self._copied()) is not None:
+                identity, layout, memory = served
+                self._write(identity, layout, memory)
+                self._kept, self.last_error = identity.weights_id[:12], None
+                for old in list(_kept_in(self.directory))[: -self._last]:
+                    old.unlink(missing_ok=True)
+        except (WeightswapError, OSError, ValueError, MemoryError) as error:
+            self.last_error = error.with_traceback(None)
+            _log.warning("%s: what is served was not kept: %s", self.directory, error)
+
+    def _copied(self) -> tuple[Identity, ArenaLayout, dict[str, memoryview]] | None:
+        """Return a copy of what is served, so that no swap waits for the disk; None if it is kept already."""
+        lease, gate = Claim(), self._store.gate
+        if gate.current is None or gate.current.weights_id.startswith(self._kept or "-"):
+            return None
+        version = gate.acquire(lease)
+        try:
+            arena = version.session.arena
+            return version.identity, arena.layout, {name: _rows(arena, name) for name in arena.layout.slots}
+        finally:
+            lease.end()
+            gate.release(version.session, lease)
+
+    def _write(self, identity: Identity, layout: ArenaLayout, memory: dict[str, memoryview]) -> None:
+        rows = [weight.row for weight in layout.weights.values()]
+        time = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+        path = self.directory / f"served-{time}Z-{identity.weights_id[:12]}.safetensors"
+        content = ((row.name, [memory.pop(row.name)]) for row in canonical_order(rows))
+        labels = identity.labels
+        with new_weight_file(path, rows, content, graph_id=self._graph_id, labels=labels, cast={}) as (file, stamp):
+            if stamp.weights_id != identity.weights_id:
+                found, served = stamp.weights_id[:12], identity.weights_id[:12]
+                raise WeightFileError(f"{path}: has the weights {found}, but {served} were served; it is not kept")
+            file.rename(path)
+
+
+def _rows(arena: Arena, name: str) -> memoryview:
+    """Return a copy of a weight's row-major bytes."""
+    slot, weight = arena.layout.slots[name], arena.layout.weights[name]
+    rows = memoryview(allocate(slot.nbytes))
+    if weight.stride is None:
+        arena.read(slot.offset, rows)
+        return rows
+    return read_rows(weight, arena.fetch(*slot), Job())
+
+
+def newest_kept(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the file of a directory that was kept last; None if there is none."""
+    with suppress(OSError):
+        return next(reversed(list(_kept_in(Path(directory)))), None)
+    return None
+
+
+def _kept_in(directory: Path) -> Iterator[Path]:
+    names = sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return (directory / name for name in names)
