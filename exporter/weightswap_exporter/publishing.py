@@ -28,9 +28,9 @@ from weightswap_exporter.modules.libraries import peft_base
 from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredPlace, load
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
-from weightswap_runtime.following.controller import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.following.place import Known, stamp_of
+from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path

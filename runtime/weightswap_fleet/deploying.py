@@ -16,9 +16,9 @@ from ray.serve.config import RequestRouterConfig
 
 from weightswap_fleet.coordinator.controller import find_spec
 from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported
-from weightswap_runtime.following.controller import check_interval
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.following.place import DesiredPlace, known_weights
+from weightswap_runtime.following.watching import check_interval
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.identity import as_allowed

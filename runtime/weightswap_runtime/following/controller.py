@@ -1,384 +1,300 @@
-"""How a thread keeps a model's weights current: what it does to the model, and what it promotes.
+"""The one controller of changes: weights are staged and verified, the decision is written, then they are committed.
 
-An `Intake` decides by the files of a directory what shall be served, a `Reconciler` by a place. Both have it done by a
-`ModelTarget`, which alone touches the model.
+Watchers, followers, a server's operators and a fleet's nodes differ in who decides, where that is written before the
+commit, and how long a change may stay open. What a change is, and what may happen to it meanwhile, is the same for all:
+
+    staging -> ready -> committing -> over      a refused commit stays ready; each but a commit can be discarded
+
+No lock is held between these, only the store's claim, which refuses a second staging. So whoever waits for a decision
+keeps nobody from discarding the change.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+from threading import RLock
+from typing import Literal, TypeVar
+from uuid import uuid4
 
-from weightswap_runtime.errors import (
-    NothingToRollBack,
-    StageCancelled,
-    Superseded,
-    Unproven,
-    Unsupported,
-    is_number,
-    join_seconds,
-    listed,
-)
-from weightswap_runtime.format.identity import identify
-from weightswap_runtime.format.names import part_of
-from weightswap_runtime.jobs import Job
-from weightswap_runtime.live.calls import Caller, Methods
-from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
+from weightswap_runtime.errors import NothingToRollBack, StageCancelled, StageClosed, StageTimeout, StagingBusy
+from weightswap_runtime.jobs import fork_safe
+from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Member
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.store import Store, fingerprint_of
+from weightswap_runtime.live.store import Store
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
-from weightswap_runtime.threads import Background
+from weightswap_runtime.staging.request import SwapRequest
 
-from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
-from .directory import Entry, order_of_names, without_traceback
-from .intake import NoticeKind
-from .place import DesiredPlace, Known
+from .desired_state import SHOWN, DesiredWeights
 
-Policy = Literal["newest", "proven"]
-_log = logging.getLogger("weightswap.watching")
-_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+_DEFAULT = SwapRequest("")
+REMEMBERED = 64  # ids of discarded changes, whose requests may still come
+C = TypeVar("C", bound="Change")
 
 
-class Watching(AbstractContextManager["Watching"]):
-    """A background thread that keeps a model's weights current, until `stop()`, or until the model is dropped.
+class Lease:
+    """A lease that is over so many seconds after its last renewal."""
 
-    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
-    """
+    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = self._clock() + self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+
+class Change:
+    """A change of a model's weights, from its request to its end."""
 
     def __init__(
         self,
-        subject: Subject,
-        lookers: Sequence[Looker],
-        interval: float,
-        callback: Listener | None,
-        promotion: Promotion | None = None,
+        weights_id: str = "",
+        *,
+        id: str = "",  # noqa: A002 - it is called so in messages
+        by: str = "",
+        lease: Lease | None = None,
+        staged: Staged | None = None,
     ) -> None:
-        """Check the options, and start the thread. Raises Unsupported."""
-        check_interval(interval)
-        model, self._store, self._member, self._request = subject
-        self._promotion = promotion
-        self._lookers = lookers
-        current = self._store.gate.current
-        # rollbacks up to here were made before the watcher began, and do not bind it
-        self._first_generation = -1 if current is None or self._store.inherited else current.generation
-        self._stopping = False
-        self._job: Job | None = None  # of the change under way
-        self._interval = interval
-        self._admission = fingerprint_of(self._store.admit)
-        self._callback = callback
-        self._model = weakref.ref(model)  # referred to only during a look, so that it can be dropped
-        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event: a finalizer may interrupt a put
-        self._thread = Background(self._run, "weightswap-watching", self._end)
-        self._unlisten = self._store.events.listen(self._forward)
-        self._finalizer = weakref.finalize(model, self._end)
-        self._thread.start()
+        """weights_id: of weights that are still in memory. staged: those of another change, which this one does not
+        discard. lease: None: it stays open until it is committed or discarded."""
+        self.id = id or uuid4().hex
+        self.weights_id, self.by = weights_id, by
+        self.lease = lease or Lease()
+        self.staged = staged  # None: it has not begun yet, or the weights are in memory
+        self.phase: Literal["staging", "ready", "committing", "over"] = "staging"
+        self.is_discarded = False
+        self.is_borrowed = staged is not None
+
+    def __str__(self) -> str:
+        return f"the change {self.id}"
 
     @property
-    def alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
+    def weights(self) -> Staged:
+        """What is staged, where something is."""
+        assert self.staged is not None
+        return self.staged
 
     @property
-    def last_error(self) -> BaseException | None:
-        """The last error; None again once weights were taken, or the place could be read again."""
-        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
+    def busy(self) -> str:
+        """Why no other change can begin now."""
+        return "another change of these weights is open; commit or discard it first"
 
-    @property
-    def place(self) -> DesiredPlace | None:
-        """The place with the desired state that the model is kept at, if any."""
-        return self._promotion.place if self._promotion is not None else None
-
-    def look_soon(self) -> None:
-        """Look now instead of after the interval."""
-        self._wakeups.put(None)
-
-    def interrupt(self) -> None:
-        """Cancel a staging under way. The next look begins it again, if it is still wanted."""
-        if (job := self._job) is not None:
-            job.cancel()
-
-    def request_for(self, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
-        """Return the request with which this thread would stage weights of its place, with absolute sources."""
-        onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
-        return self._request._replace(source=path, expect=weights.weights_id, by=by, onto=onto)
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
-
-        Wait for at most `timeout` seconds until the thread has ended, and return whether it has. In a callback it does
-        not wait.
-        """
-        seconds = join_seconds(timeout)
-        self._end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
-        return not self.alive
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _described(self, where: str) -> str:
-        return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
-
-    def _end(self) -> None:
-        self._stopping = True
-        self.interrupt()
-        self.look_soon()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._notice_admission()
-                self._wait(min(map(self._look, self._lookers)))
-        finally:
-            self._unlisten()
-            self._finalizer.detach()
-            del self._store, self._member  # a reference to this object must not keep the weights alive
-
-    def _notice_admission(self) -> None:
-        """Try refused weights again if other ones are admitted now, such as by a new key."""
-        before, self._admission = self._admission, fingerprint_of(self._store.admit)
-        if self._admission != before:
-            for looker in self._lookers:
-                looker.forget_refusal()
-
-    def _wait(self, seconds: float) -> None:
-        with suppress(Empty):
-            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-
-    def _look(self, looker: Looker) -> float:
-        model = self._model()
-        if model is None:
-            self._end()
-            return 0.0
-        try:
-            return looker.look(ModelTarget(model._methods, self))
-        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
-            _log.exception("a poll failed")
-            looker.last_error = without_traceback(error)
-            return self._interval
-
-    def _forward(self, event: Event) -> None:
-        """Call the callback with the events that this thread causes."""
-        if self._callback is not None and threading.current_thread() is self._thread:
-            try:
-                self._callback(event)
-            except BaseException:  # also SystemExit
-                _log.exception("%r failed", self._callback)
+    def ended(self) -> None:
+        """Called once, when the change is over, before another can begin."""
 
 
-class Subject(NamedTuple):
-    """The model to swap weights into."""
+class Controller:
+    """The changes of a model's weights, of which one is open at a time. It has no thread; every method may be called
+    from any.
 
-    model: Caller
-    store: Store
-    member: Member
-    request: SwapRequest  # the options of every swap
+    What decides is the owner's: a subclass says when it stops (`check`) and how it stages desired weights (`begin`).
+    """
 
-
-class Looker(Protocol):
-    """The work of each look."""
-
-    last_error: BaseException | None
-
-    def look(self, target: ModelTarget) -> float:
-        """Serve what can be served. Return the seconds until the next look."""
-        ...
-
-    def forget_refusal(self) -> None:
-        """Try what was refused again at the next look."""
-        ...
-
-
-def check_interval(interval: Any) -> None:
-    """Raise Unsupported for an invalid time between two looks."""
-    if not (is_number(interval) and interval > 0):
-        raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
-
-
-class ModelTarget:
-    """The model, for one look."""
-
-    def __init__(self, methods: Methods, watching: Watching) -> None:
-        self._methods = methods
-        self._watching = watching
-        self._store, self._member, self._request = watching._store, watching._member, watching._request
-        self._promotion = watching._promotion
+    def __init__(
+        self, store: Store, member: Member, options: SwapRequest = _DEFAULT, *, interval: float | None = None
+    ) -> None:
+        """interval: seconds between two questions whether weights that are being staged are still wanted; None: the
+        calling thread stages them itself."""
+        self.interval = interval
+        self.open: tuple[Change, ...] = ()
+        self.store, self._member = store, member
+        self._options = options
+        self._discarded: deque[str] = deque(maxlen=REMEMBERED)
+        # of `open` and of phases; a listener may discard in a commit, and a finalizer interrupt
+        self._lock = fork_safe(RLock())
 
     def check(self) -> None:
-        if self._watching._stopping:
-            raise StageCancelled("watching was stopped")
+        """Raise StageCancelled if the owner is stopping."""
+
+    def begin(self, path: str | Path, weights: DesiredWeights) -> Staged:
+        """Begin to stage desired weights. With `interval=None`, they are not started yet."""
+        raise NotImplementedError
 
     def serves(self, weights_id: str) -> bool:
-        gate = self._store.gate
+        """Return whether exactly these weights are served now."""
+        gate = self.store.gate
         return gate.current is not None and gate.current.weights_id == weights_id and gate.failure is None
 
     @property
     def serves_nothing(self) -> bool:
-        return self._store.gate.current is None
+        return self.store.gate.current is None
 
-    def swap(
-        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
-    ) -> str | None:
-        with self._turn() as job:
-            # the id that a part results in is known only after its staging
-            if weights_id is not None and not self._request.only and not self._needs(path, weights_id):
-                return known
-            for each in onto:
-                self._needs(each.path, each.weights_id)  # nothing is built on what was rolled back
-            promotion, current = self._promotion, self._store.gate.current
-            if promotion is not None:
-                promotion.check((*onto, BaseFile(path, weights_id or "")), self.check)
-            base = current.weights_id if current is not None and onto else None
-            with self._staged(job, self._request._replace(source=path, onto=onto)) as staged:
-                content = self._content(staged)
-                if content != known and self._needs(path, staged.weights_id):
-                    if promotion is not None:
-                        through = tuple(DesiredBase(source=str(each.path), weights_id=each.weights_id) for each in onto)
-                        graph_id = self._member.artifact.graph_id
-                        known_now = Known(staged.weights_id, graph_id, staged.labels, base or staged.base, through)
-                        promotion.promote(path, staged, known_now)
-                    staged.commit(timeout=self._request.timeout)
-                return content
+    def turn(self, check: Check | None = None) -> AbstractContextManager[None]:
+        """Return a context manager during which nobody else decides on these weights. check: called in the wait."""
+        return self.store.turns.wait_for_turn(check or self.check)
 
-    def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
-        """Serve exactly these weights, if `is_wanted` is still true when they are staged. Raises what `swap` raises."""
-        with self._turn() as job:
-            if self.serves(weights.weights_id) or not is_wanted():  # changed during the wait for the turn
-                return
-            by = weights.by or self._request.by
-            if self._try_rollback(weights.weights_id, by):
-                return
-            with self._staged(job, self._watching.request_for(path, weights, by)) as staged:
-                if is_wanted():
-                    staged.commit(timeout=self._request.timeout)
+    def prepare(
+        self, change: C, begin: Callable[[], Staged] | None = None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> C:
+        """Stage and verify weights, and keep them ready. begin: None if there is nothing to stage.
 
-    def _try_rollback(self, weights_id: str, by: str) -> bool:
-        """Roll back to these weights, without reading, if they are still in memory. Return whether they were."""
-        if self._store.previous_id != weights_id:
-            return False
-        try:
-            self._store.rollback(self._member, by, self._request.patience, self._request.timeout, weights_id)
-        except NothingToRollBack:  # another thread has staged or committed meanwhile
-            return False
-        return True
-
-    @contextmanager
-    def _turn(self) -> Iterator[Job]:
-        """Hold this thread's turn to swap within the block; yield a job that `stop()` cancels."""
-        with self._store.turns.wait_for_turn(self.check):
-            self._watching._job = job = Job(self._request.rate_limit)
-            if self._watching._stopping:
-                job.cancel()
-            try:
-                yield job
-            finally:
-                self._watching._job = None
-
-    @contextmanager
-    def _staged(self, job: Job, request: SwapRequest) -> Iterator[Staged]:
-        with Staged(self._methods, self._store, self._member, request, job).run() as staged:
-            job.check()
-            yield staged
-
-    def _content(self, staged: Staged) -> str:
-        """Return the weights id; for a part, the id of the part alone."""
-        manifest, identity = self._member.artifact.manifest, staged.identity
-        if not (only := self._request.only):
-            return identity.weights_id
-        return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
-
-    def _needs(self, path: PathLike, weights_id: str) -> bool:
-        """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
-
-        With a promotion, the place knows what was rolled back.
+        Raises StagingBusy, StageCancelled if the change was discarded, even before it came, and what the staging
+        raises. It is then over.
         """
-        if self._promotion is None and (receipt := self._rollback_of(weights_id)):
-            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
-            raise Superseded(
-                f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
-                f"{receipt.generation}). Write other weights, or swap these in by hand."
-            )
-        return not self.serves(weights_id)
+        self._open(change)
+        try:
+            self.check()
+            if begin is not None:
+                change.staged = begin()
+                if change.is_discarded:  # when there was nothing to cancel
+                    change.staged.cancel_soon()
+                self._await(change.staged, lambda: is_wanted() and not change.lease.is_over)
+            with self._lock:
+                self.check_not_discarded(change)
+                change.phase = "ready"
+        except BaseException:
+            self._end(change)
+            raise
+        return change
 
-    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
-        """Return the rollback from these weights since the watcher began; None if they were committed again."""
-        for receipt in reversed(tuple(self._store.history)):
-            if receipt.generation <= self._watching._first_generation or receipt.weights_id == weights_id:
-                return None
-            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
-                return receipt
-        return None
+    @contextmanager
+    def prepared(
+        self, change: C, begin: Callable[[], Staged] | None = None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[C]:
+        """Prepare a change, which is discarded at the end of the block unless it was committed."""
+        self.prepare(change, begin, is_wanted)
+        try:
+            yield change
+        finally:
+            self.drop(change)
 
-    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
-        graph_id = self._member.artifact.graph_id
-        self._store.events.emit(Event(kind, source, self._request.by, graph_id, error=error))
+    def _open(self, change: Change) -> None:
+        with self._lock:
+            self.check_not_discarded(change)
+            for other in self.open:
+                if change.staged is None or change.staged is not other.staged:
+                    raise StagingBusy(other.busy)
+            self.open += (change,)
 
+    def check_not_discarded(self, change: Change) -> None:
+        """Raise StageCancelled if a change was discarded, even before it came."""
+        if change.is_discarded or change.id in self._discarded:
+            raise StageCancelled(f"{change} was discarded")
 
-class Promotion(NamedTuple):
-    """What a watcher does before it serves a file: it makes its weights the desired ones."""
-
-    place: DesiredPlace
-    policy: Policy
-    by: str  # the promoter
-
-    def check(self, files: Iterable[BaseFile], check: Check) -> None:
-        """Raise Held, Superseded or DesiredError if a staging of files could not be promoted anyway."""
-        state = self.place.read(check)
-        for path, weights_id in files:
-            self._check(path, weights_id, state)
-
-    def promote(self, path: str | Path, staged: Staged, known: Known) -> None:
-        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
-        if self.policy == "proven":
-            check_proven(printable(path), staged.verified, list(staged.nonfinite))
-        may = partial(self._check, path, staged.weights_id)
-        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
-
-    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
-        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
-        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
-        return {entry.name for entry in entries if str(entry.path) in known}
-
-    def _check(self, path: PathLike, weights_id: str, state: DesiredState) -> None:
-        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
-        if state.weights_id == weights_id:
+    def _await(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
+        if self.interval is None:
+            staged.run()
             return
-        check_promotable(state, weights_id, printable(path))
-        check_new(state, weights_id, printable(path))
-        folder, _, name = str(path).rpartition("/")
-        for weights in state.known:
-            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
-            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
-                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
+        while not staged.done:
+            with suppress(StageTimeout):
+                staged.wait(self.interval)
+            if not staged.done and not is_wanted():
+                staged.cancel_soon()
+        staged.wait()
 
+    def interrupt(self) -> None:
+        """Cancel what is being staged, for somebody who waits for the turn."""
+        with self._lock:
+            for change in self.open:
+                change.is_discarded = change.is_discarded or change.phase == "staging"
+                if change.phase != "ready" and change.staged is not None:
+                    change.staged.cancel_soon()
 
-def check_promotion_policy(policy: str) -> None:
-    """Raise Unsupported for an unknown policy."""
-    if policy not in get_args(Policy):
-        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
+    def commit(self, change: Change, record: Callable[[], object] = lambda: None) -> SwapReceipt | None:
+        """Serve the weights of a change that is ready. Returns None if they are served already.
 
+        record: writes the decision down, where others act on it, before a commit: they would undo what was not
+        decided. What it raises, or the commit after it, leaves the change ready.
 
-def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
-    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
-    if nonfinite:
-        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
-    if verified != "goldens":
-        raise Unproven(
-            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
-            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
-        )
+        Raises StageClosed, what `record` and `Staged.commit` raise, and NothingToRollBack.
+        """
+        with self.ready(change):
+            change.phase = "committing"
+        try:
+            receipt = self._serve(change, record)
+        except BaseException:
+            change.phase = "ready"
+            if change.is_discarded:
+                self._end(change)
+            raise
+        self._end(change, committed=True)
+        return receipt
+
+    def _serve(self, change: Change, record: Callable[[], object]) -> SwapReceipt | None:
+        if change.staged is not None:
+            record()
+            return change.staged.commit(timeout=self._options.timeout)
+        if self.serves(change.weights_id):
+            return None
+        if self.store.previous_id != change.weights_id:
+            raise NothingToRollBack(f"the weights {change.weights_id[:SHOWN]} are no longer in memory")
+        record()
+        patience, timeout = self._options.patience, self._options.timeout
+        return self.store.rollback(self._member, change.by, patience, timeout, change.weights_id)
+
+    @contextmanager
+    def ready(self, change: Change) -> Iterator[None]:
+        """Keep a change as it is, ready, within the block. Raises StageClosed if it is not."""
+        with self._lock:
+            if change.phase != "ready":
+                raise StageClosed("the weights were committed or discarded in the meantime; stage them again")
+            yield
+
+    def discard(self, change_id: str) -> None:
+        """Discard a change that is open, is being staged, or has not come yet; in a commit, only if that fails."""
+        with self._lock:
+            self._discarded.append(change_id)
+        if (change := self.find(change_id)) is not None:
+            self.drop(change)
+
+    def drop(self, change: Change) -> None:
+        """Discard a change, as `discard` does. One that is over stays so."""
+        with self._lock:
+            change.is_discarded = True
+            if change.phase == "committing":
+                return
+        self._end(change)
+
+    def _end(self, change: Change, committed: bool = False) -> None:
+        with self._lock:
+            for each in self.open:
+                if each is change or (committed and each.staged is change.staged is not None):
+                    self.open = tuple(other for other in self.open if other is not each)
+                    each.phase = "over"
+                    each.ended()
+        if change.staged is not None and not change.is_borrowed:
+            change.staged.discard()
+
+    def find(self, change_id: str) -> Change | None:
+        """Return the open change with an id."""
+        return next((change for change in self.open if change.id == change_id), None)
+
+    def close(self) -> None:
+        """Discard all that is open."""
+        for change in self.open:
+            self.drop(change)
+
+    def apply(
+        self,
+        path: str | Path,
+        weights: DesiredWeights,
+        is_wanted: Callable[[], bool],
+        record: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Serve exactly these weights, if they are still wanted once they are staged.
+
+        They are not read if they are still in memory. Raises what `prepare` and `commit` raise.
+        """
+        weights_id, by = weights.weights_id, weights.by or self._options.by
+        with self.turn():
+            if self.serves(weights_id) or not is_wanted():  # changed during the wait for the turn
+                return
+            if self.store.previous_id == weights_id:
+                # suppressed if another thread has staged or committed meanwhile
+                with suppress(NothingToRollBack), self.prepared(Change(weights_id, by=by)) as change:
+                    self.commit(change, record)
+                    return
+            with self.prepared(Change(weights_id, by=by), partial(self.begin, path, weights), is_wanted) as change:
+                self.check()
+                if is_wanted():
+                    self.commit(change, record)

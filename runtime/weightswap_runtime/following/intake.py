@@ -398,7 +398,7 @@ def _why_not_before(file: _File) -> str:
 
 
 class Target(Protocol):
-    """The model as seen by one look; see `loop.ModelTarget`."""
+    """The model as seen by one look; see `watching.ModelTarget`."""
 
     def check(self) -> None:
         """Raise StageCancelled if the watcher was stopped."""

@@ -1,24 +1,179 @@
-"""What `Model.watch` and `Model.follow` return: threads that poll a directory or a place."""
+"""What `Model.watch` and `Model.follow` return: threads that keep a model at a directory's files, or at a place."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import threading
 import time
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
-from weightswap_runtime.errors import Unsupported, check_timeout, text_of
-from weightswap_runtime.jobs import POLL_SECONDS
-from weightswap_runtime.live.receipt import Listener
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.errors import (
+    StageCancelled,
+    Superseded,
+    Unproven,
+    Unsupported,
+    check_timeout,
+    is_number,
+    join_seconds,
+    listed,
+    text_of,
+)
+from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.names import part_of
+from weightswap_runtime.jobs import POLL_SECONDS, Job
+from weightswap_runtime.live.calls import Caller
+from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
+from weightswap_runtime.live.session import Member
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.store import Store, fingerprint_of
+from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
+from weightswap_runtime.threads import Background
 
-from .controller import Looker, Promotion, Subject, Watching
-from .desired_state import DesiredState
-from .directory import open_directory
-from .intake import Intake, Start
-from .place import DesiredPlace
+from .controller import Change, Controller
+from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
+from .directory import Entry, open_directory, order_of_names, without_traceback
+from .intake import Intake, NoticeKind, Start
+from .place import DesiredPlace, Known
 from .reconciler import Reconciler
+
+Policy = Literal["newest", "proven"]
+_log = logging.getLogger("weightswap.watching")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Watching(AbstractContextManager["Watching"]):
+    """A background thread that keeps a model's weights current, until `stop()`, or until the model is dropped.
+
+    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        lookers: Sequence[Looker],
+        interval: float,
+        callback: Listener | None,
+        promotion: Promotion | None = None,
+    ) -> None:
+        """Check the options, and start the thread. Raises Unsupported."""
+        check_interval(interval)
+        self.request = subject.request
+        self._promotion = promotion
+        self._lookers = lookers
+        self._interval = interval
+        self._admission = fingerprint_of(subject.store.admit)
+        self._callback = callback
+        self._target: ModelTarget | None = ModelTarget(subject, promotion)  # None: the thread has ended
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event: a finalizer may interrupt a put
+        self._thread = Background(self._run, "weightswap-watching", self._end)
+        self._unlisten = subject.store.events.listen(self._forward)
+        self._finalizer = weakref.finalize(subject.model, self._end)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """The last error; None again once weights were taken, or the place could be read again."""
+        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
+
+    @property
+    def place(self) -> DesiredPlace | None:
+        """The place with the desired state that the model is kept at, if any."""
+        return self._promotion.place if self._promotion is not None else None
+
+    def look_soon(self) -> None:
+        """Look now instead of after the interval."""
+        self._wakeups.put(None)
+
+    def interrupt(self) -> None:
+        """Cancel a staging under way. The next look begins it again, if it is still wanted."""
+        if (target := self._target) is not None:
+            target.interrupt()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
+
+        Wait for at most `timeout` seconds until the thread has ended, and return whether it has. In a callback it does
+        not wait.
+        """
+        seconds = join_seconds(timeout)
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self.alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _described(self, where: str) -> str:
+        return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
+
+    def _end(self) -> None:
+        if (target := self._target) is not None:
+            target.is_stopping = True
+        self.interrupt()
+        self.look_soon()
+
+    def _run(self) -> None:
+        target = self._target
+        assert target is not None
+        try:
+            while not target.is_stopping:
+                self._notice_admission(target)
+                self._wait(min(self._look(looker, target) for looker in self._lookers))
+        finally:
+            self._unlisten()
+            self._finalizer.detach()
+            self._target = None  # a reference to this object must not keep the weights alive
+
+    def _notice_admission(self, target: ModelTarget) -> None:
+        """Try refused weights again if other ones are admitted now, such as by a new key."""
+        before, self._admission = self._admission, fingerprint_of(target.store.admit)
+        if self._admission != before:
+            for looker in self._lookers:
+                looker.forget_refusal()
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def _look(self, looker: Looker, target: ModelTarget) -> float:
+        model = target.model()  # referred to only during a look, so that it can be dropped
+        if model is None:
+            self._end()
+            return 0.0
+        try:
+            return looker.look(target)
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
+            _log.exception("a poll failed")
+            looker.last_error = without_traceback(error)
+            return self._interval
+
+    def _forward(self, event: Event) -> None:
+        """Call the callback with the events that this thread causes."""
+        if self._callback is not None and threading.current_thread() is self._thread:
+            try:
+                self._callback(event)
+            except BaseException:  # also SystemExit
+                _log.exception("%r failed", self._callback)
 
 
 class Watcher(Watching):
@@ -126,15 +281,14 @@ class Follower(Watching):
     def status(self) -> FollowStatus:
         """The desired and the served weights, and whether they agree."""
         state, error = self._reconciler.state, self.last_error
-        store: Store | None = getattr(self, "_store", None)  # absent after the thread has ended
-        served = store.gate.current.weights_id if store and store.gate.current else None
+        current = target.store.gate.current if (target := self._target) is not None else None
         desired = state.weights_id if state else None
         return FollowStatus(
             place=self.place.where,
             revision=state.revision if state else None,
             desired=desired,
-            served=served,
-            agrees=desired is not None and desired == served,
+            served=current.weights_id if current else None,
+            agrees=current is not None and desired == current.weights_id,
             reachable=self._reconciler.reachable,
             on_hold=state is not None and state.hold is not None,
             error=text_of(error) if error else "",
@@ -157,3 +311,180 @@ class Follower(Watching):
 
     def __repr__(self) -> str:
         return self._described(self.place.where)
+
+
+class Subject(NamedTuple):
+    """The model to swap weights into."""
+
+    model: Caller
+    store: Store
+    member: Member
+    request: SwapRequest  # the options of every swap
+
+
+class Looker(Protocol):
+    """The work of each look."""
+
+    last_error: BaseException | None
+
+    def look(self, target: ModelTarget) -> float:
+        """Serve what can be served. Return the seconds until the next look."""
+        ...
+
+    def forget_refusal(self) -> None:
+        """Try what was refused again at the next look."""
+        ...
+
+
+def request_for(options: SwapRequest, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
+    """Return the request that stages weights of a place, with absolute sources, with a thread's options."""
+    onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+    return options._replace(source=path, expect=weights.weights_id, by=by, onto=onto)
+
+
+def check_interval(interval: Any) -> None:
+    """Raise Unsupported for an invalid time between two looks."""
+    if not (is_number(interval) and interval > 0):
+        raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
+
+
+class ModelTarget(Controller):
+    """The changes that a watching thread makes to its model, itself, one after another."""
+
+    def __init__(self, subject: Subject, promotion: Promotion | None) -> None:
+        model, store, member, request = subject
+        super().__init__(store, member, request)
+        self.model = weakref.ref(model)
+        self._promotion = promotion
+        self.is_stopping = False
+        current = store.gate.current
+        # rollbacks up to here were made before the watcher began, and do not bind it
+        self._first_generation = -1 if current is None or store.inherited else current.generation
+
+    def check(self) -> None:
+        if self.is_stopping:
+            raise StageCancelled("watching was stopped")
+
+    def begin(self, path: str | Path, weights: DesiredWeights) -> Staged:
+        return self._staged(request_for(self._options, path, weights, weights.by or self._options.by))
+
+    def _staged(self, request: SwapRequest) -> Staged:
+        model = self.model()
+        assert model is not None  # during a look
+        return Staged(model._methods, self.store, self._member, request, Job(request.rate_limit))
+
+    def swap(
+        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
+    ) -> str | None:
+        with self.turn():
+            # the id that a part results in is known only after its staging
+            if weights_id is not None and not self._options.only and not self._needs(path, weights_id):
+                return known
+            for each in onto:
+                self._needs(each.path, each.weights_id)  # nothing is built on what was rolled back
+            current = self.store.gate.current
+            if self._promotion is not None:
+                self._promotion.check((*onto, BaseFile(path, weights_id or "")), self.check)
+            base = current.weights_id if current is not None and onto else None
+            begin = partial(self._staged, self._options._replace(source=path, onto=onto))
+            with self.prepared(Change(), begin) as change:
+                staged = change.weights
+                content = self._content(staged)
+                if content != known and self._needs(path, staged.weights_id):
+                    self.commit(change, partial(self._promote, path, staged, base, onto))
+                return content
+
+    def _promote(self, path: str | Path, staged: Staged, base: str | None, onto: tuple[BaseFile, ...]) -> None:
+        if self._promotion is not None:
+            through = tuple(DesiredBase(source=str(each.path), weights_id=each.weights_id) for each in onto)
+            graph_id = self._member.artifact.graph_id
+            known = Known(staged.weights_id, graph_id, staged.labels, base or staged.base, through)
+            self._promotion.promote(path, staged, known)
+
+    def _content(self, staged: Staged) -> str:
+        """Return the weights id; for a part, the id of the part alone."""
+        manifest, identity = self._member.artifact.manifest, staged.identity
+        if not (only := self._options.only):
+            return identity.weights_id
+        return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
+
+    def _needs(self, path: PathLike, weights_id: str) -> bool:
+        """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
+
+        With a promotion, the place knows what was rolled back.
+        """
+        if self._promotion is None and (receipt := self._rollback_of(weights_id)):
+            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
+            raise Superseded(
+                f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
+                f"{receipt.generation}). Write other weights, or swap these in by hand."
+            )
+        return not self.serves(weights_id)
+
+    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
+        """Return the rollback from these weights since the watcher began; None if they were committed again."""
+        for receipt in reversed(tuple(self.store.history)):
+            if receipt.generation <= self._first_generation or receipt.weights_id == weights_id:
+                return None
+            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
+                return receipt
+        return None
+
+    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
+        graph_id = self._member.artifact.graph_id
+        self.store.events.emit(Event(kind, source, self._options.by, graph_id, error=error))
+
+
+class Promotion(NamedTuple):
+    """What a watcher does before it serves a file: it makes its weights the desired ones."""
+
+    place: DesiredPlace
+    policy: Policy
+    by: str  # the promoter
+
+    def check(self, files: Iterable[BaseFile], check: Check) -> None:
+        """Raise Held, Superseded or DesiredError if a staging of files could not be promoted anyway."""
+        state = self.place.read(check)
+        for path, weights_id in files:
+            self._check(path, weights_id, state)
+
+    def promote(self, path: str | Path, staged: Staged, known: Known) -> None:
+        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        if self.policy == "proven":
+            check_proven(printable(path), staged.verified, list(staged.nonfinite))
+        may = partial(self._check, path, staged.weights_id)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
+
+    def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
+        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        return {entry.name for entry in entries if str(entry.path) in known}
+
+    def _check(self, path: PathLike, weights_id: str, state: DesiredState) -> None:
+        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
+        if state.weights_id == weights_id:
+            return
+        check_promotable(state, weights_id, printable(path))
+        check_new(state, weights_id, printable(path))
+        folder, _, name = str(path).rpartition("/")
+        for weights in state.known:
+            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
+                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
+
+
+def check_promotion_policy(policy: str) -> None:
+    """Raise Unsupported for an unknown policy."""
+    if policy not in get_args(Policy):
+        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
+
+
+def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
+    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
+    if nonfinite:
+        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
+    if verified != "goldens":
+        raise Unproven(
+            f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
+            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
+        )

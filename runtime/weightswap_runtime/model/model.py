@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import ModelClosed, StaleVariant, UnexpectedWeights, check_timeout
-from weightswap_runtime.following.controller import Policy, Promotion, Subject, Watching, check_promotion_policy
 from weightswap_runtime.following.intake import Start
 from weightswap_runtime.following.place import DesiredPlace
-from weightswap_runtime.following.watching import Follower, Watcher
+from weightswap_runtime.following.watching import (
+    Follower,
+    Policy,
+    Promotion,
+    Subject,
+    Watcher,
+    Watching,
+    check_promotion_policy,
+)
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.jobs import Job

@@ -17,7 +17,7 @@ from weightswap_runtime.errors import NothingToRollBack
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.intake import is_transient
 from weightswap_runtime.following.place import DesiredPlace
-from weightswap_runtime.following.watching import Follower, Watcher
+from weightswap_runtime.following.watching import Follower, Watcher, request_for
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
@@ -191,7 +191,7 @@ class Followed:
         source = next((source for source in self._model.watching if source.place is place), None)
         if source is None:
             raise Conflict(f"{self._name}: no longer follows {place.where}; look again")
-        request = source.request_for(place.locate(weights), place.located(weights), by)
+        request = request_for(source.request, place.locate(weights), place.located(weights), by)
         return self._model._stage(request, background=True)
 
     def interrupt(self) -> None:

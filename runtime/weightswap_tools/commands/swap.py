@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from weightswap_runtime.errors import WeightswapError, plural
-from weightswap_runtime.following.controller import Watching
 from weightswap_runtime.following.intake import Start
+from weightswap_runtime.following.watching import Watching
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.live.residency import ResidencyName
