@@ -445,6 +445,20 @@ def test_a_rollback_does_not_wait_for_what_a_follower_stages(
         assert (serves(model, 1), place.read().hold is not None) == (True, True)
 
 
+def test_a_rollback_does_not_wait_for_what_a_watcher_stages(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    model, begun = load(tiny.path, weight_file(1)), SimpleQueue[str]()
+    model.swap(weight_file(2))
+    model.listen(lambda event: begun.put(event.source) if event.kind == "staging" else None)
+    (tmp_path / "new").mkdir()
+    new = tiny.write(tmp_path / "new" / "v3.safetensors", tiny.values(3))
+    with administered({"tiny": model}) as server, model.watch(new.parent, 30, rate_limit=SLOW):
+        assert begun.get(timeout=20) == str(new)
+        assert change(server, "rollback", to=model.history[0].weights_id).status == 200
+        assert serves(model, 1)
+
+
 def test_a_rollback_gives_way_to_another_writer(
     server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

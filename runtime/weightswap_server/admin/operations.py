@@ -6,17 +6,17 @@ undo what is not desired, and a place must not desire what is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError, with_rule
+from weightswap_runtime.following.controller import Change as OpenChange
+from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, check_file
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -51,6 +51,7 @@ from .documents import (
 )
 from .journal import Followed, Journal
 
+_STAGED = 1.0  # seconds between two looks whether staged weights are ready
 _TURN = 1.0  # seconds to wait for the swap of another thread
 _ROLLBACK_TURN = 10.0  # the same for a rollback, which cancels what followers and watchers stage
 
@@ -70,17 +71,15 @@ class ModelOperations:
         assert isinstance(served.model, Model)  # workers have no admin plane
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
-        self._entry: _Entry | None = None
-        self._lock = Lock()
+        self._changes = Controller(self.model._store, self.model._member, interval=_STAGED)
         self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
-        self._ending = Lock()  # held while staged weights are committed or discarded
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
 
     def close(self) -> None:
         """Discard staged weights."""
         self.journal.close()
-        self._discard()
+        self._changes.close()
 
     def status(self) -> ModelStatus:
         model, progress = self.model, self.model.progress
@@ -96,7 +95,7 @@ class ModelOperations:
             device=model.device,
             residency=model.residency,
             served=served_weights(last[-1], self.journal.why(last[-1])) if (last := model.history) else None,
-            staged=_staged_weights(self._entry),
+            staged=_staged_weights(self._change),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
             canary=CanaryStatus(weights_id=canary.weights_id, since=canary.since, **canary.report())
             if canary
@@ -132,23 +131,22 @@ class ModelOperations:
         `DesiredPlace.set` raise. The weights then stay staged. If the place was written, and calls or pins hold the
         memory, the follower commits; the receipt is None if it has not yet.
         """
-        entry = self._committable()
-        if request.expect not in (None, entry.staged.weights_id):
-            raise Conflict(f"{self.name}: {entry.staged.weights_id[:12]} is staged now; look again")
-        return self._commit(entry, request, by)
+        change = self._committable()
+        if request.expect not in (None, change.weights.weights_id):
+            raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
+        return self._commit(change, request, by)
 
     def swap(self, request: StageRequest, by: str) -> SwapReceipt | None:
         """Stage and commit, all or nothing. Raises as `stage` and `commit`."""
-        entry = self._stage(request, by, swapping=True)
+        change = self._stage(request, by, swapping=True)
         try:
-            return self._commit(entry, request, by)
-        except BaseException:
-            self._discard_entry(entry)
-            raise
+            return self._commit(change, request, by)
+        finally:
+            self._changes.drop(change)
 
     def discard(self, request: Change, by: str) -> None:
         """Discard weights that are staged, or being staged."""
-        self._discard()
+        self._changes.close()
 
     def canary(self, request: CanaryRequest, by: str) -> None:
         """Start a canary with the staged weights, or with those of `source`; again: with another plan, measured anew.
@@ -158,15 +156,15 @@ class ModelOperations:
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
-            entry = self._committable()
-            self._start_canary(entry, plan)
-            entry.request = msgspec.structs.replace(entry.request, why=request.why or entry.request.why)
+            change = self._committable()
+            self._start_canary(change, plan)
+            change.request = msgspec.structs.replace(change.request, why=request.why or change.request.why)
             return
-        entry = self._stage(request.staging(request.source), by, swapping=False)
+        change = self._stage(request.staging(request.source), by, swapping=False)
         try:
-            self._start_canary(entry, plan)
+            self._start_canary(change, plan)
         except BaseException:
-            self._discard_entry(entry)
+            self._changes.drop(change)
             raise
 
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
@@ -184,12 +182,15 @@ class ModelOperations:
                 return self._roll_back_place(place, request, by)
             finally:
                 self.followed.look()
-        self._discard()
-        with self.journal.committing(by, request.why):
+        self._changes.close()
+        with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
             if request.to is None:
-                return self.model.rollback(by=by)
+                with self.journal.committing(by, request.why):
+                    return self.model.rollback(by=by)
             earlier = self.journal.find_served(request.to)
-            return self.model.swap(earlier.source, expect=earlier.weights_id, by=by)
+            source, expect = earlier.source, earlier.weights_id
+            begin = partial(self.model.stage, source, expect=expect, by=by, background=True)
+            return self._served(self._stage_and_commit(begin, source, by, request.why, None, None))
 
     def _roll_back_place(self, place: DesiredPlace, request: RollbackRequest, by: str) -> SwapReceipt | None:
         now = place.read()
@@ -201,17 +202,27 @@ class ModelOperations:
 
         if self._has_in_memory(target.weights_id):
             state = write()
-            self._discard()
+            self._changes.close()
             return self.followed.await_served(state)
-        self._discard()
+        self._changes.close()
         with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
-            staging = StageRequest(source=str(place.locate(target)), why=request.why)
-            entry = self._open(partial(self.followed.stage, place, target, by), staging, by, revision, swapping=True)
-            try:
-                done = self._write_and_commit(entry, by, request.why, write)
-            finally:
-                self._discard_entry(entry)
+            begin, source = partial(self.followed.stage, place, target, by), str(place.locate(target))
+            done = self._stage_and_commit(begin, source, by, request.why, revision, write)
         return self._served(done)
+
+    def _stage_and_commit(
+        self,
+        begin: Callable[[], Staged],
+        source: str,
+        by: str,
+        why: str,
+        revision: int | None,
+        write: Callable[[], DesiredState] | None,
+    ) -> SwapReceipt | DesiredState | None:
+        request = StageRequest(source=source, why=why)
+        change = _StagedChange(self.served, request, by, revision, self._staged_timeout, swapping=True)
+        with self._changes.prepared(change, begin):
+            return self._write_and_commit(change, by, why, write)
 
     def _has_in_memory(self, weights_id: str) -> bool:
         """Return whether a follower would serve these weights without reading a file."""
@@ -275,14 +286,14 @@ class ModelOperations:
 
         Weights that the place already desired before the staging, and that cannot be served, are no reason.
         """
-        entry, follower = self._entry, self.followed.follower
-        if entry is None or entry.swapping:
+        change, follower = self._change, self.followed.follower
+        if change is None or change.swapping:
             return
         status = follower.status if follower else None
-        known = status and status.revision == entry.revision and status.error
+        known = status and status.revision == change.revision and status.error
         outdated = status and status.desired and not status.agrees and not known
-        if outdated or time.time() > entry.since + self._staged_timeout:
-            self._discard_entry(entry)
+        if outdated or change.lease.is_over:
+            self._changes.drop(change)
 
     def verdict(self) -> tuple[str, str] | None:
         """Return "abort" or "promote" with the canary's rule that holds, or None."""
@@ -294,23 +305,30 @@ class ModelOperations:
 
         Raises what `commit` raises, and StageClosed if the canary has ended or was replaced meanwhile.
         """
-        entry, canary = self._entry, self.served.canary
-        if entry is None or canary is None or canary.verdict() != (verdict, rule):
+        change, canary = self._change, self.served.canary
+        if change is None or canary is None or canary.verdict() != (verdict, rule):
             raise StageClosed(f"{self.name}: the canary with the rule {rule!r} has ended")
         try:
             if verdict == "promote":
-                return self._commit(entry, Change(why=with_rule(entry.request.why, f"canary: {rule}")), entry.by)
-            self.journal.refuse(_aborted(entry, rule, canary.values()))
+                return self._commit(change, Change(why=with_rule(change.request.why, f"canary: {rule}")), change.by)
+            self.journal.refuse(_aborted(change, rule, canary.values()))
         finally:
-            self._discard_entry(entry)
+            self._changes.drop(change)
         return None
 
     @property
     def staged_by(self) -> str:
         """The user who staged the staged weights, or ""."""
-        return self._entry.by if self._entry is not None else ""
+        change = self._change
+        return change.by if change is not None else ""
 
-    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> _Entry:
+    @property
+    def _change(self) -> _StagedChange | None:
+        """The change that is open."""
+        return next((change for change in self._changes.open if isinstance(change, _StagedChange)), None)
+
+    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> _StagedChange:
+        """Stage weights. Raises StagingBusy, and what the staging raises."""
         path, place = self._allowed.weights(request.source), self.followed.place
         if place is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
@@ -328,46 +346,32 @@ class ModelOperations:
             by=by,
             background=True,
         )
-        return self._open(begin, msgspec.structs.replace(request, source=path), by, revision, swapping=swapping)
+        request = msgspec.structs.replace(request, source=path)
+        change = _StagedChange(self.served, request, by, revision, self._staged_timeout, swapping=swapping)
+        return self._changes.prepare(change, begin)
 
-    def _open(
-        self, begin: Callable[[], Staged], request: StageRequest, by: str, revision: int | None, *, swapping: bool
-    ) -> _Entry:
-        """Begin a staging, and wait until it has ended. Raises StagingBusy, and what the staging raises."""
-        with self._lock:
-            if self._entry is not None:
-                raise StagingBusy(f"{self.name}: an operator has already staged weights; commit or discard them first")
-            self._entry = entry = _Entry(begin(), request, by, revision, swapping)
-        try:
-            entry.staged.wait()
-        except BaseException:
-            self._discard_entry(entry)
-            raise
-        return entry
-
-    def _committable(self) -> _Entry:
-        entry = self._entry
-        if entry is None or entry.swapping:
+    def _committable(self) -> _StagedChange:
+        change = self._change
+        if change is None or change.swapping:
             raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
-        if not entry.staged.done:
-            raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
-        return entry
+        if change.phase == "staging":
+            phase = change.staged.progress.phase if change.staged is not None else "opening"
+            raise StagingBusy(f"{self.name}: still {phase}; wait until it is staged")
+        return change
 
-    def _start_canary(self, entry: _Entry, plan: CanaryPlan) -> None:
-        with self._lock:
-            if self._entry is not entry:
-                raise StageClosed(f"{self.name}: the staged weights were discarded in the meantime")
+    def _start_canary(self, change: _StagedChange, plan: CanaryPlan) -> None:
+        with self._changes.ready(change):
             self.served.end_canary()
-            self.served.start_canary(entry.staged, plan)
+            self.served.start_canary(change.weights, plan)
 
-    def _commit(self, entry: _Entry, request: Change, by: str) -> SwapReceipt | None:
-        place, why = self.followed.place, request.why or entry.request.why
+    def _commit(self, change: _StagedChange, request: Change, by: str) -> SwapReceipt | None:
+        place, why = self.followed.place, request.why or change.request.why
         write = None
         if place is not None:
-            revision = entry.revision if request.revision is None else request.revision
-            write = partial(self._desire, place, entry, revision, why, by)
+            revision = change.revision if request.revision is None else request.revision
+            write = partial(self._desire, place, change, revision, why, by)
         with self._turn(_TURN):  # a follower that reads the place meanwhile waits for this commit
-            done = self._write_and_commit(entry, by, why, write)
+            done = self._write_and_commit(change, by, why, write)
         self.followed.look()
         return self._served(done)
 
@@ -380,38 +384,41 @@ class ModelOperations:
             if time.monotonic() > deadline:
                 raise StagingBusy(f"{self.name}: what it follows or watches is about to change the weights; look again")
 
-        return self.model.turn(check)
+        return self._changes.turn(check)
 
     def _write_and_commit(
-        self, entry: _Entry, by: str, why: str, write: Callable[[], DesiredState] | None
-    ) -> SwapReceipt | DesiredState:
+        self, change: _StagedChange, by: str, why: str, write: Callable[[], DesiredState] | None
+    ) -> SwapReceipt | DesiredState | None:
         """Write a followed place, and commit. Return what was written if the commit then fails: the follower makes it.
 
         The write comes first: the follower would replace weights that are served but not desired.
         """
-        with self.journal.committing(by, why), self._ending:
-            if self._entry is not entry:
-                raise StageClosed(f"{self.name}: the staged weights were committed or discarded in the meantime")
-            state = write() if write is not None else None
-            try:
-                done: SwapReceipt | DesiredState = entry.staged.commit()
-            except WeightswapError:
-                if state is None:
-                    raise
-                entry.staged.discard()
-                done = state
-            self._forget(entry)
-        return done
+        written: DesiredState | None = None
 
-    def _served(self, done: SwapReceipt | DesiredState) -> SwapReceipt | None:
+        def record() -> None:
+            nonlocal written
+            written = write() if write is not None else None
+
+        with self.journal.committing(by, why):
+            try:
+                return self._changes.commit(change, record)
+            except WeightswapError:
+                if written is None:
+                    raise
+                self._changes.drop(change)
+                return written
+
+    def _served(self, done: SwapReceipt | DesiredState | None) -> SwapReceipt | None:
         return self.followed.await_served(done) if isinstance(done, DesiredState) else done
 
-    def _desire(self, place: DesiredPlace, entry: _Entry, revision: int | None, why: str, by: str) -> DesiredState:
-        staged = entry.staged
+    def _desire(
+        self, place: DesiredPlace, change: _StagedChange, revision: int | None, why: str, by: str
+    ) -> DesiredState:
+        staged, path = change.weights, change.request.source
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
-        check_file(entry.path, staged.weights_id)  # weights may have been staged for long, and others read the file
+        check_file(path, staged.weights_id)  # weights may have been staged for long, and others read the file
         seen = place.read().revision if revision is None else revision
-        return place.set(entry.path, revision=seen, by=by, why=why, known=known)
+        return place.set(path, revision=seen, by=by, why=why, known=known)
 
     def _last_served(self, state: DesiredState) -> str | None:
         """Return the last desired weights that this process has served; it may have refused later ones."""
@@ -425,63 +432,52 @@ class ModelOperations:
                 "--workers, or start several servers and ask each."
             )
 
-    def _discard(self) -> None:
-        if self._entry is not None:
-            self._discard_entry(self._entry)
 
-    def _discard_entry(self, entry: _Entry) -> None:
-        with self._ending:
-            self._forget(entry)
-            entry.staged.discard()
-
-    def _forget(self, entry: _Entry) -> None:
-        with self._lock:
-            if self._entry is entry:
-                self._entry = None
-                self.served.end_canary()
-
-
-@dataclasses.dataclass
-class _Entry:
+class _StagedChange(OpenChange):
     """Weights that an operator has staged."""
 
-    staged: Staged
-    request: StageRequest  # its source is the path or URL
-    by: str
-    revision: int | None  # of the followed place, as seen before
-    swapping: bool  # it is committed at once
-    since: float = dataclasses.field(default_factory=time.time)
+    def __init__(
+        self, served: Served, request: StageRequest, by: str, revision: int | None, timeout: float, *, swapping: bool
+    ) -> None:
+        """request: its source is the path or URL. revision: of the followed place, as seen before. swapping: it is
+        committed at once. timeout: seconds for which it may stay open."""
+        super().__init__(by=by, lease=Lease(timeout))
+        self._served, self.request, self.revision, self.swapping = served, request, revision, swapping
+        self.since = time.time()
 
     @property
-    def path(self) -> str:
-        return self.request.source
+    def busy(self) -> str:
+        return f"{self._served.name}: an operator has already staged weights; commit or discard them first"
+
+    def ended(self) -> None:
+        self._served.end_canary()
 
 
-def _staged_weights(entry: _Entry | None) -> StagedWeights | None:
-    if entry is None:
+def _staged_weights(change: _StagedChange | None) -> StagedWeights | None:
+    if change is None:
         return None
-    weights = StagedWeights(
-        source=printable(entry.path), by=entry.by, why=entry.request.why, since=entry.since, ready=False
-    )
+    source, why = printable(change.request.source), change.request.why
+    weights = StagedWeights(source=source, by=change.by, why=why, since=change.since, ready=False)
+    if change.phase == "staging":
+        return weights
     try:
-        staged = entry.staged
-        if staged.done:
-            weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
-            weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
-            weights.ready = not entry.swapping
+        staged = change.weights
+        weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
+        weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
+        weights.ready = not change.swapping
     except Exception:  # it was discarded or cancelled meanwhile
         return None
     return weights
 
 
-def _aborted(entry: _Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
+def _aborted(change: _StagedChange, rule: str, values: Mapping[str, float | None]) -> Refusal:
     """Return the refusal of a canary that its rule has aborted, with its measures."""
     measured = ", ".join(f"{name} {measure_text(name, value)}" for name, value in values.items() if value is not None)
     return Refusal(
         time=time.time(),
         event="canary aborted",
-        source=printable(entry.path),
-        by=entry.by,
+        source=printable(change.request.source),
+        by=change.by,
         phase="canary",
         kind="",
         error=f"{rule}: {measured}",
