@@ -183,7 +183,7 @@ def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: F
 
     def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
         giving_up.start()
-        while wanted.id not in keeper._discarded:
+        while wanted.id not in keeper._changes._discarded:
             pass
         return stage(*arguments, rate_limit=15.0, **options)
 

@@ -220,19 +220,19 @@ class Staging:
 
     def __init__(self, fleet: Fleet, pool: ThreadPoolExecutor) -> None:
         self.keeper = fleet.keepers["n0"]
-        self._weights, self._wait = self.keeper._weights, self.keeper._weights.wait
-        self._weights.wait = self._wait_longer  # type: ignore[method-assign]
+        self._wait = self.keeper._changes._await
+        self.keeper._changes._await = self._wait_longer  # type: ignore[method-assign]
         self.go, began = threading.Event(), threading.Event()
         self._began = began
         self.prepared = pool.submit(self.keeper.prepare_trial, trial_of(fleet, share=0.5))
         assert began.wait(60)
 
-    def _wait_longer(self, staged: Staged, is_over: Callable[[], bool]) -> None:
+    def _wait_longer(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
         self._began.set()
         while not self.go.wait(0.01):
-            if is_over():
+            if not is_wanted():
                 raise StageCancelled("the test's")
-        self._wait(staged, is_over)
+        self._wait(staged, is_wanted)
 
 
 @pytest.fixture

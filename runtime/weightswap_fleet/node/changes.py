@@ -10,23 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
-from weightswap_runtime.errors import (
-    StageCancelled,
-    StageClosed,
-    StagingBusy,
-    Unsupported,
-    WeightswapError,
-    text_of,
-)
+from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
+from weightswap_runtime.following.controller import Change, Controller, Lease
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.following.intake import NoticeKind
 from weightswap_runtime.following.place import DesiredPlace, Source
@@ -41,17 +34,15 @@ from weightswap_server.workers.trials import read_measures
 
 from .weights import NodeWeights
 
-_POLL = 0.01  # seconds
 _SILENT = 30.0  # seconds without a read of the place, after which a node reports it
-_MOST_DISCARDED = 64  # ids of discarded orders and trials that are remembered, as their messages may still come
 _log = logging.getLogger("weightswap.fleet")
 
 
 class NodeChanges:
-    """The changes of one node. Thread-safe: every change takes the turn, and `_order` and `_trial` change within it.
+    """The changes of one node. Thread-safe: whatever stages or commits has the turn.
 
     What must not wait for a staging (`renew`, `discard`, `end_trial`, what the node's status says, and the refusal of a
-    second order) reads them without the turn.
+    second order) does without.
     """
 
     def __init__(self, weights: NodeWeights, control: Control, clock: Callable[[], float], is_deployed: bool) -> None:
@@ -64,11 +55,8 @@ class NodeChanges:
         self.is_deployed = is_deployed
         self.wakeup = threading.Event()  # of the thread that follows the place
         self.stopped = threading.Event()
-        self._order: _OpenOrder | None = None
-        self._trial: _NodeTrial | None = None
-        self._discarded: deque[str] = deque(maxlen=_MOST_DISCARDED)
+        self._changes = _NodeController(self)
         self._last_conditions: Hashable = None  # of the last reconciliation
-        self._turn = threading.RLock()
         self._deploying = threading.Lock()  # not the turn: a starting replica must not wait for a staging
 
     def deploy(self, spec: Spec) -> None:
@@ -76,6 +64,7 @@ class NodeChanges:
         with self._deploying:
             if spec.since > self._weights.spec.since:
                 self._weights.deploy(spec)
+                self._changes.interval = spec.interval
                 self.reconcile_soon()
             if not self.is_deployed:
                 self.is_deployed = True
@@ -85,7 +74,15 @@ class NodeChanges:
     def preparing(self) -> str:
         """The weights id of the open order; empty without one."""
         opened = self._order
-        return opened.order.weights.weights_id if opened else ""
+        return opened.weights_id if opened else ""
+
+    @property
+    def _order(self) -> _OpenOrder | None:
+        return next((change for change in self._changes.open if isinstance(change, _OpenOrder)), None)
+
+    @property
+    def _trial(self) -> _NodeTrial | None:
+        return next((change for change in self._changes.open if isinstance(change, _NodeTrial)), None)
 
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
@@ -99,54 +96,32 @@ class NodeChanges:
         began = time.perf_counter()
         if not order.is_rollback:
             self._check_free()  # at once: the turn may come only after a long staging
-        with self._turn_at_once() if order.is_rollback else self._turn:
-            self._check_not_discarded(order)
-            if order.is_rollback and self._order is not None and not self._resolve(self._order):
-                self._drop()
-            self._check_free()
-            resident, verified = self._prepare(order)
+        with self._changes.turn(self._changes.interrupt if order.is_rollback else None):
+            opened = self._open(order)
+            opened.lease.renew()  # the staging may have taken long
+            resident = opened.staged is None or opened.is_borrowed
+            verified = opened.staged.verified if opened.staged is not None else "none"
             return Prepared(time.perf_counter() - began, resident, verified)
 
-    def _prepare(self, order: Order) -> tuple[bool, str]:
-        """Prepare an order. Returns whether its weights were still in memory, and how they are verified."""
-        if self._trial is not None and self._trial.is_of(order):
-            opened = self._open(order)
-            opened.staged, opened.is_on_trial = self._trial.staged, True
-            return True, opened.staged.verified
-        if order.is_rollback:
-            self._end_trial()
-        self._check_no_trial()
-        opened = self._open(order)
-        if order.is_rollback and order.weights.weights_id in (self._model.weights_id, self._model.previous_weights_id):
-            return True, "none"
-        try:
-            opened.staged = self._weights.stage(order.source, order.weights, order.reader)
-            self._weights.wait(
-                opened.staged,
-                lambda: self._is_discarded(order) or opened.lease.is_over or self._is_overtaken(order),
-            )
-        except BaseException:
-            self._drop()
-            raise
-        opened.lease.renew()  # the staging may have taken long
-        return False, opened.staged.verified
-
     def _open(self, order: Order) -> _OpenOrder:
-        self._order = opened = _OpenOrder(order, _Lease(order.lease, self._clock))
-        try:
-            self._check_not_discarded(order)  # again, now that `discard` finds the order
-        except StageCancelled:
-            self._drop()
-            raise
-        return opened
+        trial = self._trial if self._trial is not None and self._trial.is_of(order) else None
+        opened = _OpenOrder(order, self._node, self._clock, trial.staged if trial is not None else None)
+        self._changes.check_not_discarded(opened)
+        if order.is_rollback:
+            self._make_way(keep=trial)
+        self._check_free()
+        in_memory = order.is_rollback and opened.weights_id in (self._model.weights_id, self._model.previous_weights_id)
+        if trial is not None or in_memory:
+            return self._changes.prepare(opened)
+        begin = partial(self._weights.stage, order.source, order.weights, order.reader)
+        return self._changes.prepare(opened, begin, lambda: not self._is_overtaken(order))
 
-    def _is_discarded(self, order: Order | TrialOrder) -> bool:
-        return order.id in self._discarded
-
-    def _check_not_discarded(self, order: Order | TrialOrder) -> None:
-        """Raise StageCancelled if the order was discarded, before it came or while it waited for its turn."""
-        if self._is_discarded(order):
-            raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was discarded")
+    def _make_way(self, keep: _NodeTrial | None) -> None:
+        """End what a rollback does not wait for: an order, unless it was decided, and a trial."""
+        if (opened := self._order) is not None and not self._resolve(opened):
+            self._changes.drop(opened)
+        if (trial := self._trial) is not None and trial is not keep:
+            self._changes.drop(trial)
 
     def _is_overtaken(self, order: Order) -> bool:
         """Return True if the place was changed otherwise, such as by a hold or a rollback."""
@@ -160,41 +135,20 @@ class NodeChanges:
         except WeightswapError:
             return None
 
-    @contextmanager
-    def _turn_at_once(self) -> Iterator[None]:
-        """Take the turn, cancelling the stagings of others until it comes; those raise StageCancelled."""
-        while not self._turn.acquire(timeout=_POLL):
-            self._weights.interrupt()
-        try:
-            yield
-        finally:
-            self._turn.release()
-
     def _check_free(self) -> None:
         if not self.is_deployed:
             raise StagingBusy(
                 f"{self._node}: its keeper was restarted, and no replica has sent it the deployment yet; try again"
             )
         if (opened := self._order) is not None:
-            weights = opened.order.weights
-            raise StagingBusy(
-                f"{self._node}: has an open order{_by(weights)} for {weights.weights_id[:SHOWN]}; try again after it"
-            )
-
-    def _check_no_trial(self) -> None:
-        if (trial := self._trial) is not None:
-            weights = trial.order.weights
-            raise StagingBusy(
-                f"{self._node}: {weights.weights_id[:SHOWN]} is on trial{_by(weights)}; promote or abort it first"
-            )
+            raise StagingBusy(opened.busy)
 
     def renew(self, change_id: str) -> bool:
         """Renew the lease of an order or a trial. Returns False if it is not open here."""
-        for change in (self._order, self._trial):
-            if change is not None and change.order.id == change_id:
-                change.lease.renew()
-                return True
-        return False
+        if (change := self._changes.find(change_id)) is None:
+            return False
+        change.lease.renew()
+        return True
 
     def commit(self, order_id: str, revision: int) -> Committed:
         """Commit the weights of an order, which was written to the place as a revision.
@@ -202,7 +156,7 @@ class NodeChanges:
         Raises StageClosed if they are not prepared any more, whereupon the node follows the place by itself, and what
         `Staged.commit` raises.
         """
-        with self._turn:
+        with self._changes.turn():
             opened = self._order
             if opened is None or opened.order.id != order_id:
                 self.reconcile_soon()
@@ -210,34 +164,16 @@ class NodeChanges:
             return self._commit(opened, revision)
 
     def _commit(self, opened: _OpenOrder, revision: int) -> Committed:
-        weights = opened.order.weights
-        if opened.staged is not None:
-            self._weights.commit(opened.staged, revision)
-            self._trial = None  # a trial's weights are now served
-        elif self._model.weights_id != weights.weights_id:
-            self._weights.roll_back(weights, revision)
+        self._changes.commit(opened, partial(self._weights.mark_next, revision))
         at, generation = time.time(), self._model.generation
         assert generation is not None
         self._weights.mark(revision)  # of weights that were served already
-        self._order = None
         self.reconcile_soon()
         return Committed(at, generation)
 
     def discard(self, order_id: str) -> None:
         """Discard an order that is open, is being staged, or has not come yet."""
-        self._discarded.append(order_id)  # before the look for it: see `_open`
-        opened = self._order
-        if opened is not None and opened.order.id == order_id:
-            if opened.staged is not None and not opened.is_on_trial:
-                opened.staged.cancel_soon()  # a staging holds the turn
-            with self._turn:
-                if self._order is opened:
-                    self._drop()
-
-    def _drop(self) -> None:
-        opened, self._order = self._order, None
-        if opened is not None and opened.staged is not None and not opened.is_on_trial:
-            opened.staged.discard()
+        self._changes.discard(order_id)
 
     def prepare_trial(self, order: TrialOrder) -> Prepared:
         """Stage and verify the weights of a trial, which `continue_trial` starts.
@@ -246,26 +182,16 @@ class NodeChanges:
         """
         began = time.perf_counter()
         self._check_free()
-        with self._turn:
-            self._check_not_discarded(order)
+        with self._changes.turn():
             self._check_free()
-            self._check_no_trial()
             if self._model.weights_id in (None, order.weights.weights_id):
                 raise Unsupported(
                     "a trial compares weights with the served ones, but this node serves none, or already serves these"
                 )
-            staged = self._weights.stage(order.source, order.weights, order.reader)
-            self._trial = trial = _NodeTrial(order, staged, self._control, self._clock)
-            try:
-                self._check_not_discarded(order)  # again, now that `end_trial` finds the trial
-                self._weights.wait(
-                    staged, lambda: self._is_discarded(order) or trial.lease.is_over or self._desires_others()
-                )
-                trial.is_ready = True
-            except BaseException:
-                self._end_trial()
-                raise
-            return Prepared(time.perf_counter() - began, False, staged.verified)
+            begin = partial(self._weights.stage, order.source, order.weights, order.reader)
+            trial = _NodeTrial(order, self._node, self._clock, self._control)
+            self._changes.prepare(trial, begin, lambda: not self._desires_others())
+            return Prepared(time.perf_counter() - began, False, trial.weights.verified)
 
     def _desires_others(self) -> bool:
         """Return True if the place desires other weights than at the last reconciliation."""
@@ -278,11 +204,11 @@ class NodeChanges:
         Returns the measures since the last call. Raises StageClosed if the trial is over.
         """
         trial = self._trial_of(trial_id)
-        if not trial.is_ready:  # its staging holds the turn; calls that wait would use up the keeper's concurrency
+        if trial.phase == "staging":  # it holds the turn; calls that wait would use up the keeper's concurrency
             trial.lease.renew()
             return trial.measured()
-        with self._turn:
-            return self._trial_of(trial_id).renew(share)
+        with self._changes.turn(), self._changes.ready(trial):
+            return trial.renew(share)
 
     def _trial_of(self, trial_id: str) -> _NodeTrial:
         if (trial := self._trial) is None or trial.order.id != trial_id:
@@ -291,18 +217,7 @@ class NodeChanges:
 
     def end_trial(self, trial_id: str) -> None:
         """End a trial that is there, is being staged, or has not come yet."""
-        self._discarded.append(trial_id)
-        trial = self._trial
-        if trial is not None and trial.order.id == trial_id:
-            trial.staged.cancel_soon()
-            with self._turn:
-                if self._trial is trial:
-                    self._end_trial()
-
-    def _end_trial(self) -> None:
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            trial.end()
+        self._changes.discard(trial_id)
 
     def trial(self) -> TrialOrder | None:
         """Return the order of the current trial."""
@@ -320,17 +235,18 @@ class NodeChanges:
 
     def reconcile(self) -> None:
         """Do what the place says, unless an order is open and undecided."""
-        with self._turn:
-            if not self.is_deployed or (self._order is not None and not self._resolve(self._order)):
+        with self._changes.turn():
+            opened, trial = self._order, self._trial
+            if not self.is_deployed or (opened is not None and not self._resolve(opened)):
                 return
-            if self._trial is not None and self._trial.lease.is_over:
-                _log.warning("%s: the lease of the trial %s has expired", self._node, self._trial.order.id)
-                self._end_trial()
+            if trial is not None and trial.lease.is_over:
+                _log.warning("%s: the lease of the trial %s has expired", self._node, trial.id)
+                self._changes.drop(trial)
             conditions = (self._weights.spec.since, fingerprint_of(self._model._store.admit))
             if conditions != self._last_conditions:
                 self._last_conditions = conditions
                 self.reconciler.forget_refusal()  # a new deployment, or new keys, may accept the weights
-            self.reconciler.look(_Target(self))
+            self.reconciler.look(self._changes)
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:
                 self._weights.board.read = state.revision
@@ -348,57 +264,43 @@ class NodeChanges:
                 with suppress(WeightswapError):  # the reconciler then stages the weights itself
                     self._commit(opened, state.revision)
                     return True
-            self._drop()
+            self._changes.drop(opened)
         elif opened.lease.is_over:
-            _log.warning("%s: the lease of the order %s has expired", self._node, opened.order.id)
-            self._drop()
-        return self._order is None
-
-    def abandon(self) -> None:
-        """Discard an open order, and end a trial."""
-        with self._turn:
-            self._drop()
-            self._end_trial()
+            _log.warning("%s: the lease of the order %s has expired", self._node, opened.id)
+            self._changes.drop(opened)
+        return opened.phase == "over"
 
 
-def _by(weights: DesiredWeights) -> str:
-    return f" by {weights.by}" if weights.by else ""
-
-
-class _Target:
-    """The node's model, as the reconciler's target, within the turn."""
+class _NodeController(Controller):
+    """The controller of a node's changes, which the reconciler has serve what the place says."""
 
     def __init__(self, changes: NodeChanges) -> None:
+        model = changes._model
+        super().__init__(model._store, model._member, interval=changes._weights.spec.interval)
         self._changes, self._weights = changes, changes._weights
-        self._model = changes._model
 
     def check(self) -> None:
         if self._changes.stopped.is_set():
             raise StageCancelled("the keeper was stopped")
 
-    def serves(self, weights_id: str) -> bool:
-        return self._model.weights_id == weights_id
+    def begin(self, path: str | Path, weights: DesiredWeights) -> Staged:
+        return self._weights.stage(path, weights)
 
-    @property
-    def serves_nothing(self) -> bool:
-        return self._model.weights_id is None
-
-    def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+    def apply(
+        self,
+        path: str | Path,
+        weights: DesiredWeights,
+        is_wanted: Callable[[], bool],
+        record: Callable[[], object] | None = None,
+    ) -> None:
+        record = record or (lambda: self._weights.mark_next(self._revision_of(weights)))
         trial = self._changes._trial
-        if trial is not None and trial.order.weights.weights_id == weights.weights_id and is_wanted():
-            self._weights.commit(trial.staged, self._revision_of(weights))
-            self._changes._trial = None
+        if trial is not None and trial.weights_id == weights.weights_id and is_wanted():
+            self.commit(trial, record)
             return
-        self._changes._end_trial()  # whose weights are in the memory that is staged into
-        if self._model.previous_weights_id == weights.weights_id:
-            if is_wanted():
-                self._weights.roll_back(weights, self._revision_of(weights))
-            return
-        with self._weights.stage(path, weights) as staged:
-            self._weights.wait(staged, lambda: not is_wanted())
-            self.check()
-            if is_wanted():
-                self._weights.commit(staged, self._revision_of(weights))
+        if trial is not None:
+            self.drop(trial)  # its weights are in the memory that is staged into
+        super().apply(path, weights, is_wanted, record)
 
     def _revision_of(self, weights: DesiredWeights) -> int:
         """Return the place's revision, or 0 for earlier weights, served because the desired ones cannot be."""
@@ -406,52 +308,56 @@ class _Target:
         return state.revision if state is not None and state.weights_id == weights.weights_id else 0
 
     def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
-        _log.warning("%s: %s: %s: %s", self._changes._node, kind, source, text_of(error))
+        _log.warning("%s: %s: %s: %s", self._weights.node, kind, source, text_of(error))
 
 
-class _Lease:
-    """A lease that is over so many seconds after its last renewal."""
+class _NodeChange(Change):
+    """An order or a trial whose weights are ready or being staged."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds, self._clock = seconds, clock
-        self.renew()
+    def __init__(
+        self, order: Order | TrialOrder, node: str, clock: Callable[[], float], staged: Staged | None = None
+    ) -> None:
+        weights, lease = order.weights, Lease(order.lease, clock)
+        super().__init__(weights.weights_id, id=order.id, by=weights.by, lease=lease, staged=staged)
+        self.order = order
+        self._node, self._by = node, f" by {weights.by}" if weights.by else ""
 
-    def renew(self) -> None:
-        self._until = self._clock() + self._seconds
-
-    @property
-    def is_over(self) -> bool:
-        return self._clock() >= self._until
+    def __str__(self) -> str:
+        return f"{self._node}: {self.weights_id[:SHOWN]}"
 
 
-@dataclass(eq=False)
-class _OpenOrder:
-    """An order whose weights are ready or being staged."""
+class _OpenOrder(_NodeChange):
+    """An order; its weights are those of a trial, in memory, or staged for it."""
 
     order: Order
-    lease: _Lease
-    staged: Staged | None = None  # None: the weights are still in memory, or nothing is staged yet
-    is_on_trial: bool = False  # the staged weights belong to a trial, and are not discarded with the order
+
+    @property
+    def busy(self) -> str:
+        return f"{self._node}: has an open order{self._by} for {self.weights_id[:SHOWN]}; try again after it"
 
 
-class _NodeTrial:
-    """Staged weights that replicas call from `renew` on, until `end` or their commit."""
+class _NodeTrial(_NodeChange):
+    """Staged weights that replicas call from `renew` on, until it is over."""
 
-    def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
-        self.order, self.staged = order, staged
-        self.lease = _Lease(order.lease, clock)
-        self.is_ready = False  # the weights are staged
+    order: TrialOrder
+
+    def __init__(self, order: TrialOrder, node: str, clock: Callable[[], float], control: Control) -> None:
+        super().__init__(order, node, clock)
         self._control = control
         self._judgement = Judgement(order.plan.judged)
         self._share: float | None = None
         self._word = 0  # by which replicas and their measures name this trial
+
+    @property
+    def busy(self) -> str:
+        return f"{self} is on trial{self._by}; promote or abort it first"
 
     def is_of(self, order: Order) -> bool:
         """True if an order is of the weights on trial, from the same source, which will be the desired one.
 
         From another source they are staged again: nobody has verified it, but later nodes would have to start with it.
         """
-        return (self.order.weights.weights_id, self.order.source) == (order.weights.weights_id, order.source)
+        return (self.weights_id, self.order.source) == (order.weights.weights_id, order.source)
 
     def renew(self, share: float) -> Measured:
         """Continue with a share of the requests, and return the replicas' measures since the last call.
@@ -460,7 +366,7 @@ class _NodeTrial:
         """
         if share != self._share:
             terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # the leader alone judges
-            self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
+            self._word = begin_trial(self._control, self.weights, msgspec.msgpack.encode(terms))
             self._share = share
         self.lease.renew()
         return self.measured()
@@ -475,10 +381,8 @@ class _NodeTrial:
         if measures.trial == self._word:
             self._judgement.add(measures.measured)
 
-    def end(self) -> None:
-        """End the calls of the weights, and discard them."""
+    def ended(self) -> None:
         self._control.end_trial()
-        self.staged.discard()
 
 
 class _NodePlace(DesiredPlace):

@@ -127,7 +127,7 @@ class NodeKeeper(NodeChanges):
         self.wakeup.set()
         if self._thread.is_alive():
             self._thread.join()
-        self.abandon()
+        self._changes.close()
         self._metrics.close()
         self.model.close()
         self._slots.close()

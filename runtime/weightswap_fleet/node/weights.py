@@ -1,21 +1,15 @@
 """The weights of a node: the model in the memory that its replicas share, and the board that says which revision it is.
 
-Every change of them goes through here: stagings, whose sources another node may read, commits and rollbacks.
+They are staged here, from sources that another node may read; when they are committed, `changes` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from weightswap_fleet.documents import Spec
-from weightswap_runtime.errors import (
-    NothingToRollBack,
-    StageTimeout,
-    text_of,
-)
-from weightswap_runtime.following.desired_state import SHOWN, DesiredWeights
+from weightswap_runtime.errors import text_of
+from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.following.intake import refused_weights
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.live.receipt import Event
@@ -38,7 +32,6 @@ class NodeWeights:
         self.model = keep(artifact, memory.segment)
         self.board = memory.board
         self._relay = relay
-        self._staging: Staged | None = None  # the staging that `wait` waits for
         self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
         self.model.listen(self._note)
         self.deploy(spec)
@@ -78,40 +71,7 @@ class NodeWeights:
             return self._relay.route(path, reader)
         return path
 
-    def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
-        """Wait until weights are staged. is_over: called in each interval; True cancels the staging.
-
-        Raises StageCancelled if it was cancelled, by `is_over` or `interrupt`.
-        """
-        self._staging = staged
-        try:
-            while not staged.done:
-                with suppress(StageTimeout):
-                    staged.wait(self.spec.interval)
-                if not staged.done and is_over():
-                    staged.cancel_soon()
-            staged.wait()
-        finally:
-            self._staging = None
-
-    def interrupt(self) -> None:
-        """Cancel the staging that `wait` waits for."""
-        if (staging := self._staging) is not None:
-            staging.cancel_soon()
-
-    def commit(self, staged: Staged, revision: int) -> None:
-        """Commit staged weights of a revision. Raises what `Staged.commit` raises."""
-        self._mark_next(revision)
-        staged.commit()
-
-    def roll_back(self, weights: DesiredWeights, revision: int) -> None:
-        """Serve the previous weights again. Raises NothingToRollBack if the previous ones are others."""
-        if self.model.previous_weights_id != weights.weights_id:
-            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:SHOWN]} are no longer in memory")
-        self._mark_next(revision)
-        self.model.rollback(by=weights.by)
-
-    def _mark_next(self, revision: int) -> None:
+    def mark_next(self, revision: int) -> None:
         """Write the next revision before its commit, so that no replica answers with new weights and an older one.
 
         A client could then go back: to a node that still serves the older weights, at the revision that it has seen.
