@@ -172,15 +172,18 @@ def test_it_imports_what_its_extra_installs(folder: Path, without: set[str], ext
 def test_it_stays_up_with_a_page(tmp_path: Path) -> None:
     command = [sys.executable, str(DIGITS / "main.py"), "--serve", "--epochs=1", "--pace=0.4", f"--out={tmp_path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        said = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
-        found = re.search(r"page: (http://\S+)  token: (\S+)", said)
-        assert found is not None
-        with urllib.request.urlopen(found[1]) as page:
-            assert b"start.js" in page.read()
-        request = urllib.request.Request(f"{found[1]}admin/status", headers={"Authorization": f"Bearer {found[2]}"})
-        with urllib.request.urlopen(request) as answer:
-            (model,) = json.load(answer)["models"]
-        assert (model["served"]["kind"], model["served"]["labels"]) == ("rollback", {"epoch": "0"})
-        demo.send_signal(signal.SIGINT)
-    assert demo.returncode == 0
+        try:
+            assert demo.stdout is not None
+            said = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
+            found = re.search(r"page: (http://\S+)  token: (\S+)", said)
+            assert found is not None
+            with urllib.request.urlopen(found[1]) as page:
+                assert b"start.js" in page.read()
+            request = urllib.request.Request(f"{found[1]}admin/status", headers={"Authorization": f"Bearer {found[2]}"})
+            with urllib.request.urlopen(request) as answer:
+                (model,) = json.load(answer)["models"]
+            assert (model["served"]["kind"], model["served"]["labels"]) == ("rollback", {"epoch": "0"})
+            demo.send_signal(signal.SIGINT)
+            assert demo.wait(60) == 0
+        finally:
+            demo.kill()
