@@ -31,7 +31,7 @@ from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.names import part_of
 from weightswap_runtime.jobs import POLL_SECONDS, Job
 from weightswap_runtime.live.calls import Caller
-from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
+from weightswap_runtime.live.receipt import Event, Listener
 from weightswap_runtime.live.session import Member
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import Store, fingerprint_of
@@ -357,9 +357,7 @@ class ModelTarget(Controller):
         self.model = weakref.ref(model)
         self._promotion = promotion
         self.is_stopping = False
-        current = store.gate.current
-        # rollbacks up to here were made before the watcher began, and do not bind it
-        self._first_generation = -1 if current is None or store.inherited else current.generation
+        self._first_generation = store.first_generation
 
     def check(self) -> None:
         if self.is_stopping:
@@ -413,22 +411,9 @@ class ModelTarget(Controller):
 
         With a promotion, the place knows what was rolled back.
         """
-        if self._promotion is None and (receipt := self._rollback_of(weights_id)):
-            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
-            raise Superseded(
-                f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
-                f"{receipt.generation}). Write other weights, or swap these in by hand."
-            )
+        if self._promotion is None:
+            self.store.check_not_rolled_back(weights_id, self._first_generation, printable(path))
         return not self.serves(weights_id)
-
-    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
-        """Return the rollback from these weights since the watcher began; None if they were committed again."""
-        for receipt in reversed(tuple(self.store.history)):
-            if receipt.generation <= self._first_generation or receipt.weights_id == weights_id:
-                return None
-            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
-                return receipt
-        return None
 
     def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
         graph_id = self._member.artifact.graph_id

@@ -25,6 +25,7 @@ from weightswap_runtime.errors import (
     ModelFailed,
     NothingToRollBack,
     StagingBusy,
+    Superseded,
     UnexpectedWeights,
     Unsupported,
     is_of_device,
@@ -281,6 +282,23 @@ class Store:
             before = self._current_id
             committed = self._residency.commit(staged, timeout, check)
         return self._committed(member, staged.report, committed, before, by)
+
+    @property
+    def first_generation(self) -> int:
+        """The generation up to which rollbacks do not bind a watcher or receiver that begins now: they were before."""
+        return -1 if self.gate.current is None or self.inherited else self.gate.current.generation
+
+    def check_not_rolled_back(self, weights_id: str, since: int, where: str) -> None:
+        """Raise Superseded if these weights were rolled back after a generation, and not committed again."""
+        for receipt in reversed(tuple(self.history)):
+            if receipt.generation <= since or receipt.weights_id == weights_id:
+                return
+            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
+                by = f" by {receipt.by}" if receipt.by else ""
+                raise Superseded(
+                    f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
+                    f"{receipt.generation}). Write other weights, or swap these in by hand."
+                )
 
     @property
     def previous_id(self) -> str | None:

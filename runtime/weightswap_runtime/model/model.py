@@ -428,6 +428,7 @@ class _Receiving:
     def __init__(self, model: Model, request: SwapRequest) -> None:
         self._model, self._request = weakref.ref(model), request
         self.graph_id, self.most_header = model.graph_id, model.artifact.manifest.most_header
+        self._first_generation = model._store.first_generation
 
     def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
         model = self._model()
@@ -439,5 +440,7 @@ class _Receiving:
                 "receive them in a model that follows nothing"
             )
         request = self._request._replace(source=given, expect=weights_id)
-        with model.turn(job.check), model._stage(request, job=job) as staged:
-            return staged.commit(timeout=request.timeout)
+        with model.turn(job.check):
+            model._store.check_not_rolled_back(weights_id, self._first_generation, str(given))
+            with model._stage(request, job=job) as staged:
+                return staged.commit(timeout=request.timeout)

@@ -200,6 +200,22 @@ def test_who_follows_a_place_takes_no_weights_from_memory(
     assert serves(served, 0)
 
 
+def test_weights_that_were_rolled_back_are_refused(tiny: TinyArtifact, weight_file: WriteWeights, at: str) -> None:
+    model = load(tiny.path, weight_file(0))
+    at += "2"
+    with model.receive(at), Sender(at, tiny.path) as sender:
+        sender.send(tiny.values(1))
+        model.rollback(by="operator")
+        with pytest.raises(Superseded, match="were served, then rolled back by operator"):
+            sender.send(tiny.values(1))
+        assert serves(model, 0)
+        sender.send(tiny.values(2))
+        assert serves(model, 2)
+        model.swap(weight_file(1))  # by hand they may come again
+        sender.send(tiny.values(1))
+    model.close()
+
+
 # a peer that does not keep to the messages
 
 
@@ -329,8 +345,9 @@ for seed in range(1, 1000):
 """
 
 
-@pytest.mark.usefixtures("receiver")
-def test_a_trainer_that_is_killed_leaves_whole_weights(served: Model, at: str, tiny: TinyArtifact) -> None:
+def test_a_trainer_that_is_killed_leaves_whole_weights(
+    served: Model, receiver: Receiver, at: str, tiny: TinyArtifact
+) -> None:
     command = [warm.python(), "-c", TRAINER, at, str(tiny.path)]
     for kill in range(3):
         before = served.generation
@@ -340,6 +357,8 @@ def test_a_trainer_that_is_killed_leaves_whole_weights(served: Model, at: str, t
                 trainer.stdout.readline()
             time.sleep(0.003 * kill)
             trainer.send_signal(signal.SIGKILL)
+        while receiver._connections:  # what was passed before is still served
+            time.sleep(0.01)
         assert served.generation > before  # type: ignore[operator]
         assert serves(served, int(served.history[-1].labels["seed"]))
 
