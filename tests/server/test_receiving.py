@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from tests.server.load import INPUT
 from tests.server.worker_processes import Fleet, children_of, eager, eventually, started
+from tests.support.administered import TOKEN, administered, change
 from tests.support.served import as_json, ask, serving
-from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, NonFiniteWeights, Sender, SwapReceipt
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, NonFiniteWeights, Sender, Sending, StageCancelled, SwapReceipt, load
 from weightswap_server.serving import ModelSource
 from weightswap_tools.commands.serve import serve_command
 
@@ -43,6 +44,23 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
         sender.send(tiny.values(2))
     with source.open() as model:
         assert serves(model, 2)
+
+
+def test_a_rollback_does_not_wait_for_what_is_received(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    at, model = f"unix:{tmp_path / 'x.sock'}", load(tiny.path, weight_file(1), keep_previous="host")
+    model.swap(weight_file(2))
+    model.receive(at, rate_limit=SLOW)
+    with administered({"tiny": model}) as server, Sender(at, tiny.path) as sender:
+        sending = sender.send(tiny.values(3), wait=False)
+        assert isinstance(sending, Sending)
+        eventually(lambda: model.progress is not None and model.progress.phase == "reading")
+        assert change(server, "rollback").status == 200
+        assert serves(model, 1)
+        with pytest.raises(StageCancelled):
+            sending.wait(20)
 
 
 @pytest.mark.parametrize("other", ["--watch", "--follow"])

@@ -331,7 +331,7 @@ class Model(ServedModel):
         self._check_open()
         options = {"verify": verify, "allow_nonfinite": allow_nonfinite, "rate_limit": rate_limit, "timeout": timeout}
         request = self._request_of_thread(options, {"by": by})
-        receiver = Receiver(at, _Receiving(self, request), timeout)
+        receiver = Receiver(at, _Receiving(self, request), timeout, rate_limit)
         weakref.finalize(self, receiver._end).atexit = False
         with self._store.closing:
             self._receivers = [*self.receivers, receiver]

@@ -45,13 +45,13 @@ class Receiver(AbstractContextManager["Receiver"]):
     Only processes of the same user may connect. Dropping this object does not stop it.
     """
 
-    def __init__(self, at: str, target: Target, timeout: float | None) -> None:
+    def __init__(self, at: str, target: Target, timeout: float | None, rate_limit: float | None = None) -> None:
         """Begin to listen. Raises Unsupported."""
         check_timeout(timeout)
         self.at = at
         self.last_error: BaseException | None = None  # None again once weights were taken
         self._path = socket_path(at)
-        self._target = target
+        self._target, self._rate_limit = target, rate_limit
         self._timeout = math.inf if timeout is None else timeout
         self._listener = _listen(self._path, at)
         self._is_stopping = False
@@ -65,6 +65,12 @@ class Receiver(AbstractContextManager["Receiver"]):
     def alive(self) -> bool:
         """True while it listens."""
         return self._thread.is_alive()
+
+    def interrupt(self) -> None:
+        """Cancel what is being staged; its sender is told."""
+        with self._lock:
+            for job in self._connections.values():
+                job.cancel()
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stop listening, cancel what is being staged, and remove the socket.
@@ -161,7 +167,7 @@ class Receiver(AbstractContextManager["Receiver"]):
 
     def _take(self, connection: socket.socket, channel: Channel, offer: Offer) -> Outcome:
         """Serve what is offered, and return what became of it."""
-        job = Job()
+        job = Job(self._rate_limit)
         with self._lock:
             self._connections[connection] = job
         try:

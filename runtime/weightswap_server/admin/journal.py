@@ -195,9 +195,11 @@ class Followed:
         return self._model._stage(request, background=True)
 
     def interrupt(self) -> None:
-        """Cancel what the follower or watcher stages, until its next look."""
-        for source in self._model.watching:
-            source.interrupt()
+        """Cancel what the follower or watcher stages, until its next look, and what a sender has sent."""
+        for watching in self._model.watching:
+            watching.interrupt()
+        for receiver in self._model.receivers:
+            receiver.interrupt()
 
     def check_free(self) -> None:
         """Raise Conflict if the model follows or watches something."""
