@@ -134,11 +134,12 @@ def _runtime_set(weights: FileSet) -> TensorSet:
         def read_into(memory: memoryview, begin: int) -> None:
             stored.source.read_into([memory], stored.offset + begin)
 
-        where, offset = stored.source.where, stored.offset
+        where = stored.source.where
+        offset = stored.offset if where in files else None  # a tensor may be in several files
         return SetTensor(stored.dtype, stored.shape, stored.nbytes, where, offset, name, read_into)
 
-    tensors = {name: tensor(name, stored) for name, stored in weights.tensors.items()}
     files = {file.where: file.path.name for file in weights.files}
+    tensors = {name: tensor(name, stored) for name, stored in weights.tensors.items()}
     return TensorSet(weights.where, tensors, files, lambda _: weights.check_unchanged(), weights)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
-from itertools import chain, groupby, islice, product
+from itertools import chain, islice
 from math import prod
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from weightswap_exporter.modules.tensors import is_empty_state
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 from weightswap_runtime.format.names import extra_state_of
+from weightswap_runtime.sources.rectangles import MOST_CUT, Box, cut_axes, first_wrong
 from weightswap_runtime.tensors import row_major
 
 from .pickle_scan import scan
@@ -51,9 +52,7 @@ _CLASSES = {
 _AGAIN = "Save the checkpoint again, or copy it again."
 _BYTES_OF_CHUNK = 16  # a pickle needs more to describe one; less means that tensors share a list of chunks
 _MOST_AXES = 64  # of a tensor; nobody has more
-_MOST_CUT = 6  # dimensions, of which each doubles the corners of a chunk
 _MOST_OF_PATH = 4096
-_Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Chunk(NamedTuple):
@@ -423,7 +422,7 @@ def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
 # Whether the chunks make up the tensor.
 
 
-def _gaps(shape: tuple[int, ...], blocks: list[_Block]) -> Iterator[str]:
+def _gaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
     """Yield reasons why the blocks do not cover the tensor exactly once."""
     for offsets, sizes in blocks:
         ends = [start + size for start, size in zip(offsets, sizes, strict=False)]
@@ -437,26 +436,10 @@ def _gaps(shape: tuple[int, ...], blocks: list[_Block]) -> Iterator[str]:
         yield from _overlaps(shape, blocks)
 
 
-def _overlaps(shape: tuple[int, ...], blocks: list[_Block]) -> Iterator[str]:
-    """Yield a problem if blocks that have as many elements as the tensor overlap, in time that does not explode.
-
-    Summed with alternating signs, the corners of all blocks cancel out but for those of the whole, if and only if the
-    blocks cover it once: the sum is the derivative of the number of blocks at each place.
-    """
-    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in blocks)]
-    if len(cut) > _MOST_CUT:
-        yield f"its chunks are cut along {len(cut)} dimensions, expected at most {_MOST_CUT}"
-        return
-    corners = [corner for block in blocks for corner in _corners(block, cut, 1)]
-    corners += _corners(((0,) * len(shape), shape), cut, -1)
-    for place, signs in groupby(sorted(corners), key=itemgetter(0)):  # sorted: hashes of numbers can be made equal
-        if sum(sign for _, sign in signs):
-            found = dict(zip(cut, place, strict=True))
-            yield f"its chunks overlap at {[found.get(axis, 0) for axis in range(len(shape))]}"
-            return
-
-
-def _corners(block: _Block, axes: list[int], sign: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    ends = [((block[0][axis], 1), (block[0][axis] + block[1][axis], -1)) for axis in axes]
-    for corner in product(*ends):
-        yield tuple(place for place, _ in corner), sign * prod(side for _, side in corner)
+def _overlaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
+    """Yield a problem if blocks that have as many elements as the tensor overlap, in time that does not explode."""
+    cut = cut_axes(shape, blocks)
+    if len(cut) > MOST_CUT:
+        yield f"its chunks are cut along {len(cut)} dimensions, expected at most {MOST_CUT}"
+    elif wrong := first_wrong(shape, blocks):
+        yield f"its chunks overlap at {list(wrong.place)}"

@@ -84,6 +84,7 @@ class Checkpoint(NamedTuple):
     # raises CheckpointError or WeightFileError if one of its files was written to since it was opened
     check_unchanged: Callable[[], None] = lambda: None
     graph_id: str = ""  # of the graph that it was packed for, if any
+    advice: str = ""  # as of a `WeightSet`
 
 
 @contextmanager
@@ -218,7 +219,7 @@ def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
         tensors = _named_as_parts(tensors, metadata, weights.where)
         levels = flat_levels(tensors, weights.where, choice)
         graph_id = weights.stamp.graph_id if weights.stamp else ""
-        yield Checkpoint(weights.where, *levels, bool(graph_id), weights.check_unchanged, graph_id)
+        yield Checkpoint(weights.where, *levels, bool(graph_id), weights.check_unchanged, graph_id, weights.advice)
 
 
 def _stored(name: str, tensor: StoredTensor, digest: str | None) -> CheckpointTensor:
@@ -301,7 +302,8 @@ def _plain(value: Any) -> Any:
 def _match(level: NestedStateDict, manifest: Manifest, checkpoint: Checkpoint, readings: Readings) -> Match:
     _check_tensors(level, checkpoint.where)
     states = {} if checkpoint.names else dict.fromkeys(level.extra, _NO_TENSOR)
-    return resolve({**level.tensors, **states}, manifest, _where(checkpoint.where, level), readings=readings)
+    where = _where(checkpoint.where, level)
+    return resolve({**level.tensors, **states}, manifest, where, readings=readings, advice=checkpoint.advice)
 
 
 def _check_tensors(level: NestedStateDict, where: str) -> None:

@@ -158,10 +158,12 @@ def resolve(
     *,
     readings: Readings = UNAMBIGUOUS,
     part: bool = False,
+    advice: str = "",
 ) -> Match:
     """Match a set of tensors by the first reading that fits.
 
-    part: the manifest has a part of the weights; unknown names are no problem.
+    part: the manifest has a part of the weights; unknown names are no problem. advice: what to do if none fits, where
+    the set knows better (`WeightSet.advice`).
     If no reading fits, the names are tried without the prefixes that wrappers add, and accepted if they are exactly
     those that a reading demands. With UNAMBIGUOUS, a set that fits both readings with different weights as the result
     is refused, because nothing in it tells which one is meant.
@@ -188,7 +190,7 @@ def resolve(
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
     demanded = [key for reading in wanted for demand in reading.demands for key in demand.keys]
-    advice = _peft_advice(tensors, demanded) or shard_advice(where) or nearest.advice
+    advice = _peft_advice(tensors, demanded) or advice or shard_advice(where) or nearest.advice
     raise WeightsMismatch(where, nearest.problems, advice)
 
 

@@ -1,4 +1,5 @@
-"""Weight sets: tensors in one file or several, as a weight file, an index with shards, or a Hugging Face directory.
+"""Weight sets: tensors in one file or several, as a weight file, an index with shards, a Hugging Face directory, or the
+parts that each rank of torch's HuggingFaceStorageWriter has saved.
 
 What a path or a URL means is decided here, and by names alone: in a folder several files may be weights, and taking the
 wrong one would serve it. So anything but one candidate is an error that names the candidates.
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import msgspec
 
@@ -20,11 +21,12 @@ from weightswap_runtime.errors import WeightFileError, listed
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.rectangles import MOST_CUT, Rectangle, Rectangles, cut_axes, first_wrong
 from weightswap_runtime.sources.writing import is_file
-from weightswap_runtime.tensors import describe
+from weightswap_runtime.tensors import DTYPES, describe, row_major
 
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
-from .safetensors import MAX_HEADER, Stamp, WeightFile, holds_goldens
+from .safetensors import MAX_HEADER, FileTensor, Stamp, WeightFile, holds_goldens
 
 SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
@@ -36,7 +38,12 @@ _INDEX_NAME = "model" + INDEX_SUFFIX
 _OLD_ADAPTER_NAME = "adapter_model.bin"  # of PEFT's save_pretrained without safetensors
 _MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
+# names and metadata that torch.distributed.checkpoint gives to the file of a rank (its _hf_utils.py)
+_PART = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
 _AGAIN = "Write the checkpoint again, or copy it again."
+_ALL_PARTS = "Copy the files of all ranks, and none of another save, or save the checkpoint again into an empty folder."
+_LOST_PART = "Shapes are those that the files of the ranks in the folder add up to; one may be missing. " + _ALL_PARTS
 
 
 class StoredTensor(NamedTuple):
@@ -54,10 +61,11 @@ class WeightSet:
 
     where: what messages and receipts call it. location: of the file or the index; None for weights that are in no file,
     which nobody can read again. stamp: what weightswap wrote into the file; None for several files. metadata: of the
-    file; empty for several.
+    file; empty for several. advice: what to do if the tensors are not those that are wanted; empty if nothing special.
     """
 
     location: Location | None = None
+    advice = ""
     stamp: Stamp | None = None
     metadata: Mapping[str, str] = MappingProxyType({})
 
@@ -99,14 +107,14 @@ class FileSet(WeightSet):
 
     location: Location
 
-    def __init__(self, location: Location, files: Iterable[WeightFile]) -> None:
+    def __init__(
+        self, location: Location, files: Iterable[WeightFile], tensors: Mapping[str, StoredTensor] | None = None
+    ) -> None:
+        """tensors: None for those of the files, each of which is in one of them."""
         self.files = tuple(files)
         only = self.files[0] if len(self.files) == 1 else None
-        tensors = {
-            name: StoredTensor(dtype, shape, file.source, file.header.data_start + begin, end - begin)
-            for file in self.files
-            for name, (dtype, shape, begin, end) in file.tensors.items()
-        }
+        if tensors is None:
+            tensors = {name: _stored(file, tensor) for file in self.files for name, tensor in file.tensors.items()}
         super().__init__(str(location), tensors, [file.source for file in self.files])
         self.location = location
         self.stamp = only.stamp if only else None
@@ -118,16 +126,22 @@ def open_weights(
 ) -> FileSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
-    path: a local path or an fsspec URL. In a directory `model.safetensors` is opened, else the only index, else the
-    only .safetensors file that is not a shard. Every header is read and checked; no data is read. check: a callback,
-    called every few milliseconds while waiting for a remote response; an exception that it raises ends the wait.
-    most_header: the most bytes of all headers together; see `Manifest.most_header`.
+    path: a local path or an fsspec URL. In a directory `model.safetensors` is opened, else the only index, else all
+    files if they have the names that torch's HuggingFaceStorageWriter gives to parts of ranks, else the only
+    .safetensors file that is not a shard. Every header is read and checked; no data is read. check: a callback, called
+    every few milliseconds while waiting for a remote response; an exception that it raises ends the wait. most_header:
+    the most bytes of all headers together; see `Manifest.most_header`.
+
+    Parts do not say which shape the whole has: it is what they add up to. Without the last one it is too small, which
+    only who knows the shape can see.
 
     Raises WeightFileError, and Unsupported or MissingExtra for a kind of URL that cannot be read here.
     """
     location = as_location(path)
     names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
     if names is not None:
+        if parts := _parts_among(names):
+            return _open_parts(location, parts, check, most_header)
         location /= _choose(location, names)
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
@@ -179,7 +193,7 @@ def _choose(path: Location, names: Sequence[str]) -> str:
     if CONSTANTS_NAME in names and "graphs" in names:
         raise WeightFileError(f"{path}: looks like an artifact whose {MANIFEST_NAME} is missing; export it again")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
+    singles = _weight_names(names)
     if not indices and (lost := lost_index(singles)):
         raise WeightFileError(f"{path}: {lost}")
     several = indices or singles
@@ -191,6 +205,17 @@ def _choose(path: Location, names: Sequence[str]) -> str:
             "the one you mean"
         )
     raise WeightFileError(f"{path}: {_no_candidate(names)}")
+
+
+def _weight_names(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
+
+
+def _parts_among(names: Sequence[str]) -> list[str]:
+    """Return the weight files of a directory if all are parts of ranks, and there is no index; otherwise none."""
+    parts = _weight_names(names)
+    is_other = any(name == MANIFEST_NAME or name.endswith(INDEX_SUFFIX) for name in names)
+    return parts if not is_other and all(map(_PART.fullmatch, parts)) else []
 
 
 def adapter_alone(names: Collection[str]) -> str:
@@ -229,13 +254,23 @@ def lost_index(names: Sequence[str]) -> str:
 
 
 def shard_set(name: str) -> tuple[str, str] | None:
-    """Return the beginning and the number of shards that the name of a safetensors shard has; None for others."""
+    """Return the beginning and the number of shards that the name of a safetensors shard has; None for others.
+
+    The parts of ranks, of which no name says how many there are, are one set.
+    """
+    if _PART.fullmatch(name):
+        return "shard", ""
     shard = _SHARD.fullmatch(name)
     return (shard[1], shard[2]) if shard is not None and shard[3] == SUFFIX and int(shard[2]) > 1 else None
 
 
 def shard_advice(where: str) -> str:
     """Return what to do about a file that is one shard of several; otherwise an empty string."""
+    if _PART.search(where):
+        return (
+            "It is the part of one rank: give its folder. A watched directory takes weight files of one piece: pack "
+            "the folder into it (weightswap pack)."
+        )
     shard = _SHARD.search(where)
     if shard is None or int(shard[2]) < 2:
         return ""
@@ -254,17 +289,25 @@ def _open_shards(index: Location, check: Check | None, most: int) -> FileSet:
     # resolved once, as a link to the folder may be changed while the shards are opened
     folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check, most)
-    files: dict[str, WeightFile] = {}
     with ExitStack() as stack:
-        for name in sorted(set(weight_map.values())):
-            files[name] = stack.enter_context(WeightFile(folder / name, check, most))
-            most = max(0, most - files[name].header.data_start)
-            if len(files) > _MOST_OPEN and isinstance(source := files[name].source, LocalFile):
-                source.rest()
+        files = _open_files(folder, sorted(set(weight_map.values())), check, most, stack)
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
     return FileSet(index, files.values())
+
+
+def _open_files(
+    folder: Location, names: Iterable[str], check: Check | None, most: int, stack: ExitStack
+) -> dict[str, WeightFile]:
+    """Open files with headers of at most `most` bytes together; many rest, so that descriptors are left."""
+    files: dict[str, WeightFile] = {}
+    for name in names:
+        files[name] = stack.enter_context(WeightFile(folder / name, check, most))
+        most = max(0, most - files[name].header.data_start)
+        if len(files) > _MOST_OPEN and isinstance(source := files[name].source, LocalFile):
+            source.rest()
+    return files
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:
@@ -313,3 +356,105 @@ def _index_problems(weight_map: Mapping[str, str], files: Mapping[str, WeightFil
             if weight_map.get(key) != name:
                 other = f"the index says {weight_map[key]}" if key in weight_map else "the index does not list it"
                 yield f"{name} has {key!r} ({describe(tensor)}), {other}"
+
+
+# Parts of tensors, by rank.
+
+
+class _Part(NamedTuple):
+    file: WeightFile
+    tensor: FileTensor
+    offsets: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+class _Saved(msgspec.Struct):
+    saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
+
+
+def _open_parts(location: Location, names: Sequence[str], check: Check | None, most: int) -> FileSet:
+    folder = folder_behind(location)
+    with ExitStack() as stack:
+        files = _open_files(folder, names, check, most, stack).values()
+        parts: dict[str, list[_Part]] = {}
+        for file in files:
+            offsets = _saved_offsets(file)
+            for name, tensor in file.tensors.items():
+                # what has no entry is whole
+                part = _Part(file, tensor, offsets.get(name, (0,) * len(tensor.shape)))
+                if len(part.offsets) != len(part.sizes):
+                    raise _no_offsets(file, f"{name} has {len(part.offsets)} offsets and {len(part.sizes)} sizes")
+                parts.setdefault(name, []).append(part)
+        tensors = {name: _joined(str(location), name, found) for name, found in parts.items()}
+        stack.pop_all()  # the set closes them
+    weights = FileSet(location, files, tensors)
+    weights.advice = _LOST_PART
+    return weights
+
+
+def _saved_offsets(file: WeightFile) -> dict[str, tuple[int, ...]]:
+    text = file.header.metadata.get(_OFFSETS_KEY, "{}")
+    try:
+        saved = msgspec.json.decode(text, type=dict[str, _Saved])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _no_offsets(file, str(error)) from error
+    return {name: entry.saved_offsets for name, entry in saved.items()}
+
+
+def _no_offsets(file: WeightFile, problem: str) -> WeightFileError:
+    return WeightFileError(
+        f"{file.where}: its `{_OFFSETS_KEY}` does not say where its tensors belong ({problem}). {_AGAIN}"
+    )
+
+
+def _joined(where: str, name: str, parts: Sequence[_Part]) -> StoredTensor:
+    """Return a tensor of all its parts. Raises WeightFileError if they are not exactly the parts of one tensor."""
+    first = next((part for part in parts if part.tensor.nbytes), parts[0])  # ranks without a share have an empty part
+    for part in parts:
+        if (part.tensor.dtype, len(part.sizes)) != (first.tensor.dtype, len(first.sizes)):
+            raise WeightFileError(
+                f"{where}: {name} is {describe(first.tensor)} in {first.file.path.name} and {describe(part.tensor)} in "
+                f"{part.file.path.name}. {_ALL_PARTS}"
+            )
+    full = [part for part in parts if part.tensor.nbytes] or [first]
+    shape = tuple(map(max, zip(*(part.ends for part in full), strict=True)))
+    _check_cover(where, name, shape, full)
+    if len(full) == 1:
+        return _stored(first.file, first.tensor)
+    rectangles = [
+        Rectangle(part.offsets, part.sizes, part.file.source, part.file.header.data_start + part.tensor.begin)
+        for part in full
+    ]
+    source = Rectangles(where, shape, rectangles, DTYPES[first.tensor.dtype].bits // 8)
+    return StoredTensor(first.tensor.dtype, shape, source, 0, source.size)
+
+
+def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> None:
+    boxes = [(part.offsets, part.sizes) for part in parts]
+    bits = DTYPES[parts[0].tensor.dtype].bits
+    cut = len(cut_axes(shape, boxes))
+    if cut > MOST_CUT or (cut and bits % 8):
+        raise WeightFileError(
+            f"{where}: {name} is {describe(parts[0].tensor)}, cut along {cut} dimensions; expected whole bytes, and at "
+            f"most {MOST_CUT}. Save it whole (enable_consolidation=True)."
+        )
+    if wrong := first_wrong(shape, boxes):
+        byte = sum(place * step for place, step in zip(wrong.place, row_major(shape), strict=True)) * bits // 8
+        holders = [part.file.path.name for part in parts if _holds(part, wrong.place)]
+        found = "is in no file" if wrong.is_missing else f"is in {len(holders)} files, {listed(holders)}"
+        raise WeightFileError(f"{where}: byte {byte} of {name}, element {list(wrong.place)}, {found}. {_ALL_PARTS}")
+
+
+def _holds(part: _Part, index: tuple[int, ...]) -> bool:
+    return all(low <= place < end for low, place, end in zip(part.offsets, index, part.ends, strict=True))
+
+
+def _stored(file: WeightFile, tensor: FileTensor) -> StoredTensor:
+    return StoredTensor(tensor.dtype, tensor.shape, file.source, file.header.data_start + tensor.begin, tensor.nbytes)

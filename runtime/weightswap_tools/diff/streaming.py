@@ -101,7 +101,8 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
         tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
         return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
     readings = NAMES if stamp else READINGS[keys]
-    match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
+    advice = weights.weights.advice if weights.weights else ""
+    match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings, advice=advice)
     _check_ties(weights, match)
     tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
     tensors |= _computed(weights, match, artifact)

@@ -185,7 +185,8 @@ def _weights_report(subject: WeightsSubject) -> Report:
     note = _SWAPPABLE if subject.swappable else _NOT_SWAPPABLE
     sections = [Section("Overview", (Facts(tuple(weights_facts(subject))),), note)]
     sections.append(_delta_section(subject) if subject.delta else _tensors_section(subject))
-    if len(subject.weights.files) > 1:
+    files = subject.weights.files
+    if len(files) > 1 and all(tensor.file in files for tensor in subject.weights.tensors.values()):
         sections.append(_shards_section(subject))
     sections += _goldens_section(subject.record)
     kind = "Delta file" if subject.delta else "Weight file" if subject.stamp else "Checkpoint"

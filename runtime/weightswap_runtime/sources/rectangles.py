@@ -1,0 +1,130 @@
+"""A tensor that lies in several files as rectangles, read as if it were in one.
+
+A rectangle has its elements in row-major order, and so has the whole: the rows of a rectangle that are in some range of
+the whole's bytes are next to each other in its file. Hence a range is read with one pass over each file that has a part
+of it, scattered to where the rows belong, and nothing is gathered first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, product
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weightswap_runtime.tensors import row_major
+
+from .byte_source import MOST_BUFFERS, ByteSource
+
+MOST_CUT = 6  # dimensions in which rectangles may be smaller than the whole; each doubles the corners of all of them
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, in elements
+
+
+class Rectangle(NamedTuple):
+    """Part of a tensor, none of whose sizes is 0."""
+
+    offsets: tuple[int, ...]  # in the tensor, in elements
+    sizes: tuple[int, ...]  # as many
+    source: ByteSource
+    begin: int  # of its row-major bytes in the source
+
+
+class Rectangles:
+    """A tensor as a ByteSource: its row-major bytes, of rectangles that cover it once (see `first_wrong`).
+
+    Whoever opened the sources of the rectangles closes them.
+    """
+
+    def __init__(self, where: str, shape: tuple[int, ...], rectangles: Iterable[Rectangle], itemsize: int) -> None:
+        self.where, self.size = where, prod(shape) * itemsize
+        self._rows = sorted((_Rows(each, shape, itemsize) for each in rectangles), key=lambda rows: rows.first)
+
+    @property
+    def unit(self) -> int | None:
+        return self._rows[0].source.unit
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        """Fill the buffers with the bytes from `offset` on. Raises WeightFileError."""
+        for buffer in buffers:
+            for rows in self._rows:
+                if rows.first < offset + len(buffer) and offset < rows.end:
+                    rows.read_into(buffer, offset)
+            offset += len(buffer)
+
+    def await_stable_mtime(self) -> None:
+        """Do nothing: this was done for each file when it was opened."""
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        for rows in self._rows:
+            rows.source.check_unchanged(proven=proven)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Rows:
+    """The rows of a rectangle: its longest runs of bytes that are next to each other in the whole tensor, too."""
+
+    def __init__(self, rectangle: Rectangle, shape: tuple[int, ...], itemsize: int) -> None:
+        offsets, sizes, self.source, self._begin = rectangle
+        cut = max((axis for axis, size in enumerate(shape) if sizes[axis] != size), default=0)
+        steps = [step * itemsize for step in row_major(shape)]
+        self._dims, self._steps = (1, *sizes[:cut]), (0, *steps[:cut])  # of the index of a row; without axes it is 0
+        self._length = prod(sizes[cut:]) * itemsize
+        self._rows = range(prod(self._dims))
+        self.first = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+        self.end = int(self._start(self._rows[-1])) + self._length
+
+    def _start(self, row: Any) -> Any:
+        """Return where a row begins in the bytes of the whole. row: a number, or an array of numbers."""
+        index = np.unravel_index(row, self._dims)
+        return self.first + sum(place * step for place, step in zip(index, self._steps, strict=True))
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill those bytes of a buffer that rows have; it stands for the bytes of the whole from `offset` on."""
+        low = bisect_right(self._rows, offset - self._length, key=self._start)
+        high = bisect_left(self._rows, offset + len(buffer), key=self._start)
+        for first in range(low, high, MOST_BUFFERS):  # few views at a time: a row may have a single byte
+            starts = (self._start(np.arange(first, min(first + MOST_BUFFERS, high))) - offset).tolist()
+            parts = [buffer[max(0, start) : start + self._length] for start in starts]
+            skipped = max(0, -starts[0])
+            self.source.read_into(parts, self._begin + first * self._length + skipped)
+
+
+class Wrong(NamedTuple):
+    """First element of a tensor, in row-major order, that is not in exactly one of its boxes."""
+
+    place: tuple[int, ...]
+    is_missing: bool  # else it is in several
+
+
+def cut_axes(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
+    """Return the dimensions in which some box is smaller than the whole."""
+    return [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes)]
+
+
+def first_wrong(shape: tuple[int, ...], boxes: Sequence[Box]) -> Wrong | None:
+    """Return where boxes within a tensor fail to cover it once; None if they do. At most MOST_CUT axes may be cut.
+
+    Summed with alternating signs, the corners of all boxes cancel out but for those of the whole, if and only if the
+    boxes cover it once: the sum is the derivative of the number of boxes at each element. At the first wrong element it
+    is the number itself, less 1, as all before it are right. This takes no longer for many boxes than sorting them.
+    """
+    cut = cut_axes(shape, boxes)
+    corners = [corner for box in boxes for corner in _corners(box, cut, 1)]
+    corners += _corners(((0,) * len(shape), shape), cut, -1)
+    for place, signs in groupby(sorted(corners), key=itemgetter(0)):  # sorted: hashes of numbers can be made equal
+        if surplus := sum(sign for _, sign in signs):
+            found = dict(zip(cut, place, strict=True))
+            return Wrong(tuple(found.get(axis, 0) for axis in range(len(shape))), surplus < 0)
+    return None
+
+
+def _corners(box: Box, axes: list[int], sign: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = [((box[0][axis], 1), (box[0][axis] + box[1][axis], -1)) for axis in axes]
+    for corner in product(*ends):
+        yield tuple(place for place, _ in corner), sign * prod(side for _, side in corner)
