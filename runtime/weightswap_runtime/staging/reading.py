@@ -471,6 +471,8 @@ def read_weights(
     framework: "numpy" returns writable arrays, "torch" tensors on the CPU; each has its own memory. numpy arrays of
     bfloat16 and 8-bit floats have dtypes of ml_dtypes. Digests are checked if the file has them.
 
+    Tensors that lie in the parts of ranks have the shapes that the parts add up to: too small without the last one.
+
     Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for dtypes with
     elements of less than a byte.
     """

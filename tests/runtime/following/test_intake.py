@@ -301,3 +301,14 @@ def test_a_set_of_several_files_is_reported_once(index: bool, reports: list[tupl
     rig.write("v1", 1)
     rig.look()
     assert (rig.committed, rig.reports, len(rig.intake.skipped)) == (["v1"], reports, 1)
+
+
+def test_the_parts_of_ranks_are_reported_once(rig: IntakeRig) -> None:
+    for rank in (1, 2, 3):
+        save_file({"weight": torch.ones(1, 5)}, rig.folder / f"shard-0000{rank}-model-00001-of-00001.safetensors")
+        rig.look()
+        rig.look()
+    rig.write("v1", 1)
+    rig.look()
+    reports = [("skipped shard-00001-model-00001-of-00001", "WeightsMismatch")]
+    assert (rig.committed, rig.reports, len(rig.intake.skipped)) == (["v1"], reports, 1)

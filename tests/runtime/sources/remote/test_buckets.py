@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -13,7 +14,7 @@ from tests.runtime.sources.remote.answers import DATA_START
 from tests.runtime.sources.remote.contents import random_values, read_all, sharded, unstamped
 from tests.support.servers import Bucket, S3Bucket, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import Model, WeightFileError, load
+from weightswap_runtime import Model, WeightFileError, load, read_weights
 from weightswap_runtime.sources import remote as objects
 from weightswap_runtime.sources.opening import read_small
 
@@ -35,6 +36,17 @@ def test_directories_of_other_file_systems_are_listed(
     bucket.put("hub/model.safetensors", weight_file(3).read_bytes())
     model.swap(bucket.url(folder))
     assert serves(model, 3)
+
+
+@pytest.mark.parametrize("folder", ["step", "step/"])
+def test_parts_of_ranks_are_read_where_files_are_listed(folder: str, tmp_path: Path, bucket: Bucket) -> None:
+    whole = np.arange(80, dtype=np.float32).reshape(8, 10)
+    for rank, (low, high) in enumerate([(0, 3), (3, 10)], start=1):  # columns: rows are scattered
+        name = f"shard-{rank:05}-model-00001-of-00001.safetensors"
+        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, low]}})}
+        safetensors.numpy.save_file({"w": whole[:, low:high].copy()}, tmp_path / name, info)
+        bucket.put(f"step/{name}", (tmp_path / name).read_bytes())
+    assert np.array_equal(read_weights(bucket.url(folder))["w"], whole)
 
 
 def test_a_single_file_is_loaded_and_swapped(tiny: TinyArtifact, weight_file: WriteWeights, bucket: Bucket) -> None:
