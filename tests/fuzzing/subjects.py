@@ -56,6 +56,8 @@ class Readers:
         self._file = folder / "input.safetensors"
         self._index = folder / "sharded" / "input.safetensors.index.json"
         self._index.parent.mkdir()
+        self._parts = folder / "parts"
+        self._parts.mkdir()
         tiny = TinyArtifact(folder / "tiny.artifact")
         self.tiny = tiny
         files = [tiny.write(folder / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
@@ -75,6 +77,7 @@ class Readers:
             Subject("delta", self._stage, deltas, mutations.edit_weights),
             Subject("merge", self._merge, deltas, mutations.edit_weights),
             Subject("index", self._stage_index, [self._shards(tiny)], mutations.edit_document),
+            Subject("offsets", self._stage_parts, [self._parts_of_ranks(tiny)], mutations.edit_document),
             Subject("manifest", _manifest, [(tiny.path / MANIFEST_NAME).read_bytes()], mutations.edit_manifest),
             Subject("graph", _graph, _documents(), mutations.edit_document),
             *Checkpoints(folder, tiny).subjects,
@@ -87,6 +90,24 @@ class Readers:
             safetensors.torch.save_file({name: values[name] for name in held}, self._index.parent / shard)
         weight_map = {name: shard for shard, held in shards.items() for name in held}
         return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+
+    def _parts_of_ranks(self, tiny: TinyArtifact) -> bytes:
+        """Return the offsets of the second rank, which has the lower rows of a weight, and all other weights."""
+        self._second = tiny.values(1)
+        rows = self._second["weight"]
+        self._second["weight"] = rows[1:].clone()
+        offsets = {name: {"saved_offsets": [0] * value.ndim} for name, value in self._second.items()}
+        self._save_part(1, {"weight": rows[:1].clone()}, json.dumps({"weight": offsets["weight"]}))
+        offsets["weight"] = {"saved_offsets": [1, 0]}
+        return json.dumps(offsets).encode()
+
+    def _save_part(self, rank: int, values: dict[str, torch.Tensor], offsets: str) -> None:
+        path = self._parts / f"shard-0000{rank}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file(values, path, {"DCP_SHARDING_INFO": offsets})
+
+    def _stage_parts(self, raw: bytes) -> None:
+        self._save_part(2, self._second, raw.decode(errors="replace"))
+        self._model(raw).stage(self._parts).discard()
 
     def _stage(self, raw: bytes) -> None:
         self._file.write_bytes(raw)

@@ -26,7 +26,7 @@ def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path)
     command = [warm.python(), "-m", "tests.fuzzing", *arguments, "--keep", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    runtime = ("weights", "part", "delta", "merge", "index", "manifest", "graph")
+    runtime = ("weights", "part", "delta", "merge", "index", "offsets", "manifest", "graph")
     for subject in (*runtime, "pt", "old pt", "metadata", "chunk", "peft config", "peft"):
         counts = [line for line in done.stdout.splitlines() if line.startswith(f"{subject:12} ")]
         assert len(counts) > 1, "all inputs had one outcome"
