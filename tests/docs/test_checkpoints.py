@@ -34,13 +34,17 @@ LlamaForCausalLM(config).save_pretrained("llama")
 @pytest.mark.slow
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     text = page("checkpoints")
-    attention, serve, quantised, publish, samples, recipe = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    swap, pack, llama, given = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    attention, serve, quantised, save, publish, samples, recipe = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    swap, parts, pack, llama, given = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     python(tmp_path, attention, CHECKPOINTS)
     assert python(tmp_path, serve) == "torch.Size([4, 8])\n"
     assert "computed from qkv" in shell(tmp_path, "weightswap inspect attention.artifact")
     python(tmp_path, quantised)
     ids = re.findall(r"weights id +([0-9a-f]{64})", shell(tmp_path, swap))
+    assert len(set(ids)) == 1
+    assert len(ids) == 2
+    python(tmp_path, attention, "import warnings", "warnings.simplefilter('ignore')", save)  # there is one process
+    ids = re.findall(r"weights id +([0-9a-f]{64})", shell(tmp_path, parts))
     assert len(set(ids)) == 1
     assert len(ids) == 2
     assert "cast        3 tensors from F64" in shell(tmp_path, pack)

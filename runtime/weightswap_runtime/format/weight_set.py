@@ -130,7 +130,7 @@ def open_weights(
     files if they have the names that torch's HuggingFaceStorageWriter gives to parts of ranks, else the only
     .safetensors file that is not a shard. Every header is read and checked; no data is read. check: a callback, called
     every few milliseconds while waiting for a remote response; an exception that it raises ends the wait. most_header:
-    the most bytes of all headers together; see `Manifest.most_header`.
+    the most bytes of all headers together, or of each part, as each may name all tensors; see `Manifest.most_header`.
 
     Parts do not say which shape the whole has: it is what they add up to. Without the last one it is too small, which
     only who knows the shape can see.
@@ -290,24 +290,22 @@ def _open_shards(index: Location, check: Check | None, most: int) -> FileSet:
     folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check, most)
     with ExitStack() as stack:
-        files = _open_files(folder, sorted(set(weight_map.values())), check, most, stack)
+        files: dict[str, WeightFile] = {}
+        for name in sorted(set(weight_map.values())):
+            files[name] = _open_one(folder / name, len(files), check, most, stack)
+            most = max(0, most - files[name].header.data_start)
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
     return FileSet(index, files.values())
 
 
-def _open_files(
-    folder: Location, names: Iterable[str], check: Check | None, most: int, stack: ExitStack
-) -> dict[str, WeightFile]:
-    """Open files with headers of at most `most` bytes together; many rest, so that descriptors are left."""
-    files: dict[str, WeightFile] = {}
-    for name in names:
-        files[name] = stack.enter_context(WeightFile(folder / name, check, most))
-        most = max(0, most - files[name].header.data_start)
-        if len(files) > _MOST_OPEN and isinstance(source := files[name].source, LocalFile):
-            source.rest()
-    return files
+def _open_one(path: Location, opened: int, check: Check | None, most: int, stack: ExitStack) -> WeightFile:
+    """Open one of several files, after `opened` others, so that descriptors are left however many there are."""
+    file = stack.enter_context(WeightFile(path, check, most))
+    if opened >= _MOST_OPEN and isinstance(file.source, LocalFile):
+        file.source.rest()
+    return file
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:
@@ -382,7 +380,7 @@ class _Saved(msgspec.Struct):
 def _open_parts(location: Location, names: Sequence[str], check: Check | None, most: int) -> FileSet:
     folder = folder_behind(location)
     with ExitStack() as stack:
-        files = _open_files(folder, names, check, most, stack).values()
+        files = [_open_one(folder / name, count, check, most, stack) for count, name in enumerate(names)]
         parts: dict[str, list[_Part]] = {}
         for file in files:
             offsets = _saved_offsets(file)

@@ -52,6 +52,13 @@ def test_parts_are_one_set(folder: Path) -> None:
     assert np.array_equal(found["alone"], ALONE)
 
 
+def test_threads_read_a_large_tensor_side_by_side(tmp_path: Path) -> None:
+    whole = np.random.default_rng(3).integers(0, 256, (9_000, 1_500), np.uint8)
+    for rank, (low, high) in enumerate([(0, 700), (700, 701), (701, 1_500)]):
+        write(tmp_path, rank, {"w": whole[:, low:high]}, at(0, low))
+    assert np.array_equal(read_weights(tmp_path)["w"], whole)
+
+
 def test_many_parts_are_not_open_at_a_time(tmp_path: Path) -> None:
     rows = np.arange(200, dtype=np.int32).reshape(100, 2)
     for rank, row in enumerate(rows):
@@ -63,6 +70,13 @@ def test_many_parts_are_not_open_at_a_time(tmp_path: Path) -> None:
         assert np.array_equal(read_weights(tmp_path)["w"], rows)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_each_part_may_name_all_tensors(folder: Path) -> None:
+    lengths = [int.from_bytes(path.read_bytes()[:8], "little") for path in folder.iterdir()]
+    open_weights(folder, most_header=max(lengths)).close()
+    with pytest.raises(WeightFileError, match="at most"):
+        open_weights(folder, most_header=max(lengths) - 1)
 
 
 def test_a_write_to_any_part_is_noticed(folder: Path) -> None:
