@@ -379,6 +379,8 @@ class _Saved(msgspec.Struct):
 
 def _open_parts(location: Location, names: Sequence[str], check: Check | None, most: int) -> FileSet:
     folder = folder_behind(location)
+    if isinstance(location, Path) and not location.name:  # `.`, beside which nothing could be named after it
+        location = folder
     with ExitStack() as stack:
         files = [_open_one(folder / name, count, check, most, stack) for count, name in enumerate(names)]
         parts: dict[str, list[_Part]] = {}

@@ -104,6 +104,15 @@ def test_swaps_and_packs_give_the_weights_of_the_model(parts: Path, artifact: Ar
     assert packed.path.read_bytes() == expected.path.read_bytes()
 
 
+def test_the_folder_may_be_the_working_directory(
+    parts: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(parts)
+    served = load(artifact, ".")
+    assert torch.equal(served(X), Net().eval()(X))
+    assert served.swap(str(parts)).weights_id == served.weights_id
+
+
 def test_tools_see_whole_tensors(parts: Path, artifact: Artifact, tmp_path: Path) -> None:
     state = Net().state_dict()
     with open_set(parts) as found:
