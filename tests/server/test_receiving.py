@@ -56,7 +56,7 @@ def test_a_rollback_does_not_wait_for_what_is_received(
     with administered({"tiny": model}) as server, Sender(at, tiny.path) as sender:
         sending = sender.send(tiny.values(3), wait=False)
         assert isinstance(sending, Sending)
-        eventually(lambda: model.progress is not None and model.progress.phase == "reading")
+        eventually(lambda: model.progress is not None and model.progress.phase == "copying")
         assert change(server, "rollback").status == 200
         assert serves(model, 1)
         with pytest.raises(StageCancelled):
