@@ -157,13 +157,13 @@ def resolve(
     where: str,
     *,
     readings: Readings = UNAMBIGUOUS,
-    part: bool = False,
+    whole: Manifest | None = None,
     advice: str = "",
 ) -> Match:
     """Match a set of tensors by the first reading that fits.
 
-    part: the manifest has a part of the weights; unknown names are no problem. advice: what to do if none fits, where
-    the set knows better (`WeightSet.advice`).
+    whole: the manifest of which `manifest` has a part of the weights; unknown names are no problem then. advice: what
+    to do if none fits, where the set knows better (`WeightSet.advice`).
     If no reading fits, the names are tried without the prefixes that wrappers add, and accepted if they are exactly
     those that a reading demands. With UNAMBIGUOUS, a set that fits both readings with different weights as the result
     is refused, because nothing in it tells which one is meant.
@@ -176,9 +176,11 @@ def resolve(
             [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
             "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
         )
-    wanted = [reading(manifest)._replace(part=part) for reading in readings]
+    wanted = [reading(manifest)._replace(part=whole is not None) for reading in readings]
     matches = _matches(tensors, wanted)
     fitting = [match for match in matches if not match.problems]
+    if whole is not None and fitting:
+        _check_one_meaning(tensors, fitting[0], [reading(whole) for reading in readings], where)
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(
             where,
@@ -192,6 +194,26 @@ def resolve(
     demanded = [key for reading in wanted for demand in reading.demands for key in demand.keys]
     advice = _peft_advice(tensors, demanded) or advice or shard_advice(where) or nearest.advice
     raise WeightsMismatch(where, nearest.problems, advice)
+
+
+def _check_one_meaning(names: Collection[str], match: Match, whole: Sequence[Reading], where: str) -> None:
+    """Raise WeightsMismatch if a name that a part is read from also means another weight, without other prefixes.
+
+    A full set has one meaning: that in which nothing is missing or left.
+    """
+    known = {key for reading in whole for demand in reading.demands for key in demand.keys}
+    used = {name for several in match.found.values() for name in several}
+    used |= {name for inputs in match.computed.values() for name in inputs.values()}
+    meanings: dict[str, set[str]] = {name: {name} & known for name in used}
+    if all(meanings.values()):
+        return
+    for stripped in _strippings(names):
+        for plain, name in stripped.items():
+            if name in used and plain in known:
+                meanings[name].add(plain)
+    if several := {name: found for name, found in meanings.items() if len(found) > 1}:
+        problems = [f"{name}: may be {' or '.join(sorted(found))}" for name, found in several.items()]
+        raise WeightsMismatch(where, problems, "Give the names that the model has, without what wrappers add.")
 
 
 def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:

@@ -58,7 +58,10 @@ class MemorySource:
             return array_content(self.value).data
         from weightswap_runtime.torch_tensors import tensor_bytes
 
-        return tensor_bytes(self.value.detach())
+        value = self.value.detach()  # what is assigned to its `.data` from now on is another tensor's
+        if _type_of_tensor(value) != self.type:
+            raise self.changed()
+        return tensor_bytes(value)
 
     def _close(self, nbytes: int) -> None:
         with self._lock:
@@ -99,7 +102,7 @@ class MemorySource:
         return SourceChanged(f"{self.where}: was written to while it was read. {_STEP}")
 
     def close(self) -> None:
-        self._bytes = None
+        self._bytes = self.value = None
 
 
 def _type_of_array(value: object) -> TensorType:

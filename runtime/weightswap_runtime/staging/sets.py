@@ -68,7 +68,14 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     ignored = ignored_names(weights.tensors, request.ignore, weights.where, tied_names(manifest))
     tensors = {name: tensor for name, tensor in weights.tensors.items() if name not in ignored}
     try:
-        match = resolve(tensors, part, weights.where, readings=readings, part=bool(request.only), advice=weights.advice)
+        match = resolve(
+            tensors,
+            part,
+            weights.where,
+            readings=readings,
+            whole=manifest if request.only else None,
+            advice=weights.advice,
+        )
     except WeightsMismatch as error:
         if stamp:
             check_graph(stamp.graph_id, manifest, weights.where, request, error.problems)

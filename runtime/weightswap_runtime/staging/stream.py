@@ -49,10 +49,10 @@ class Arrivals:
             bare = _bare(name, self._meanings)
             if problem := self._problem(name, bare, source):
                 raise WeightsMismatch(self._stream.where, [problem], _ADVICE)
-            if bare is not None or not self._staging.request.only:
-                self._stream.tensors[name] = stored(source)
+            self._stream.tensors[name] = stored(source)
             if bare is not None and self._meanings[bare] and not self._is_ignored(name):
                 self._take(name, source, self._place(bare, source))
+            source.close()  # nothing keeps what was given
 
     def _is_ignored(self, name: str) -> bool:
         matches = any(fnmatchcase(name, pattern) for pattern in self._staging.request.ignore)

@@ -12,6 +12,7 @@ The descriptor is that of a packed weight file in memory, which the sender does 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -24,7 +25,8 @@ from weightswap_runtime import errors
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError
 
 VERSION = 1
-_MOST_LINE = 1 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
+_MOST_LINE = 1 << 20  # bytes
+MOST_ANSWER = 64 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
 _PART = 64 << 10
 _LONGEST_PATH = 107
 _DESCRIPTOR = struct.Struct("i")
@@ -38,7 +40,7 @@ SCHEME = "unix:"
 def socket_path(address: str) -> str:
     """Return the path of a socket's address, `unix:PATH`. Raises Unsupported."""
     path = address.removeprefix(SCHEME) if isinstance(address, str) and address.startswith(SCHEME) else ""
-    if not path:
+    if not path or "\0" in path:
         raise Unsupported(f"{address!r}: expected {SCHEME}PATH, a socket on this machine")
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise Unsupported(
@@ -105,10 +107,11 @@ class Outcome(msgspec.Struct, frozen=True):
 class Channel:
     """A connected socket that carries lines, and descriptors with them."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, most: int = _MOST_LINE) -> None:
+        """most: bytes of a line that is received."""
+        self._socket, self._most = connection, most
         self._received = bytearray()
-        self._descriptors: list[int] = []  # received and not taken yet
+        self._descriptor: int | None = None  # that was received last, and not taken yet
 
     def send(self, document: msgspec.Struct, deadline: float, descriptor: int | None = None) -> None:
         """Send a document, and a descriptor with its first bytes. Raises TransferFailed."""
@@ -121,15 +124,21 @@ class Channel:
         except OSError as error:
             raise TransferFailed(f"the other side is gone or does not read ({error})") from error
 
-    def receive(self, kind: type[T], deadline: float) -> T | None:
-        """Return the next document; None if the other side has closed. Raises TransferFailed."""
+    def receive(self, kind: type[T], deadline: float, patience: float = math.inf) -> T | None:
+        """Return the next document; None if the other side has closed. Raises TransferFailed.
+
+        patience: seconds in which the rest of a message must come.
+        """
         while b"\n" not in self._received:
+            begins = not self._received
             if not self._receive_part(deadline):
                 if self._received:
                     raise TransferFailed("the other side ended in the middle of a message")
                 return None
-            if len(self._received) > _MOST_LINE:
-                raise TransferFailed(f"a message of more than {_MOST_LINE} bytes")
+            if begins:
+                deadline = min(deadline, time.monotonic() + patience)
+            if len(self._received) > self._most:
+                raise TransferFailed(f"a message of more than {self._most} bytes")
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray(rest)
         try:
@@ -148,20 +157,26 @@ class Channel:
             raise TransferFailed(f"the other side is gone ({error})") from error
         for _, what, content in rights:
             if what == socket.SCM_RIGHTS:
-                self._descriptors += [each for (each,) in _DESCRIPTOR.iter_unpack(content)]
+                for (descriptor,) in _DESCRIPTOR.iter_unpack(content):
+                    self._drop_descriptor()
+                    self._descriptor = descriptor
         self._received += data
         return bool(data)
 
     def take_descriptor(self) -> int:
         """Return the descriptor that came last; the caller closes it. Raises TransferFailed if none came."""
-        if not self._descriptors:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
             raise TransferFailed("no descriptor came with the offer")
-        return self._descriptors.pop()
+        return descriptor
+
+    def _drop_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._drop_descriptor()
         self._socket.close()
 
 

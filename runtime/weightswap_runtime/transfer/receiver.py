@@ -9,12 +9,13 @@ import socket
 import stat
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Protocol
 
 from weightswap_runtime.errors import TransferFailed, Unsupported, check_timeout, join_seconds
-from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.format.safetensors import WeightFile
+from weightswap_runtime.format.weight_set import FileSet, WeightSet
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.staging.given import MEMORY, GivenWeights
@@ -22,7 +23,8 @@ from weightswap_runtime.threads import Background
 
 from .messages import VERSION, Channel, Greeting, Offer, Outcome, Refusal, Welcome, peer, socket_path
 
-MOST_SENDERS = 8  # connected at once
+MOST_SENDERS = 32  # connected at once
+_AT_ONCE = 1.0  # seconds to tell a sender that it is turned away
 _log = logging.getLogger("weightswap.transfer")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
@@ -50,10 +52,11 @@ class Receiver(AbstractContextManager["Receiver"]):
         check_timeout(timeout)
         self.at = at
         self.last_error: BaseException | None = None  # None again once weights were taken
-        self._path = socket_path(at)
+        self._path = str(Path(socket_path(at)).absolute())  # the working directory may change
         self._target, self._rate_limit = target, rate_limit
         self._timeout = math.inf if timeout is None else timeout
         self._listener = _listen(self._path, at)
+        self._identity = _identity_of(self._path)
         self._is_stopping = False
         self._lock = threading.Lock()  # of what follows
         self._connections: dict[socket.socket, Job] = {}
@@ -98,7 +101,8 @@ class Receiver(AbstractContextManager["Receiver"]):
         if was_stopping:
             return
         with suppress(OSError):
-            Path(self._path).unlink()
+            if _identity_of(self._path) == self._identity:  # not another receiver's
+                Path(self._path).unlink()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
         for connection, job in connections.items():
@@ -122,19 +126,28 @@ class Receiver(AbstractContextManager["Receiver"]):
         """Serve a connection in a thread of its own."""
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if self._is_stopping or len(self._threads) >= MOST_SENDERS:
-                connection.close()
-                return
-            self._connections[connection] = Job()
-            thread = Background(lambda: self._converse(connection), "weightswap-receiving", self._end)
-            self._threads.append(thread)
-        thread.start()
+            is_full = self._is_stopping or len(self._threads) >= MOST_SENDERS
+            if not is_full:
+                self._connections[connection] = Job()
+                thread = Background(lambda: self._converse(connection), "weightswap-receiving", self._end)
+                self._threads.append(thread)
+                thread.start()
+        if is_full:
+            self._turn_away(connection)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        refusal = TransferFailed(f"{self.at}: {MOST_SENDERS} senders are connected; close one of them")
+        with closing(Channel(connection)) as channel, suppress(TransferFailed):
+            channel.send(Welcome(Refusal.of(refusal)), time.monotonic() + _AT_ONCE)
 
     def _converse(self, connection: socket.socket) -> None:
         channel = Channel(connection)
         try:
             if self._greet(connection, channel):
-                while not self._is_stopping and (offer := channel.receive(Offer, math.inf)) is not None:
+                while not self._is_stopping:
+                    offer = channel.receive(Offer, math.inf, self._timeout)
+                    if offer is None:
+                        return
                     channel.send(self._take(connection, channel, offer), time.monotonic() + self._timeout)
         except TransferFailed as error:  # the sender is gone
             _log.info("%s: %s", self.at, error)
@@ -188,8 +201,9 @@ class Receiver(AbstractContextManager["Receiver"]):
         where = f"{MEMORY}:{self.at}"
 
         def open_file() -> WeightSet:
-            weights = open_weights(f"/proc/self/fd/{descriptor}", most_header=self._target.most_header)
-            return weights.without_place(where)
+            file = WeightFile(Path(f"/proc/self/fd/{descriptor}"), most_header=self._target.most_header)
+            file.source.where = where
+            return FileSet(Path(where), [file]).without_place(where)
 
         return GivenWeights(where, None, open_file)
 
@@ -209,6 +223,11 @@ def _listen(path: str, at: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _identity_of(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 def _remove_dead(path: str, at: str) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,7 +42,7 @@ from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
-from .messages import VERSION, Channel, Greeting, Offer, Outcome, Welcome, peer, socket_path
+from .messages import MOST_ANSWER, VERSION, Channel, Greeting, Offer, Outcome, Welcome, peer, socket_path
 
 if TYPE_CHECKING:
     from weightswap_runtime.staging.given import Given
@@ -85,7 +86,7 @@ class Sending:
 class Sender(AbstractContextManager["Sender"]):
     """The way of a trainer's weights to one process that serves them: `Model.receive`, `weightswap serve --receive`.
 
-    It may be used from any thread, by one at a time. `close()` ends it.
+    It may be used from any thread, by one at a time, and not in a forked child. `close()` ends it.
     """
 
     def __init__(self, to: str, artifact: PathLike | Artifact, *, timeout: float | None = 60.0) -> None:
@@ -95,7 +96,7 @@ class Sender(AbstractContextManager["Sender"]):
         Raises ArtifactError and Unsupported.
         """
         check_timeout(timeout)
-        self._path = socket_path(to)
+        self._path = str(Path(socket_path(to)).absolute())  # the working directory may change
         self.to = to
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self._timeout = math.inf if timeout is None else timeout
@@ -104,9 +105,10 @@ class Sender(AbstractContextManager["Sender"]):
         self._workers = WorkerThreads()
         self._transforms: Transforms | None = None
         self._channel: Channel | None = None  # of the thread that sends
-        self._staging = threading.Lock()
+        self._process = os.getpid()
+        self._staging = threading.RLock()
         self._changed = threading.Condition()  # of all below
-        self._free = [_FileInMemory(self._layout), _FileInMemory(self._layout)]
+        self._free: list[_FileInMemory] = []
         self._waiting: Sending | None = None
         self._closed = False
         self._thread = Background(self._run, "weightswap-sender", self._stop)
@@ -130,6 +132,10 @@ class Sender(AbstractContextManager["Sender"]):
         Raises what `Model.stage` raises for the weights, here or at the receiver, and TransferFailed.
         """
         options = {"labels": labels, "keys": keys, "ignore": ignore}
+        if self._process != os.getpid():
+            raise TransferFailed(f"{self.to}: this sender was made before a fork; make one in the child")
+        if self._staging._is_owned():  # type: ignore[attr-defined]
+            raise TransferFailed(f"{self.to}: a send within an iterator that is being sent; send after it has ended")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
         with self._staging:
             sending = self._stage(request)
@@ -138,16 +144,17 @@ class Sender(AbstractContextManager["Sender"]):
     def _stage(self, request: SwapRequest) -> Sending:
         memory = self._take()
         try:
-            identity = memory.fill(request, self._staging_of(request))
-            sending = Sending(memory, identity)
+            sending = Sending(memory, memory.fill(request, self._staging_of(request)))
+            with self._changed:
+                self._check_open()
+                before, self._waiting = self._waiting, sending
+                self._changed.notify_all()
         except BaseException:
             self._give_back(memory)
             raise
-        with self._changed:
-            if self._closed:
-                raise TransferFailed(f"{self.to}: the sender was closed")
-            self._waiting = sending
-            self._changed.notify_all()
+        if before is not None:
+            before._end(None, Superseded("later weights were sent before these had left"))
+            self._give_back(before._memory)
         return sending
 
     def _staging_of(self, request: SwapRequest) -> Staging:
@@ -162,21 +169,21 @@ class Sender(AbstractContextManager["Sender"]):
         return self._transforms
 
     def _take(self) -> _FileInMemory:
-        """Return memory that nobody reads: that of weights that wait, which are then not sent, if there is no other."""
+        """Return memory that nobody reads. There are three at most: one is read, weights wait in another."""
         with self._changed:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                waiting._end(None, Superseded("later weights were sent before these had left"))
-                return waiting._memory
-            self._changed.wait_for(lambda: self._free or self._closed)
-            if self._closed:
-                raise TransferFailed(f"{self.to}: the sender was closed")
-            return self._free.pop()
+            self._check_open()
+            return self._free.pop() if self._free else _FileInMemory(self._layout)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferFailed(f"{self.to}: the sender was closed")
 
     def _give_back(self, memory: _FileInMemory) -> None:
         with self._changed:
-            self._free.append(memory)
-            self._changed.notify_all()
+            if not self._closed:
+                self._free.append(memory)
+                return
+        memory.close()
 
     def _run(self) -> None:
         while (sending := self._next()) is not None:
@@ -220,13 +227,14 @@ class Sender(AbstractContextManager["Sender"]):
     def _connected(self, deadline: float) -> Channel:
         if self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel = Channel(connection)
+            channel = Channel(connection, MOST_ANSWER)
             try:
                 connection.settimeout(min(self._timeout, 1e6))
                 connection.connect(self._path)
                 if peer(connection) != os.getuid():
                     raise TransferFailed(f"{self.to}: the receiver is a process of another user")
-                channel.send(Greeting(VERSION, self.artifact.graph_id), deadline)
+                with suppress(TransferFailed):  # who is turned away at once finds out why below
+                    channel.send(Greeting(VERSION, self.artifact.graph_id), deadline)
                 welcome = channel.receive(Welcome, deadline)
             except OSError as error:
                 channel.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from weightswap_runtime import (
     UnknownVariant,
     Unsupported,
     WeightFileError,
+    WeightsMismatch,
     load,
 )
 from weightswap_runtime.sources.memory import MemorySource
@@ -233,6 +235,68 @@ def test_a_write_meanwhile_is_found(how: str, form: str, tiny: TinyArtifact, wei
             staged.wait()
     assert reads
     assert serves(model, 0)
+
+
+@pytest.mark.parametrize("change", [lambda value: value.half(), lambda value: value.double(), lambda value: value[:2]])
+def test_what_is_assigned_to_its_data_is_another_tensor(
+    change: Callable[[torch.Tensor], torch.Tensor], tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """Its size and dtype may differ: the rest of its place would be bytes of the weights from before."""
+    model, source, reads = load(tiny.path, weight_file(0)), module(1), []
+    plain = MemorySource.read_into
+
+    def read_into(self: MemorySource, buffers: list[memoryview], offset: int) -> None:
+        if not reads:
+            reads.append(self.where)
+            for parameter in source.parameters():
+                parameter.data = change(parameter.data)
+        plain(self, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemorySource, "read_into", read_into)
+        with pytest.raises(SourceChanged):
+            model.stage(source, background=True).wait()
+    assert serves(model, 0)
+
+
+class Homonyms(nn.Module):
+    """Weights whose names differ by what containers add to names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 3, bias=False)
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) @ self.weight
+
+
+@pytest.mark.parametrize("absent", [None, "model.module.model.weight"])
+def test_a_part_is_not_taken_by_a_name_with_two_meanings(absent: str | None, tmp_path: Path) -> None:
+    old, new = Homonyms().eval(), Homonyms().eval()
+    model = load(export(old, (torch.zeros(1, 3),), out=tmp_path / "a.artifact"), old)
+    given = {f"model.module.{name}": value for name, value in new.state_dict().items()}
+    given.pop(absent or "", None)
+    for form in (given, iter(given.items()), reversed(given.items())):
+        with pytest.raises(WeightsMismatch, match=r"model.module.weight: may be model.weight or weight"):
+            model.swap(form, only="model.*")
+    served = model.swap(new, only="model.*").weights_id
+    assert served == model.swap(new.state_dict(), only="model.*").weights_id
+
+
+def test_nothing_of_an_iterator_is_held(tiny: TinyArtifact) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def items() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in tiny.values(0):
+            value = tiny.values(1)[name]
+            alive.add(value)
+            yield name, value
+            assert len(alive) <= 2  # the last one, and that of this frame
+
+    model = load(tiny.path)
+    model.swap(items())
+    assert serves(model, 1)
 
 
 def test_a_staging_of_an_iterator_may_be_cancelled(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -172,6 +172,7 @@ def test_the_address_must_be_free(served: Model, receiver: Receiver, tmp_path: P
         (f"unix:{tmp_path / 'nowhere' / 'x.sock'}", r"cannot listen there \(No such file or directory\)"),
         ("x.sock", "expected unix:PATH"),
         ("unix:" + "x" * 200, "a path of more than 107 bytes"),
+        ("unix:a\0b", "expected unix:PATH"),
     ):
         with pytest.raises(Unsupported, match=says):
             served.receive(address)
@@ -330,6 +331,124 @@ def test_another_user_is_refused(at: str, tmp_path: Path, tiny: TinyArtifact) ->
         [warm.python(), "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=True
     )
     assert "takes weights from processes of its own user alone" in done.stdout
+
+
+def test_descriptors_are_not_hoarded(receiver: Receiver, at: str) -> None:
+    before, descriptor = open_descriptors(), in_memory(b"x")
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(at.removeprefix("unix:"))
+        for _ in range(20):
+            socket.send_fds(peer, [b"{"], [descriptor] * 3)
+        time.sleep(0.2)
+        assert open_descriptors() <= before + 5
+    os.close(descriptor)
+    receiver.stop()
+
+
+def test_half_a_message_is_given_up(served: Model, at: str, tiny: TinyArtifact) -> None:
+    with served.receive(at, timeout=0.2) as receiver:
+        channel = greeted(at, tiny)
+        channel._socket.sendall(b'{"weights_id"')
+        assert channel._socket.recv(1) == b""
+        assert receiver.alive
+        channel.close()
+
+
+def test_who_comes_when_many_are_connected_is_told(
+    receiver: Receiver, at: str, tiny: TinyArtifact, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightswap_runtime.transfer.receiver.MOST_SENDERS", 2)
+    others = [greeted(at, tiny) for _ in range(2)]
+    with pytest.raises(TransferFailed, match="2 senders are connected; close one of them"):
+        sender.send(tiny.values(1))
+    for other in others:
+        other.close()
+    while receiver._connections:
+        time.sleep(0.01)
+    time.sleep(0.05)  # their threads end
+    sender.send(tiny.values(1))
+
+
+def test_what_waits_is_sent_if_what_comes_later_is_refused(served: Model, receiver: Receiver, sender: Sender) -> None:
+    with served.turn(lambda: None):
+        first = sender.send(TinyArtifact.values(1), wait=False)
+        while receiver._connections == {}:
+            time.sleep(0.01)
+        second = sender.send(TinyArtifact.values(2), wait=False)
+        with pytest.raises(WeightsMismatch):
+            sender.send({"bias": torch.ones(5)})
+    for sending in (first, second):
+        assert isinstance(sending, Sending)
+    second.wait(20)  # type: ignore[union-attr, call-arg]
+    assert serves(served, 2)
+
+
+def test_a_sender_leaves_no_descriptor(at: str, tiny: TinyArtifact) -> None:
+    before = open_descriptors()
+    for _ in range(3):
+        sender = Sender(at, tiny.path)
+
+        def items(sender: Sender = sender) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(tiny.values(1).items())[:2]
+            sender.close()
+            yield from list(tiny.values(1).items())[2:]
+
+        with pytest.raises(TransferFailed, match="the sender was closed"):
+            sender.send(items())
+    del sender
+    gc.collect()
+    assert open_descriptors() <= before
+
+
+@pytest.mark.usefixtures("receiver")
+def test_a_send_within_a_send_is_refused(sender: Sender) -> None:
+    def items() -> Iterator[tuple[str, torch.Tensor]]:
+        sender.send(TinyArtifact.values(1))
+        yield from TinyArtifact.values(1).items()
+
+    with pytest.raises(TransferFailed, match="a send within an iterator that is being sent"):
+        sender.send(items())
+    sender.send(TinyArtifact.values(1))
+
+
+@pytest.mark.usefixtures("receiver")
+def test_a_forked_child_makes_its_own_sender(sender: Sender, served: Model) -> None:
+    sender.send(TinyArtifact.values(1))
+    child = os.fork()
+    if not child:
+        try:
+            sender.send(TinyArtifact.values(2))
+        except TransferFailed as error:
+            os._exit(7 if "made before a fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    sender.send(TinyArtifact.values(3))
+    assert serves(served, 3)
+
+
+def test_the_working_directory_may_change(
+    served: Model, tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Sender("unix:x.sock", tiny.path) as sender:
+        receiver = served.receive("unix:x.sock")
+        monkeypatch.chdir(tmp_path / "other")
+        Path("x.sock").touch()
+        sender.send(tiny.values(1))
+        receiver.stop()
+    assert Path("x.sock").exists()
+    assert not Path("../x.sock").exists()
+
+
+def test_the_socket_of_another_receiver_stays(served: Model, tiny: TinyArtifact, at: str) -> None:
+    path = Path(at.removeprefix("unix:"))
+    first = served.receive(at)
+    path.unlink()
+    with load(tiny.path) as other, other.receive(at), Sender(at, tiny.path) as sender:
+        first.stop()
+        sender.send(tiny.values(1))
+        assert serves(other, 1)
 
 
 # processes
