@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from typing import Literal as OneOf
 
 import ml_dtypes
 import numpy as np
@@ -47,6 +48,8 @@ _MOST_ELEMENTS = 1 << 18  # of all inputs together, for the largest sizes of dim
 _MOST_INTEGERS = 1 << 11  # likewise for integers: each token adds a row of outputs
 _UNBOUNDED = 64  # the largest size of a dimension without a maximum
 _INTEGERS = 2  # the exclusive bound of random integers, unless the caller gives one
+_MOST_OF_ONE_SIGN = 127  # of integers of one sign with more than 16 bits, which may be sizes
+Signs = OneOf["", "positive values", "negative values"]
 _SUFFIXES = (".safetensors", ".npz")
 
 
@@ -154,14 +157,31 @@ def _read_npz(path: Path) -> dict[str, TensorBytes]:
 
 
 def random_values(
-    signature: Signature, sizes: Sizes, rng: np.random.Generator, bounds: Mapping[str, int] | None = None
+    signature: Signature,
+    sizes: Sizes,
+    rng: np.random.Generator,
+    bounds: Mapping[str, int] | None = None,
+    signs: Signs = "",
 ) -> list[Any]:
     """Return flat inputs of one call in the graph's order, tensors as contents.
 
     Floats are normally distributed. Integers are uniform from 0 to the exclusive bound of the input of that name, by
-    default 2.
+    default 2. signs: numbers are all positive or, but for unsigned ones and integers with a bound, all negative.
+    Integers of up to 16 bits without a bound then reach the end of their range, others 127 or -127.
     """
-    return [_value(leaf, sizes, rng, (bounds or {}).get(leaf.name, _INTEGERS)) for leaf in input_leaves(signature)]
+    given = bounds or {}
+    return [_value(leaf, sizes, rng, given.get(leaf.name), signs) for leaf in input_leaves(signature)]
+
+
+def signs_of(signature: Signature) -> list[Signs]:
+    """Return the signs that a method's numbers can have.
+
+    Values of one sign show what values of both, or among zeros, do not: a reduction that begins with 0 instead of the
+    first element, and rounding errors that add up.
+    """
+    dtypes = {leaf.dtype for leaf in input_leaves(signature) if isinstance(leaf, Tensor)} - {"BOOL"}
+    signs: list[Signs] = ["positive values"] if dtypes else []
+    return [*signs, "negative values"] if any(dtype[0] != "U" for dtype in dtypes) else signs
 
 
 def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generator, group: str | None = None) -> None:
@@ -175,14 +195,30 @@ def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generato
     write_weight_file(path, rows, data, graph_id=manifest.graph_id)
 
 
-def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int) -> Any:
+def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int | None, signs: Signs) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
         return size_at(leaf.value, sizes)
     shape = [size_at(size, sizes) for size in leaf.shape]
-    values = rng.normal(0, 1, shape) if has_fractions(leaf.dtype) else rng.integers(0, bound, shape)
+    values: NDArray[Any]
+    if has_fractions(leaf.dtype):
+        values = rng.normal(0, 1, shape)
+        values = {"positive values": np.abs(values), "negative values": -np.abs(values)}.get(signs, values)
+    else:
+        values = rng.integers(*_range(leaf.dtype, bound, signs), shape, endpoint=True)
     return encoded(np.asarray(values), leaf.dtype)
+
+
+def _range(dtype: str, bound: int | None, signs: Signs) -> tuple[int, int]:
+    """Return the least and the greatest of random integers."""
+    if not signs or dtype == "BOOL":
+        return 0, (bound or _INTEGERS) - 1
+    if bound is not None:
+        return min(1, bound - 1), bound - 1
+    limits = np.iinfo(numpy_dtype(dtype))
+    most = limits.max if limits.bits <= 16 else _MOST_OF_ONE_SIGN
+    return (max(limits.min, -most - 1), -1) if signs == "negative values" and limits.min else (1, int(most))
 
 
 def _weight(dtype: str, shape: Sequence[int], rng: np.random.Generator) -> TensorBytes:

@@ -12,12 +12,19 @@ from torch.export import Dim
 
 from tests.support.models import Everything
 from weightswap_exporter import MethodSpec, export
-from weightswap_exporter.parity.executions import index_bounds
+from weightswap_exporter.engines.index_bounds import index_bounds
 from weightswap_runtime import load, read_weights
 from weightswap_runtime.format.signature import Dimension, Integer, Literal, Signature, Tensor
 from weightswap_runtime.tensors import DTYPES, as_float64, is_numpys
 from weightswap_runtime.torch_tensors import as_tensor, torch_dtype
-from weightswap_tools.inputs import common_sizes, edge_sizes, encoded, random_values, write_random_weights
+from weightswap_tools.inputs import (
+    common_sizes,
+    edge_sizes,
+    encoded,
+    random_values,
+    signs_of,
+    write_random_weights,
+)
 
 BATCH, LENGTH = Dimension(1, 64), Dimension(2, None)
 
@@ -73,6 +80,20 @@ def test_values_fit_the_signature() -> None:
     assert (ids.dtype, ids.shape, count, flag) == ("I64", (3, 9), 4, True)
     assert 1 < as_float64(ids).max() < 50
     assert as_float64(ids).min() >= 0
+
+
+def test_values_of_one_sign_reach_the_ends_of_small_dtypes_and_stay_rows_of_tables() -> None:
+    small = signature(*(Tensor(name, name, (4000,)) for name in ("U8", "I8", "I64", "F32", "BOOL")), dims={})
+    assert signs_of(small) == ["positive values", "negative values"]
+    assert signs_of(signature(Tensor("x", "U8", (2,)), dims={})) == ["positive values"]
+    for signs, ends in (
+        ("positive values", ((1, 255), (1, 127), (1, 5))),
+        ("negative values", ((1, 255), (-128, -1), (1, 5))),
+    ):
+        *integers, floats, truth = random_values(small, {}, np.random.default_rng(0), {"I64": 6}, signs)
+        assert tuple((as_float64(one).min(), as_float64(one).max()) for one in integers) == ends
+        assert ((as_float64(floats) > 0) == (signs == "positive values")).all()
+        assert {*truth.data} == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", [name for name, row in DTYPES.items() if row.torch])

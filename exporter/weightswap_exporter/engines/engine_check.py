@@ -21,16 +21,19 @@ import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import CaptureError, WeightswapError, listed
-from weightswap_runtime.format.signature import Signature, Sizes, leaves
+from weightswap_runtime.format.signature import Signature, Sizes, Tensor, input_leaves, leaves
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
-from weightswap_tools.inputs import call_flat, common_sizes, random_values, write_random_weights
+from weightswap_tools.inputs import Signs, call_flat, common_sizes, random_values, signs_of, write_random_weights
+
+from .index_bounds import index_bounds
 
 MOST_BYTES = 2 << 30  # of random weights
 # relative to an output's largest value; wrong translations are off by more, rounding errors by less
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
 COARSE = 0.15  # for dtypes with fewer digits
 _CALLER = 4
+_Trial = tuple[Sizes, list[Any], Signs, dict[str, str]]
 
 
 def try_engine(artifact: Artifact, engine: str, device: str) -> None:
@@ -78,9 +81,29 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
         resident = _random_variants(artifact, Path(folder), (ours, theirs), rng)
         for name in (name for name, runs in theirs.engines.items() if runs == engine):
             signature = ours.signatures[name]
-            for sizes in common_sizes(signature):
-                for variants in ({}, resident) if resident else ({},):
-                    yield from _one_call(name, signature, sizes, ours, theirs, rng, variants)
+            trials = [
+                (sizes, random_values(signature, sizes, rng), "", variants)
+                for sizes in common_sizes(signature)
+                for variants in (({}, resident) if resident else ({},))
+            ]
+            trials += _of_one_sign(artifact, name, signature, rng, device)
+            for sizes, flat, signs, variants in trials:
+                texts = (str(dict(sizes)) if sizes else "", signs, "variants" if variants else "")
+                where = " and ".join(filter(None, texts))
+                yield from _one_call(name, flat, f"{name} with {where}" if where else name, ours, theirs, variants)
+
+
+def _of_one_sign(
+    artifact: Artifact, name: str, signature: Signature, rng: np.random.Generator, device: str
+) -> Iterator[_Trial]:
+    if device != HOST and any(
+        isinstance(leaf, Tensor) and not has_fractions(leaf.dtype) for leaf in input_leaves(signature)
+    ):
+        return  # an index out of range would end a process's use of a GPU
+    bounds = index_bounds(artifact, name)
+    for sizes in common_sizes(signature)[:1]:
+        for signs in signs_of(signature):
+            yield sizes, random_values(signature, sizes, rng, bounds, signs), signs, {}
 
 
 def _random_variants(
@@ -96,29 +119,20 @@ def _random_variants(
 
 
 def _one_call(
-    name: str,
-    signature: Signature,
-    sizes: Sizes,
-    ours: Model,
-    theirs: Model,
-    rng: np.random.Generator,
-    variants: dict[str, str],
+    name: str, flat: list[Any], where: str, ours: Model, theirs: Model, variants: dict[str, str]
 ) -> Iterator[str]:
-    flat = random_values(signature, sizes, rng)
     try:
         expected, again = (call_flat(ours, name, flat, variants) for _ in range(2))
     except Exception:  # the model may not accept random inputs
         return
     if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
         return  # the model draws random numbers
-    where = f"{name} with {dict(sizes)}" if sizes else name
-    where += " and variants" if variants else ""
     try:
         found, again = (call_flat(theirs, name, flat, variants) for _ in range(2))
     except Exception as error:
         yield f"{where}: raised {type(error).__name__}: {error}"
         return
-    for leaf, one, other in zip(leaves(signature.output), expected, found, strict=True):
+    for leaf, one, other in zip(leaves(ours.signatures[name].output), expected, found, strict=True):
         if text := _problem(one, other):
             yield f"{where}: {leaf.name}: {text}"
 

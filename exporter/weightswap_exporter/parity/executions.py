@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.checkpoints.tensor import contents_of
+from weightswap_exporter.engines.index_bounds import index_bounds
 from weightswap_exporter.goldens import (
     Eager,
     GoldenCall,
@@ -30,22 +30,14 @@ from weightswap_exporter.goldens import (
 from weightswap_exporter.modules.stand_ins import first_line, frame_of
 from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime import Model, load
-from weightswap_runtime.engines.graph_archive import (
-    Argument,
-    Graph,
-    UnknownPart,
-    check_records,
-    read_argument,
-    read_program,
-)
 from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Goldens
-from weightswap_runtime.format.signature import Signature, Sizes, call_arguments, input_leaves, leaves
+from weightswap_runtime.format.signature import Signature, Sizes, call_arguments, leaves
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.torch_tensors import copied_tensor
-from weightswap_tools.inputs import call_flat, common_sizes, edge_sizes, random_values
+from weightswap_tools.inputs import Signs, call_flat, common_sizes, edge_sizes, random_values, signs_of
 
 from .report import Origin
 
@@ -54,12 +46,6 @@ PathLike = str | os.PathLike[str]
 Cases = Requested | Literal["goldens", "generated"]
 _ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
 _RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and remove random draws."
-_TABLES = ("torch.ops.aten.embedding.", "torch.ops.aten.embedding_bag.")
-# operators whose results are elements of their first argument
-_CARRIERS = tuple(f"torch.ops.aten.{name}." for name in (
-    "alias", "clone", "contiguous", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze",
-    "to", "transpose", "unsqueeze", "view",
-))  # fmt: skip
 
 
 class CallCase(NamedTuple):
@@ -126,10 +112,17 @@ def _generated(artifact: Artifact, seed: int) -> Iterator[CallCase]:
     rng = np.random.default_rng(seed)
     for method, described in artifact.manifest.methods.items():
         bounds = index_bounds(artifact, method)
-        for sizes in _sizes(described.signature):
-            flat = random_values(described.signature, sizes, rng, bounds)
-            name = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+        for sizes, signs in _inputs(described.signature):
+            flat = random_values(described.signature, sizes, rng, bounds, signs)
+            name = " and ".join(filter(None, (signs, ", ".join(f"{dim}={size}" for dim, size in sizes.items()))))
             yield _call_case(artifact, f"random with {name}" if name else "random", "generated", method, flat)
+
+
+def _inputs(signature: Signature) -> Iterator[tuple[Sizes, Signs]]:
+    """Yield ordinary sizes, those at the ends of the ranges, and ordinary sizes with values of one sign."""
+    sizes = _sizes(signature)
+    yield from ((one, "") for one in sizes)
+    yield from ((one, signs) for one in sizes[:1] for signs in signs_of(signature))
 
 
 def _sizes(signature: Signature) -> list[Sizes]:
@@ -280,50 +273,3 @@ def repeatable_outputs(reference: Side, case: CallCase, artifact: Artifact) -> l
     if problems := [f"{case.where}, {name}{text}" for name, text in differences if text]:
         raise ParityError(problems, _RANDOM)
     return first
-
-
-# Random integers that index a table of weights, such as an embedding, must be rows of it.
-
-
-def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:
-    """Return the number of rows of the smallest table that an input indexes, by input name.
-
-    Inputs are not followed through operators that change their elements, nor into subgraphs. Raises ArtifactError.
-    """
-    described = artifact.manifest.methods[method]
-    raw = artifact.read(described.graph)
-    check_records(raw, str(artifact.path / described.graph))
-    try:
-        graph = read_program(raw).graph_module.graph
-        inputs = [_tensor_name(argument) for argument in graph.inputs]
-    except (UnknownPart, msgspec.MsgspecError):  # the engines report it
-        return {}
-    rows = {name: row.shape[0] for row in artifact.manifest.weights if row.shape for name in row.names}
-    flat = iter(input_leaves(described.signature))
-    carried: dict[str, str] = {}
-    tables: dict[str, int] = {}
-    for name, item in zip(inputs, described.inputs, strict=True):
-        if item.kind == "input":
-            carried[name] = next(flat).name
-        elif item.name in rows:
-            tables[name] = rows[item.name]
-    carried.pop("", None)
-    bounds: dict[str, int] = {}
-    for name, bound in _indexed(graph, carried, tables):
-        bounds[name] = min(bound, bounds.get(name, bound))
-    return bounds
-
-
-def _indexed(graph: Graph, carried: dict[str, str], tables: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield inputs that index a table, with its rows. carried: input names by the values that carry their elements."""
-    for node in graph.nodes:
-        first, second = ([_tensor_name(item.arg) for item in node.inputs] + ["", ""])[:2]
-        if node.target.startswith(_TABLES) and first in tables and second in carried:
-            yield carried[second], tables[first]
-        elif node.target.startswith(_CARRIERS) and first in carried:
-            carried |= {name: carried[first] for output in node.outputs if (name := _tensor_name(output))}
-
-
-def _tensor_name(argument: Argument) -> str:
-    """Return the name of a tensor argument, else an empty string."""
-    return read_argument(argument)[1].name if "as_tensor" in argument else ""

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.support.compiled import WIDTH, needs_compiler
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
+from weightswap_exporter.parity import verify
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
 
 pytestmark = needs_compiler
@@ -135,3 +136,23 @@ def test_a_row_by_a_small_matrix_calls_no_library(tmp_path: Path, width: int, ca
         (library,) = (archive.read(name) for name in archive.namelist() if name.endswith(".so"))
     assert (b"aoti_torch_cpu_addmm_out" in library) == calls
     assert (b"aoti_torch_cpu_mm_out" in library) == calls
+
+
+class Darkest(nn.Module):
+    """The least byte of each image, which torch 2.13 compiles to 0 on the CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1).amin(1)
+
+
+@pytest.mark.slow
+def test_reductions_of_bytes_that_begin_with_zero_are_refused(tmp_path: Path) -> None:
+    images = torch.randint(60, 200, (2, 3, 4, 4), dtype=torch.uint8)
+    methods = {"forward": MethodSpec("forward", (images,))}
+    artifact = export(Darkest(), methods=methods, out=tmp_path / "a")
+    with pytest.raises(CaptureError, match="forward with positive values: output: other integers"):
+        compile_engines(artifact, ["aoti"])
+    made = compile_engines(artifact, ["aoti"], trial=False)
+    weights = pack(Darkest(), made, out=tmp_path / "w.safetensors").path
+    found = verify(made, weights, engines=["aoti"]).problems
+    assert ["random with positive values" in problem for problem in found] == [True]
