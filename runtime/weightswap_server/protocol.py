@@ -74,7 +74,7 @@ class InputTensor(Struct):
     name: str
     datatype: str
     shape: Annotated[Raw, Meta(extra_json_schema=_SIZES)]
-    parameters: Parameters = {}
+    parameters: Parameters | None = None
     data: Array = msgspec.field(default_factory=Raw)
 
 
@@ -82,15 +82,15 @@ class WantedOutput(Struct):
     """A requested output. `binary_data` in the parameters asks for bytes."""
 
     name: str
-    parameters: Parameters = {}
+    parameters: Parameters | None = None
 
 
 class InferRequest(Struct):
     """A call. Parameters: `binary_data_output` asks for all outputs as bytes, `variant` chooses, as in "lora=a"."""
 
     inputs: list[InputTensor]
-    id: str = ""
-    parameters: Parameters = {}
+    id: str | None = None
+    parameters: Parameters | None = None
     outputs: list[WantedOutput] | None = None
 
 
@@ -289,7 +289,8 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
         if tensor.name in inputs:
             raise BadRequest(f"{brief(tensor.name)}: given more than once")
         shape = _shape(tensor)
-        if BINARY_SIZE not in tensor.parameters:
+        parameters = tensor.parameters or {}
+        if BINARY_SIZE not in parameters:
             convert = partial(_from_json, tensor, shape)
             if _elements(tensor.name, shape) == 1:
                 inputs[tensor.name] = convert()
@@ -297,7 +298,7 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
                 inputs[tensor.name] = TensorBytes(dtype_of(tensor.name, tensor.datatype), shape, memoryview(b""))
                 later[tensor.name] = convert
             continue
-        size = tensor.parameters[BINARY_SIZE]
+        size = parameters[BINARY_SIZE]
         if type(size) is not int or not 0 <= size <= len(tail):
             raise BadRequest(
                 f"{brief(tensor.name)}: {BINARY_SIZE}={size!r}, but {len(tail)} bytes are left in the body"
@@ -351,6 +352,8 @@ def _from_json(tensor: InputTensor, shape: tuple[int, ...]) -> TensorBytes:
     dtype, data, name = dtype_of(tensor.name, tensor.datatype), bytes(tensor.data), brief(tensor.name)
     if not data:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
+    if data.lstrip(b"[ \t\r\n").startswith(b"{"):
+        raise BadRequest(f"{name}: data: expected numbers, got objects; bytes follow the JSON ({BINARY_SIZE})")
     elements, lists = _elements(name, shape), data.translate(None, _UNSTRUCTURED)
     if not _is_nested(lists, (elements,)) and not _is_nested(lists, shape):
         found = lists.count(b",") + 1 if lists != b"[]" else 0
@@ -468,6 +471,14 @@ def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
             )
     pieces: Iterator[Any] = pieces_of(array)  # type: ignore[arg-type]
     return msgspec.Raw(b"[%s]" % b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces))
+
+
+def check_wanted(name: str, parameters: Iterable[str]) -> None:
+    """Raise BadRequest for an output with the parameter `classification`, whose answer has labels and not numbers."""
+    if "classification" in parameters:
+        raise BadRequest(
+            f"{brief(name)}: classification (class_count) is not supported; ask for the output and sort it"
+        )
 
 
 def read_variants(text: object) -> dict[str, str]:

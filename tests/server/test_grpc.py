@@ -134,6 +134,11 @@ def test_a_broken_request_is_refused(client: Any, name: str, inputs: Any, says: 
     np.testing.assert_array_equal(client.infer("tiny", [given()]).as_numpy("output"), expected(1))
 
 
+def test_classification_is_refused(client: Any) -> None:
+    with pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*classification.*not supported"):
+        client.infer("tiny", [given()], outputs=[triton.InferRequestedOutput("output", class_count=2)])
+
+
 def raw(server: Server, **changes: Any) -> Any:
     """Return a request that no client would write."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [2, 3], **changes.pop("tensor", {})}

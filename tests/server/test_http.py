@@ -161,14 +161,28 @@ BROKEN: list[tuple[Any, str]] = [
     (tensor(data=[[1, 2, 3], [4, 5, {}]]), "Expected `float`"),
     (tensor(data=[[1, 2, 3], [4, 5, None]]), "Expected `float`"),
     (tensor(data=[]), "but the data 0"),
+    (tensor(data=[{"b64": "AAAA"}]), "x: data: expected numbers, got objects"),
     (tensor(data=[[], []]), "but the data 2"),
     (tensor(parameters={"binary_data_size": 24}), "but 0 bytes are left"),
     (tensor(parameters={"binary_data_size": 0}), "both data and binary_data_size"),
     (tensor(shape=[1 << 62] * 65), "has 65 dimensions"),
     (tensor(shape=[1 << 62] * 64), "expected 2 dimensions"),
     ({**tensor(), "outputs": [{"name": "output"}] * 2}, "an output is requested more than once"),
+    (
+        {**tensor(), "outputs": [{"name": "output", "parameters": {"classification": 2}}]},
+        "output: classification (class_count) is not supported",
+    ),
     ({**tensor(), "outputs": [{"name": "z"}]}, "no output is named z; there are: output"),
 ]
+
+
+def test_null_is_as_absent(server: Server) -> None:
+    """Some clients write all optional members."""
+    nothing = {"id": None, "parameters": None}
+    inputs = [{**tensor()["inputs"][0], "parameters": None}]
+    for outputs in (None, [{"name": "output", "parameters": None}]):
+        found = ask(server, INFER, {**nothing, "inputs": inputs, "outputs": outputs}, method="POST")
+        assert (found.status, "id" in found.json) == (200, False)
 
 
 @pytest.mark.parametrize(("body", "says"), BROKEN, ids=[says for _, says in BROKEN])

@@ -26,6 +26,7 @@ from weightswap_server.protocol import (
     Answer,
     GenerateParameters,
     GenerateRequest,
+    check_wanted,
     dtype_of,
     from_bytes,
     from_values,
@@ -157,6 +158,8 @@ class _Methods:
         return message_class("ModelMetadataResponse")(**metadata)
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
+        for output in request.outputs:
+            check_wanted(output.name, output.parameters)
         call = self._service.call(
             request.model_name,
             request.model_version,

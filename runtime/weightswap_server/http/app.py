@@ -39,6 +39,7 @@ from weightswap_server.protocol import (
     ModelMetadata,
     ServerMetadata,
     Welcome,
+    check_wanted,
     decoded,
     read_request,
     version_of,
@@ -150,12 +151,14 @@ class _InferEndpoint:
         )
         body = await self._bodies.body(scope, receive, headers, None if has_tail else MOST_JSON)
         request, tensors = await self._bodies.parse(body, parser)
+        for output in request.outputs or ():
+            check_wanted(output.name, output.parameters or ())
         call = self._service.call(
             name,
             version,
             tensors,
             outputs=[output.name for output in request.outputs or ()],
-            variants=request.parameters.get(PARAMETER),
+            variants=(request.parameters or {}).get(PARAMETER),
             wish=headers.text(HEADER),
             traceparent=headers.text("traceparent"),
         )
@@ -168,11 +171,13 @@ class _InferEndpoint:
 
 
 def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
-    default = request.parameters.get("binary_data_output") is True
-    binary = {output.name: output.parameters.get("binary_data", default) is True for output in request.outputs or ()}
+    default = (request.parameters or {}).get("binary_data_output") is True
+    binary = {
+        output.name: (output.parameters or {}).get("binary_data", default) is True for output in request.outputs or ()
+    }
     documents, tail = write_outputs(answer.outputs, binary or dict.fromkeys(dict(answer.outputs), default))
     answered = Answered(answer.generation, answer.weights_id, answer.variant)
-    head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, answered, request.id))
+    head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, answered, request.id or ""))
     if not tail:
         return [(b"content-length", b"%d" % len(head)), (b"content-type", JSON.encode())], head
     body = b"".join([head, *tail])
