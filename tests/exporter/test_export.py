@@ -326,7 +326,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         "cannot (write the graph|capture it)",
     ),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
-    "a dtype without a name": (Complex(), "weight: torch.complex128 is not a dtype of the safetensors format"),
+    "a dtype without a name": (
+        Complex(),
+        "weight: torch.complex128 is not a dtype of the safetensors format. Make it complex64",
+    ),
 }
 
 

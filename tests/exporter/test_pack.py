@@ -266,3 +266,15 @@ def test_pickling_arbitrary_objects_would_have_run_them(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(Arbitrary()))
     assert (tmp_path / "executed").exists()
+
+
+def test_a_weight_that_no_checkpoint_key_provides_is_said_by_servers_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    old = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    with pytest.warns(UserWarning, match="no checkpoint key provides"):
+        artifact = export(model, (X,), out=tmp_path / "a", checkpoint=old)
+    file = saved_safetensors(tmp_path / "old.safetensors", old)
+    with pytest.raises(WeightsMismatch, match=r"No checkpoint key provides 1\.num_batches_tracked: .*pack the model"):
+        load(artifact, file)
+    pack(old, artifact, out=tmp_path / "v.safetensors", model=model)  # the advice
+    assert torch.equal(load(artifact, tmp_path / "v.safetensors")(X), model(X))

@@ -210,7 +210,10 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _check_written(values: Any, func: object) -> None:
     parts = [part for value in values if isinstance(value, torch.Tensor) for part in parts_of("", value).values()]
     if not all(isinstance(part, FakeTensor) for part in parts):
-        raise Unrecordable(f"{func} writes to a tensor that is neither a weight nor of the checkpoint")
+        raise Unrecordable(
+            f"{func} writes to a tensor that is neither a weight nor of the checkpoint; if it is a buffer, register it "
+            "as a persistent one, since a server computes with its value from the export"
+        )
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

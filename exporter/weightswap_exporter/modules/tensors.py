@@ -186,7 +186,8 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
-        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format")
+        advice = ". Make it complex64, which is one" if dtype == torch.complex128 else ""
+        raise CaptureError(f"{where}: {dtype} is not a dtype of the safetensors format{advice}")
     return name
 
 

@@ -98,11 +98,8 @@ class Reading(NamedTuple):
     def _advice(
         self, tensors: Mapping[str, Typed], problems: Sequence[str], unexpected: Collection[str], all_names_fit: bool
     ) -> str:
-        if unknown := [demand.weight.name for demand in self.demands if not demand.keys]:
-            return (
-                f"No checkpoint key provides {listed(unknown)}: on the build side, load the checkpoint into "
-                "the model and pack the model (weightswap pack --recipe, pack(model=...))."
-            )
+        if unknown := self._without_keys(tensors):
+            return unknown
         expected = [item for demand in self.demands for item in demand.keys.items() if item[0] in tensors]
         if all_names_fit and all(tuple(tensors[key].shape) == tuple(typed.shape) for key, typed in expected):
             return _dtype_advice([(typed.dtype, tensors[key].dtype) for key, typed in expected])
@@ -116,6 +113,22 @@ class Reading(NamedTuple):
             "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
             "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
             "pack --recipe, pack(model=...))."
+        )
+
+    def _without_keys(self, tensors: Collection[str]) -> str:
+        """Return the advice for weights that no checkpoint key provides and no tensor has; otherwise an empty text."""
+        unknown = [
+            demand.weight.name
+            for demand in self.demands
+            if not demand.keys and not set(demand.weight.names) & set(tensors)
+        ]
+        return (
+            ""
+            if not unknown
+            else (
+                f"No checkpoint key provides {listed(unknown)}: on the build side, load the checkpoint into "
+                "the model and pack the model (weightswap pack --recipe, pack(model=...))."
+            )
         )
 
 
@@ -192,7 +205,9 @@ def resolve(
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
     demanded = [key for reading in wanted for demand in reading.demands for key in demand.keys]
-    advice = _peft_advice(tensors, demanded) or advice or shard_advice(where) or nearest.advice
+    # also where the names are nearest, whose reading cannot tell that no checkpoint has the weight
+    unknown = by_key(manifest)._without_keys(tensors) if by_key in readings else ""
+    advice = _peft_advice(tensors, demanded) or advice or shard_advice(where) or unknown or nearest.advice
     raise WeightsMismatch(where, nearest.problems, advice)
 
 

@@ -262,6 +262,9 @@ class _HeaderReader:
             if name != "__metadata__":
                 tensors[name] = _tensor(name, self._entry(), self._where)
                 continue
+            if self._next() == "n" and self._text.startswith("null", self._place):  # the package takes it for none
+                self._place += len("null")
+                continue
             self._expect_text("{")
             for key in self._members():
                 self._expect_text('"')

@@ -428,3 +428,24 @@ def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.Monkey
     monkeypatch.setattr(recording, "_PLAIN_LOADING", {nn.Module._load_from_state_dict})
     assert recording.record_adapter(view, tables) == found
     assert traced
+
+
+class DerivesABuffer(nn.Module):
+    """Fills a buffer that checkpoints do not have after each loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("turned", torch.zeros(3, 3), persistent=False)
+        self.register_load_state_dict_post_hook(lambda module, _: module.fill())
+
+    def fill(self) -> None:
+        self.turned.copy_(self.linear.weight.detach().T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turned
+
+
+def test_a_constant_that_loading_fills_is_advised_to_be_a_weight(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"neither a weight nor of the checkpoint; if it is a buffer, register it"):
+        export(DerivesABuffer().eval(), (torch.ones(2, 3),), out=tmp_path / "a")

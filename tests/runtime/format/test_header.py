@@ -72,6 +72,7 @@ BROKEN = {
     "a web page": (b"<!DOCTYPE html>" + b" " * 40, "a web page (HTML or XML), as a server answers instead of a file"),
     "a compressed file": (b"\x1f\x8b\x08\0" + b"\xff" * 40, "a compressed file. Unpack it"),
     "metadata not strings": (raw_file({**GOOD, "__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
+    "metadata begins like null": (raw_file(b'{"__metadata__":nul}', b""), "__metadata__ is not an object of strings"),
     "metadata a list": (raw_file({**GOOD, "__metadata__": []}), "__metadata__ is not an object of strings"),
     "entry not an object": (raw_file({**GOOD, "b": 3}), "'b' is not an object"),
     "entry without offsets": (raw_file({**GOOD, "b": {"dtype": "U8", "shape": [3]}}), "'b' is not an object"),
@@ -110,6 +111,13 @@ def test_spaces_may_come_anywhere() -> None:
     raw = raw_file(text.encode())
     header = parse_header(raw[8:-11], len(raw), "x")
     assert (list(header.tensors), header.metadata) == (["a", "b"], {"a": "b", "c": "}\\n"})
+
+
+def test_metadata_may_be_null() -> None:
+    """As for the safetensors package."""
+    raw = raw_file({"__metadata__": None, **GOOD})
+    header = parse_header(raw[8:-11], len(raw), "x")
+    assert (list(header.tensors), header.metadata) == (["a", "b"], {})
 
 
 def test_ranges_may_come_in_any_order_of_names() -> None:
