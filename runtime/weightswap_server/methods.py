@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weightswap_runtime.engines.graph_archive import bag_inputs
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError, brief
 from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.expressions import all_hold, parse_condition
@@ -67,6 +68,7 @@ class ServedMethod:
         self.dtypes = {tensor.name: numpy_dtype(DATATYPES[tensor.datatype]) for tensor in self.inputs}
         known = {dtype: dtype for dtype in DTYPES}
         self._jagged = [jagged for _, node in _parameters(self.signature) for jagged in _jagged(node)]
+        self._bags = list(_bags(model, name, self._inputs))
         self._joins: list[_Join] = []
         self._rows: tuple[int, int] = 0, 1  # index of an input, and how many of its rows each row of a batch has
         checked = {leaf.name for jagged in self._jagged for leaf in (jagged.lengths, jagged.offsets) if leaf}
@@ -86,7 +88,9 @@ class ServedMethod:
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
         checked = self._check.flatten(args, kwargs)
-        if problems := [problem for jagged in self._jagged for problem in _jagged_problems(jagged, given)]:
+        problems = [problem for jagged in self._jagged for problem in _jagged_problems(jagged, given)]
+        problems += [problem for bags in self._bags for problem in _bag_problems(bags, given)]
+        if problems:
             raise InputMismatch(self.name, problems)
         return checked
 
@@ -156,6 +160,7 @@ class ServedMethod:
         narrow = [found.names for found in conditions if found.names != {dim} or not all(map(found.holds, tried))]
         if (
             dim not in self.signature.dims
+            or self._bags  # offsets of one call do not go on where those of another end
             or any(isinstance(leaf, Integer) for leaf in every)
             or any(leaf.shape[:1] != (dim,) or _uses(leaf.shape[1:], dim) for leaf in tensors)
             or any(_uses(leaf.shape, join.dim) for leaf in tensors for join in joins)
@@ -223,6 +228,14 @@ class _Jagged(NamedTuple):
     offsets: Tensor | None
 
 
+class _Bags(NamedTuple):
+    """Inputs that an operator on bags of rows takes as they are."""
+
+    offsets: str
+    indices: str | None  # None: they are computed
+    includes_last: bool  # the last offset is where the last bag ends
+
+
 class _Join(NamedTuple):
     """How jagged tensors of several calls become one."""
 
@@ -255,6 +268,36 @@ def _jagged(node: Node) -> Iterator[_Jagged]:
             else:
                 for _, item in items:
                     yield from _jagged(item)
+
+
+def _bags(model: ServedModel, name: str, inputs: Sequence[Leaf]) -> Iterator[_Bags]:
+    """Yield the inputs that a method's graph takes for bags. Raises ArtifactError."""
+    if not any(isinstance(leaf, Tensor) and leaf.dtype in ("I32", "I64") and len(leaf.shape) == 1 for leaf in inputs):
+        return  # most graphs need not be read
+    method = model.artifact.manifest.methods[name]
+    places = [place for place, item in enumerate(method.inputs) if item.kind == "input"]
+    names = {place: leaf.name for place, leaf in zip(places, inputs, strict=True) if isinstance(leaf, Tensor)}
+    for bags in bag_inputs(model.artifact.read(method.graph), str(model.artifact.path / method.graph)):
+        if bags.offsets in names:
+            indices = None if bags.indices is None else names.get(bags.indices)
+            yield _Bags(names[bags.offsets], indices, bags.includes_last)
+
+
+def _bag_problems(bags: _Bags, given: Mapping[str, TensorBytes]) -> Iterator[str]:
+    """Yield what is wrong with the offsets of bags: some kernels read the rows of other calls, or end the process."""
+    if not _is_read(given[bags.offsets]):
+        return
+    ends = as_array(given[bags.offsets]).astype(np.int64)
+    count = None if bags.indices is None else math.prod(given[bags.indices].shape)
+    if (ends[1:] < ends[:-1]).any() or ends[:1].any() or (count is not None and ends[-1:].max(initial=0) > count):
+        yield f"{bags.offsets}: must rise from 0" + ("" if count is None else f" to at most {count}")
+    elif count and len(ends) <= bags.includes_last:
+        yield f"{bags.offsets}: has no bag for the {count} values of {bags.indices}"
+
+
+def _is_read(content: TensorBytes) -> bool:
+    """Return whether a tensor's bytes are there; those of a request's JSON are read after a first look at it."""
+    return len(content.data) > 0 or 0 in content.shape
 
 
 def _jagged_problems(jagged: _Jagged, given: Mapping[str, TensorBytes]) -> Iterator[str]:

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from tests.support.served import Reply, ask, occupied, serving
 from tests.support.setups import different
-from weightswap_exporter import export, pack
-from weightswap_runtime import load
+from weightswap_exporter import compile_engines, export, pack
+from weightswap_runtime import Unsupported, load
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
 from weightswap_server.methods import ServedMethod
@@ -65,6 +65,60 @@ def test_a_value_that_an_operator_refuses_is_the_requests_fault(tmp_path: Path, 
             assert reply.status == 400, reply.body
             assert "forward: ids: the model cannot compute with these values: " in reply.error
         assert infer(server, good).status == 200
+
+
+class Offset(nn.Module):
+    """Bags by offsets that are an input, or made of one."""
+
+    def __init__(self, computed: bool, last: bool) -> None:
+        super().__init__()
+        self.computed = computed
+        self.bag = nn.EmbeddingBag(10, 4, mode="sum", include_last_offset=last)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids, offsets * 1 if self.computed else offsets)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("engine", "computed"), [("torch", False), ("torch", True), ("onnx", False)])
+def test_offsets_that_do_not_rise_are_the_requests_fault(
+    tmp_path: Path, engine: Any, computed: bool, last: bool
+) -> None:
+    model = different(lambda: Offset(computed, last), 1)
+    good = {"ids": torch.arange(6), "offsets": torch.tensor([0, 2, 2, 6])}
+    shapes = {"ids": {0: Dim("count", min=0, max=99)}, "offsets": {0: Dim("bags", min=3, max=99)}}
+    artifact = export(model, tuple(good.values()), out=tmp_path / "a", dynamic_shapes=shapes)
+    if engine != "torch":
+        artifact = compile_engines(artifact, [engine], trial=False)
+    weights = pack(model, artifact, out=tmp_path / "w.safetensors").path
+    with serving({"model": load(artifact, weights, engine=engine)}) as server:
+        for wrong in ([0, 5, 2, 4], [0, -1, -1, -1], [0, 3, 7], [1, 2, 4], [0, 2**62, 6]):
+            reply = infer(server, {**good, "offsets": torch.tensor(wrong)})
+            assert reply.status == 400, (wrong, reply.body)
+            assert "offsets: " in reply.error
+        reply = infer(server, good)
+        assert reply.status == 200
+        expected = model(**good).flatten().tolist()
+        assert reply.json["outputs"][0]["data"] == pytest.approx(expected)
+
+
+def test_offsets_are_checked_in_each_call(tmp_path: Path) -> None:
+    model = different(lambda: Offset(False, False), 1)
+    shapes = {"ids": {0: Dim("count", min=0, max=99)}, "offsets": {0: Dim("bags", min=2, max=99)}}
+    artifact = export(model, (torch.arange(6), torch.tensor([0, 2])), out=tmp_path / "a", dynamic_shapes=shapes)
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+    for wrong in ([0, 5, 2, 4], [0, -1, -1, -1]):
+        with pytest.raises(IndexError, match="offsets"):
+            served(torch.arange(6), torch.tensor(wrong))
+
+
+def test_calls_with_offsets_are_not_joined(tmp_path: Path) -> None:
+    model, rows = different(lambda: Offset(False, False), 1), Dim("batch", min=2, max=99)
+    args = (torch.arange(3), torch.arange(3))
+    artifact = export(model, args, out=tmp_path / "a", dynamic_shapes=({0: rows}, {0: rows}))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+    with pytest.raises(Unsupported, match="cannot be batched"):
+        ServedMethod(served, "forward").batch_limit("batch")
 
 
 with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,6 +28,7 @@ _MEMBER = re.compile(
 # of tensors, whose content is elsewhere in an artifact; torch would unpickle the last one
 _EMPTY = re.compile(r"[\w.-]+/data/(weights/weight_\d+|constants/tensor_\d+|sample_inputs/model\.pt)")
 _RECORD = re.compile(r"(weight|tensor)_\d+")
+_BAGS = re.compile(r"torch\.ops\.aten\.(_?embedding_bag|_embedding_bag_forward_only)\.\w+")
 
 
 class UnknownPart(Exception):
@@ -60,6 +61,40 @@ def read_program(raw: bytes) -> Program:
     if program.schema_version.major != MAJOR:
         raise UnknownPart(f"schema version {program.schema_version.major}")
     return program
+
+
+class BagInputs(NamedTuple):
+    """Inputs of a graph, by their places, that an operator on bags of rows takes as they are."""
+
+    offsets: int
+    indices: int | None  # None: they are computed
+    includes_last: bool  # the last offset is where the last bag ends
+
+
+def bag_inputs(raw: bytes, where: str) -> list[BagInputs]:
+    """Return which inputs of a graph are offsets of bags: compiled code and GPUs take these as they are.
+
+    Offsets that the graph computes are not among them, nor those in a part that runs on a condition. Raises
+    ArtifactError.
+    """
+    check_records(raw, where)
+    try:
+        graph = read_program(raw).graph_module.graph
+        places = {name: place for place, item in enumerate(graph.inputs) for name in argument_names(item)}
+        calls = [{item.name: item.arg for item in node.inputs} for node in graph.nodes if _BAGS.fullmatch(node.target)]
+        found = [
+            BagInputs(places[offsets], places.get(indices), _is_true(call.get("include_last_offset")))
+            for call in calls
+            for indices, offsets in zip(argument_names(call["indices"]), argument_names(call["offsets"]), strict=True)
+            if offsets in places
+        ]
+    except Exception as error:  # as in `check_records`
+        raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
+    return list(dict.fromkeys(found))
+
+
+def _is_true(argument: Argument | None) -> bool:
+    return argument is not None and read_argument(argument) == ("as_bool", True)
 
 
 def read_argument(argument: Argument) -> tuple[str, Any]:

@@ -330,15 +330,79 @@ def _sparse_tensor(
     return torch.sparse_coo_tensor(indices.clone(), values, size, check_invariants=True, **options)
 
 
+def _rising(offsets: torch.Tensor, most: int) -> bool:
+    """Return whether offsets on the CPU rise from 0 or more to `most` at most, in a small part of an operator's time.
+
+    Offsets elsewhere are not looked at: a call would wait for the device, which a CUDA graph cannot.
+    """
+    if not offsets.is_cpu:
+        return True
+    ends = offsets.numpy()
+    if ends.ndim != 1 or (ends[1:] < ends[:-1]).any():
+        return False
+    return not ends.size or (ends[0] >= 0 and ends[-1] <= most)
+
+
+def _bags(operator: OpOverload) -> Callable[..., Any]:
+    """Return an operator on bags of rows that refuses offsets that do not rise, as its kernels take them as they are.
+
+    Of the first and the last one torch itself says whether they are in range, but not if there is no bag for ids.
+    """
+    call = operator._op
+
+    def checked(
+        weight: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        scale_grad_by_freq: bool = False,
+        mode: int = 0,
+        sparse: bool = False,
+        per_sample_weights: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        count = indices.numel()
+        if not _rising(offsets, count) or (count and len(offsets) <= include_last_offset):
+            raise IndexError(f"embedding_bag: offsets out of range: they must rise from 0 to at most {count}")
+        given = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset)
+        return call(weight, indices, offsets, *given, *rest, **options)
+
+    return checked
+
+
+def _grouped(
+    self: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **options: Any
+) -> torch.Tensor:
+    """Multiply groups of rows or columns whose ends rise. What no group has is zero; torch would leave it as it was."""
+    result: torch.Tensor
+    if offs is None or not offs.is_cpu:
+        result = _aten._grouped_mm.default(self, mat2, offs, *rest, **options)
+        return result
+    dim = {(2, 3): 0, (3, 2): 1}.get((self.dim(), mat2.dim()))  # of the result; None: the groups are those of sums
+    size = mat2.shape[1] if dim == 1 else self.shape[0 if dim == 0 else 1]
+    if not _rising(offs, size):
+        raise IndexError(f"grouped_mm: offs out of range: they must rise from 0 to at most {size}")
+    result = _aten._grouped_mm.default(self, mat2, offs, *rest, **options)
+    if dim is not None and (end := int(offs[-1]) if len(offs) else 0) < size:
+        result.narrow(dim, end, size - end).zero_()
+    return result
+
+
 _aten = torch.ops.aten
 _tensor, _nn = torch.Tensor, torch._C._nn
 # What is called instead of operators that are safe only with a check, or a copy: kernels trust a sparse tensor's
-# indices, so a graph must neither choose them unchecked nor write to them afterwards.
+# indices, so a graph must neither choose them unchecked nor write to them afterwards; those of bags trust offsets.
 _SAFE: dict[OpOverload, Callable[..., Any]] = {
     _aten.sparse_coo_tensor.indices: _sparse_tensor,
     _aten.sparse_coo_tensor.indices_size: _sparse_tensor,
     _aten.indices.default: lambda tensor: _aten.indices.default(tensor).clone(),
     _aten._indices.default: lambda tensor: _aten._indices.default(tensor).clone(),
+    _aten.embedding_bag.default: _bags(_aten.embedding_bag.default),
+    _aten.embedding_bag.padding_idx: _bags(_aten.embedding_bag.padding_idx),
+    _aten._embedding_bag.default: _bags(_aten._embedding_bag.default),
+    _aten._embedding_bag_forward_only.default: _bags(_aten._embedding_bag_forward_only.default),
+    _aten._grouped_mm.default: _grouped,
 }
 # torch functions that do the same as an overload, with the same arguments, in less time per call
 _FASTER: dict[OpOverload, Callable[..., Any]] = {

@@ -247,3 +247,23 @@ def test_memory_is_freed_after_the_last_use() -> None:
     compiled(archived(torch.export.export(Whole(chain), (torch.ones(3),)))).call(torch.ones(3))
     assert len(alive) == 9
     assert most <= 2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_that_end_early_leave_zeros_and_no_old_memory(transposed: bool) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        left, right = (y.mT, x.mT) if transposed else (x, y)
+        return torch._grouped_mm(left, right, offs=ends)
+
+    x, y = numbers(16, 32).bfloat16(), numbers(3, 64, 32, seed=1).bfloat16().mT
+    ends = torch.tensor([4, 8, 16], dtype=torch.int32)
+    call = compiled(archived(torch.export.export(Whole(function), (x, y, ends)))).call
+    expected = function(x, y, ends)
+    assert equal(call(x, y, ends)[0], expected)
+    part = call(x, y, torch.tensor([4, 8, 8], dtype=torch.int32))[0]
+    part, expected = (part.mT, expected.mT) if transposed else (part, expected)
+    assert equal(part[:8], expected[:8])
+    assert not part[8:].any()
+    for wrong in ([4, 2, 16], [-4, 8, 16], [4, 8, 17]):
+        with pytest.raises(IndexError, match="offs out of range"):
+            call(x, y, torch.tensor(wrong, dtype=torch.int32))
