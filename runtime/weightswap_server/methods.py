@@ -308,12 +308,12 @@ def _jagged_problems(jagged: _Jagged, given: Mapping[str, TensorBytes]) -> Itera
     values, _, lengths, offsets = jagged
     count = given[values.name].shape[0]
     rows: NDArray[Any] | None = None
-    if offsets and given[offsets.name].data:
+    if offsets and _is_read(given[offsets.name]):
         ends = as_array(given[offsets.name]).astype(np.int64)
         rows = np.diff(ends)
         if not len(ends) or ends[0] or (rows < 0).any() or ends[-1] != count:
             yield f"{offsets.name}: must rise from 0 to {count}, the number of {values.name}"
-    if lengths and given[lengths.name].data:
+    if lengths and _is_read(given[lengths.name]):
         found = as_array(given[lengths.name]).astype(np.int64)
         if (found < 0).any():
             yield f"{lengths.name}: {int(found.min())} is negative"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from tests.support.served import Reply, ask, occupied, serving
 from tests.support.setups import different
 from weightswap_exporter import compile_engines, export, pack
-from weightswap_runtime import Unsupported, load
+from weightswap_runtime import InputMismatch, Unsupported, load
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
 from weightswap_server.methods import ServedMethod
@@ -191,6 +191,24 @@ def test_a_jagged_tensor_that_contradicts_itself_is_named(server: Server, what: 
     reply = infer(server, {key.removeprefix("_"): value for key, value in inputs.items()}, "wrapped")
     assert reply.status == 400, reply.body
     assert name.removeprefix("_") in reply.error
+
+
+class Summed(nn.Module):
+    def forward(self, dense: torch.Tensor, kjt: Any) -> torch.Tensor:
+        return kjt._lengths.reshape(2, -1).sum(0)[:, None] * dense * kjt._values.sum()
+
+
+def test_ids_without_rows_are_refused(tmp_path: Path) -> None:
+    """A request without rows that has ids: joined with another one, they would be the other's."""
+    kjt = KeyedJaggedTensor(FEATURES, IDS, lengths=LENGTHS)
+    rows, count = Dim("rows", min=0, max=99), Dim("count", min=0, max=99)
+    shapes = ({0: rows}, [{0: count}, None, {0: 2 * rows}, None, None, None])
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        artifact = export(Summed(), (torch.ones(2, 1), kjt), out=tmp_path / "a", dynamic_shapes=shapes)
+    method = ServedMethod(load(artifact, pack(Summed(), artifact, out=tmp_path / "w").path), "forward")
+    given = {"dense": torch.ones(0, 1), "kjt._values": IDS, "kjt._lengths": LENGTHS[:0]}
+    with pytest.raises(InputMismatch, match="_lengths: add up to 0"):
+        method.arguments({name: array_content(value.numpy()) for name, value in given.items()})
 
 
 class PaddedJaggedTensor:
