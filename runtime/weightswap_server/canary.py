@@ -126,8 +126,12 @@ class Judgement:
     def verdict(self) -> tuple[str, str] | None:
         """Return "abort" or "promote" with the rule that holds, or None."""
         values, now = self.values(), time.monotonic()
-        for name, rule in (("abort", self.abort), ("promote", self.promote)):
-            if rule is not None and rule.holds(values, now):
+        # what fails from the first request on has no rate of other answers, and is aborted nevertheless
+        rates = {
+            name: values[name] or 0.0 for name in values if name.removeprefix("served_") in ("errors", "nonfinite")
+        }
+        for name, rule, given in (("abort", self.abort, values | rates), ("promote", self.promote, values)):
+            if rule is not None and rule.holds(given, now):
                 return name, rule.text
         return None
 
@@ -314,7 +318,7 @@ class Side:
             self._nonfinite.extend(answers.nonfinite)
 
     def values(self, prefix: str) -> dict[str, float | None]:
-        """Return rates and latencies; a latency is None before the first answer."""
+        """Return rates and latencies; None before the first answer."""
         with self._lock:
             seconds, failed, nonfinite = sorted(self._seconds), list(self._failed), list(self._nonfinite)
         return {
@@ -380,7 +384,7 @@ class Differences:
             any_yet = self.compared > 0
             return {
                 "compared": self.compared,
-                "differing": _rate(self._differing) if any_yet else None,
+                "differing": _rate(self._differing),
                 "max_abs": self.max_abs if any_yet else None,
                 "max_rel": self.max_rel if any_yet else None,
             }
@@ -403,8 +407,8 @@ def _ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one is not None and other else None
 
 
-def _rate(outcomes: Sequence[bool]) -> float:
-    return sum(outcomes) / len(outcomes) if outcomes else 0.0
+def _rate(outcomes: Sequence[bool]) -> float | None:
+    return sum(outcomes) / len(outcomes) if outcomes else None
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:

@@ -29,7 +29,7 @@ from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
-from weightswap_server.canary import CanaryPlan, Differences, Rule, Side, check_plan, has_nonfinite
+from weightswap_server.canary import CanaryPlan, Differences, Judgement, Rule, Side, check_plan, has_nonfinite
 from weightswap_server.methods import ServedMethod
 from weightswap_tools.commands.push import canary_command
 
@@ -367,7 +367,7 @@ def test_the_command(server: Server, weight_file: WriteWeights, tmp_path: Path) 
     assert run("--promote-if", "requests >= 0").exit_code == 2  # of no canary
     assert run("--wait", "--abort").exit_code == 2
     aborted = run(str(weight_file(2)), "--point", "--share", "0.5", "--abort-if", "requests >= 0", "--wait")
-    assert (aborted.exit_code, "not promoted: requests >= 0: requests 0, errors 0 %" in aborted.stderr) == (1, True)
+    assert (aborted.exit_code, "not promoted: requests >= 0: requests 0" in aborted.stderr) == (1, True)
     done = run(str(weight_file(2)), "--point", "--promote-if", "requests >= 0", "--wait", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["served"]["generation"] == 1
@@ -408,6 +408,23 @@ def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
     ):
         with pytest.raises(Unsupported):
             check_plan(CanaryPlan(promote_if=wrong))
+
+
+@pytest.mark.parametrize("rule", ["errors < 0.001", "nonfinite == 0", "errors <= served_errors"])
+def test_nothing_is_promoted_before_it_is_measured(rule: str) -> None:
+    judgement = Judgement(CanaryPlan(share=0.1, promote_if=rule))
+    assert judgement.verdict() is None
+    for side in (judgement.canary, judgement.served):
+        side.answered(0.1)
+        side.examined(False)
+    assert judgement.verdict() == ("promote", rule)
+
+
+def test_what_fails_at_once_is_aborted() -> None:
+    judgement = Judgement(CanaryPlan(share=1))
+    assert judgement.verdict() is None
+    judgement.canary.failed()
+    assert judgement.verdict() == ("abort", judgement.plan.abort_if)
 
 
 @given(st.lists(st.floats(0, 100) | st.none(), min_size=1, max_size=200))
