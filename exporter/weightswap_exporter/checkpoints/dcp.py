@@ -161,9 +161,12 @@ class _AssembledTensor:
             yield f"{path}: cut off: it has {size} bytes, but the metadata places tensors beyond them. {_AGAIN}"
 
     def _damage(self, chunk: Chunk) -> Iterator[str]:
-        with self._files.open(self.folder / chunk.file) as fd:
+        path = self.folder / chunk.file
+        with self._files.open(path) as fd:
             stored, records = self._locate(fd, chunk)
-            if is_damaged(fd, records["data/0"], stored.where, chunk.begin):
+            record = records["data/0"]
+            place = chunk.begin + record.offset, record.size, record.crc
+            if self._files.is_damaged(path, place, lambda: is_damaged(fd, record, stored.where, chunk.begin)):
                 yield f"{stored.where} is damaged: its CRC-32 does not match the one in the file. {_AGAIN}"
 
     def load(self) -> torch.Tensor:

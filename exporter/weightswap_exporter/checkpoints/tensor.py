@@ -110,6 +110,7 @@ class Files:
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, ...]] = {}
+        self._records: dict[Path, dict[tuple[int, int, int], bool]] = {}
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -128,6 +129,18 @@ class Files:
             yield fd
         finally:
             os.close(fd)
+
+    def is_damaged(self, path: Path, place: tuple[int, int, int], check: Callable[[], bool]) -> bool:
+        """Return the result of the check of a record's checksum, which is computed once, however many chunks share it.
+
+        place: begin and size in bytes, and the checksum. Raises CheckpointError for records that overlap.
+        """
+        known = self._records.setdefault(path, {})
+        if place not in known:
+            if sum(size for _, size, _ in {*known, place}) > path.stat().st_size:
+                raise CheckpointError(f"{path}: its records overlap. Save the checkpoint again, or copy it again.")
+            known[place] = check()
+        return known[place]
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file has changed since its first opening."""

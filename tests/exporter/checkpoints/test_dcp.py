@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,6 +33,7 @@ from tests.support import warm
 from tests.support.checkpoints import saved_distributed
 from tests.support.models import Renamed
 from weightswap_exporter import export, pack
+from weightswap_exporter.checkpoints import dcp
 from weightswap_exporter.checkpoints.dcp import _gaps, read_metadata
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
 from weightswap_runtime.torch_tensors import tensor_bytes
@@ -369,6 +371,37 @@ def test_reading_the_metadata_leaves_torch_as_it_is(good: Path, tmp_path: Path) 
     pickle.loads(path.read_bytes())
     assert StorageMeta.marked == 1
     del StorageMeta.marked
+
+
+def test_a_record_that_chunks_share_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time to check a small checkpoint would grow with the number of its chunks times the size of a file."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w
+
+    artifact = export(Scaled(), (torch.ones(64),), out=tmp_path / "a")
+    folder = saved_distributed(tmp_path / "dcp", {"w": torch.arange(64.0)})
+
+    def share(document: Any) -> None:
+        ((index, info),) = document.storage_data.items()
+        entry = document.state_dict_metadata["w"]
+        with (folder / info.relative_path).open("wb") as file:
+            torch.save(torch.zeros(1 << 20)[:1], file)
+        info.length = (folder / info.relative_path).stat().st_size
+        kind = type(entry.chunks[0])
+        entry.chunks = [kind(torch.Size([place]), torch.Size([1])) for place in range(64)]
+        document.storage_data = {type(index)("w", torch.Size([place])): info for place in range(64)}
+
+    checked: list[int] = []
+    check = dcp.is_damaged
+    monkeypatch.setattr(dcp, "is_damaged", lambda *args: (checked.append(1), check(*args))[1])
+    assert pack(remade(folder, share), artifact, out=tmp_path / "w.safetensors").nbytes == 256
+    assert checked == [1]
 
 
 def test_damage_to_what_is_not_wanted_does_not_matter(sharded: Path, renamed: Artifact, tmp_path: Path) -> None:
