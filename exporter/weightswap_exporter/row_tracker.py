@@ -336,7 +336,7 @@ def _spreads(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     if group.get("weight_decay"):
         return f"the weight decay of {name} changes all rows at each step"
     if kind is torch.optim.Adagrad:
-        return ""
+        return "" if group.get("eps") else "Adagrad with eps=0 makes NaN of rows that have had no gradient"
     if kind is torch.optim.SGD:
         momentum = "the momentum of SGD keeps changing rows in steps in which they have no gradient"
         return momentum if group.get("momentum") else ""

@@ -140,6 +140,7 @@ def test_a_table_that_is_also_the_last_layer_changes_wherever_it_has_a_gradient(
 SPREADING: dict[str, tuple[Callable[..., Any], str]] = {
     "momentum": (lambda tables: SGD(tables, lr=0.1, momentum=0.9), "users.weight: the momentum of SGD keeps"),
     "weight decay": (lambda tables: SGD(tables, lr=0.1, weight_decay=0.1), "the weight decay of SGD changes all rows"),
+    "Adagrad without eps": (lambda tables: Adagrad(tables, eps=0), "Adagrad with eps=0 makes NaN"),
     "decay of Adagrad": (lambda tables: Adagrad(tables, weight_decay=0.1), "the weight decay of Adagrad"),
     "Adam": (torch.optim.Adam, "the moments of Adam keep changing rows in steps in which they have no gradient"),
     "AdamW": (torch.optim.AdamW, "the weight decay of AdamW changes all rows at each step"),
