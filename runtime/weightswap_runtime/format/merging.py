@@ -1,7 +1,8 @@
 """Several deltas as one file: a delta that leads as far, or the full set to which they lead.
 
 The deltas are read one after another, and what they change is laid over each other in memory: it takes about
-four times the bytes that they change together, and no step of Python for each row.
+four times the bytes that they change together and 200 for each of their rows or runs of bytes (two deltas of two
+million runs of one byte took 705 MB, of as many rows of four bytes 749 MB), and no step of Python for each row.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def merge_deltas(
 
     deltas: paths or URLs, each of a delta from the weights to which the one before leads. Who serves the weights from
     which the first starts gets those of the last with one swap. Only the deltas are read; what they change together is
-    in memory about four times. labels: added to those of the last. progress: called with the bytes read so far, and
-    the total.
+    in memory about four times, with 200 bytes for each row or run. labels: added to those of the last. progress: called
+    with the bytes read so far, and the total.
 
     Goldens beside the last are copied beside the result before that appears, and so is its signature, which is one of
     the same weights; without goldens, those that are already beside the result are removed.
