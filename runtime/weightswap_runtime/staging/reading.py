@@ -6,7 +6,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -223,12 +223,22 @@ def new_piece(weights: WeightSet, key: str, destination: Destination, slot: Byte
 
 
 def read_pieces(
-    pieces: Iterable[Piece], workers: WorkerThreads, job: Job, inspection: Inspection | None = None
+    pieces: Iterable[Piece],
+    workers: WorkerThreads,
+    job: Job,
+    inspection: Inspection | None = None,
+    most: int = GROUP_BYTES,
 ) -> None:
-    """Read every piece into its slot. Hash it and count its non-finite values, unless the arena inspects it."""
-    unit = partial(_unit, job=job, inspected=inspection is not None)
+    """Read every piece into its slot. Hash it and count its non-finite values, unless the arena inspects it.
+
+    most: bytes that a thread reads in a row; a few pieces are shared more evenly by fewer.
+    """
+
+    def unit(piece: Piece) -> int:
+        return min(most, _unit(piece, job, inspected=inspection is not None))
+
     reads = list(_reads((part for piece in _in_file_order(pieces) for part in _parts(piece, unit(piece))), unit))
-    workers.run_all(_reader(job, inspection), _groups(reads))
+    workers.run_all(_reader(job, inspection), _groups(reads, most))
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -268,13 +278,13 @@ def _reads(parts: Iterable[Part], unit: Callable[[Piece], int]) -> Iterator[list
         yield read
 
 
-def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
+def _groups(reads: Iterable[list[Part]], most: int) -> Iterator[Sequence[list[Part]]]:
     """Yield groups of reads that a thread does in a row: one large read, or several small ones into one destination."""
     group: list[list[Part]] = []
     size = 0
     for read in reads:
         nbytes, destination = sum(part.stop - part.start for part in read), read[0].piece.destination
-        full = len(group) == READS or size >= GROUP_BYTES or size + nbytes > destination.most
+        full = len(group) == READS or size >= most or size + nbytes > destination.most
         if group and (full or destination is not group[0][0].piece.destination):
             yield group
             group, size = [], 0

@@ -17,7 +17,7 @@ from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.names import NESTING, WRAPPERS, extra_state_of, is_among, tied_names
 from weightswap_runtime.memory.arena import Arena, Destination, Scratch
 from weightswap_runtime.sources.memory import MemorySource
-from weightswap_runtime.tensors import TensorType, describe, same_type
+from weightswap_runtime.tensors import BLOCK, TensorType, describe, same_type
 
 from .given import Stream, stored
 from .reading import Findings, confirm, lay, new_piece, read_pieces
@@ -90,7 +90,7 @@ class Arrivals:
             destination = scratch = Scratch([source.size])
             slot = scratch.slots[0]
         piece = new_piece(self._stream, name, destination, slot)
-        read_pieces([piece], staging.workers, staging.job)
+        read_pieces([piece], staging.workers, staging.job, most=BLOCK)
         source.check_unchanged()
         found = Findings.of([piece])
         if staging.request.confirm:
