@@ -378,6 +378,7 @@ def test_what_matters_most_comes_first_and_what_measures_time_is_alone() -> None
         "hashing on the device",
         "benchmarks",
         "rows",
+        "given tensors",
         "devices",
         "ceilings",
     ]

@@ -227,18 +227,19 @@ def read_pieces(
     workers: WorkerThreads,
     job: Job,
     inspection: Inspection | None = None,
-    most: int = GROUP_BYTES,
+    most: int | None = None,
 ) -> None:
     """Read every piece into its slot. Hash it and count its non-finite values, unless the arena inspects it.
 
-    most: bytes that a thread reads in a row; a few pieces are shared more evenly by fewer.
+    most: bytes that a thread reads in a row; a few pieces are shared more evenly by fewer. None: as many as suit.
     """
 
     def unit(piece: Piece) -> int:
-        return min(most, _unit(piece, job, inspected=inspection is not None))
+        suiting = _unit(piece, job, inspected=inspection is not None)
+        return suiting if most is None else min(most, suiting)
 
     reads = list(_reads((part for piece in _in_file_order(pieces) for part in _parts(piece, unit(piece))), unit))
-    workers.run_all(_reader(job, inspection), _groups(reads, most))
+    workers.run_all(_reader(job, inspection), _groups(reads, most or GROUP_BYTES))
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:

@@ -101,7 +101,7 @@ def test_a_compiled_method_that_ignores_its_variants_is_refused(
     assert list(differences(artifact, files.engine)) == []
     kind, nothing = (OnnxEngine, OnnxChosen({}, ())) if files.engine == "onnx" else (AotiEngine, ChosenTensors({}))
     monkeypatch.setattr(kind, "joined", lambda self, found: nothing)
-    assert any("and variants: output: off by" in problem for problem in differences(artifact, files.engine))
+    assert any("with variants: output: off by" in problem for problem in differences(artifact, files.engine))
 
 
 def test_interleaved_with_contexts(files: Compiled) -> None:
