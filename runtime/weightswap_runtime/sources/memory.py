@@ -59,7 +59,11 @@ class MemorySource:
         from weightswap_runtime.torch_tensors import tensor_bytes
 
         value = self.value.detach()  # what is assigned to its `.data` from now on is another tensor's
-        if _type_of_tensor(value) != self.type:
+        try:
+            is_same = _type_of_tensor(value) == self.type
+        except ValueError as error:  # such as memory that was freed meanwhile
+            raise self.changed() from error
+        if not is_same:
             raise self.changed()
         return tensor_bytes(value)
 

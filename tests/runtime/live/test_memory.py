@@ -237,7 +237,15 @@ def test_a_write_meanwhile_is_found(how: str, form: str, tiny: TinyArtifact, wei
     assert serves(model, 0)
 
 
-@pytest.mark.parametrize("change", [lambda value: value.half(), lambda value: value.double(), lambda value: value[:2]])
+def freed(value: torch.Tensor) -> torch.Tensor:
+    copy = value.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "change", [lambda value: value.half(), lambda value: value.double(), lambda value: value[:0], freed]
+)
 def test_what_is_assigned_to_its_data_is_another_tensor(
     change: Callable[[torch.Tensor], torch.Tensor], tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
