@@ -48,7 +48,7 @@ from .served import ServedModel
 if TYPE_CHECKING:
     from weightswap_runtime.staging.given import Given, GivenWeights
 
-W = TypeVar("W", bound=Watching)
+S = TypeVar("S", Watcher, Follower, Receiver, KeptFiles)
 
 
 class Model(ServedModel):
@@ -63,9 +63,7 @@ class Model(ServedModel):
         super().__init__(artifact, store, device=device, engine=engine, max_variants=max_variants)
         self._composed = tuple(artifact.kinds)  # now: swaps go on if the artifact is deleted
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
-        self._watchers: list[Watching] = []
-        self._receivers: list[Receiver] = []
-        self._keepers: list[KeptFiles] = []
+        self._services: list[Watching | Receiver | KeptFiles] = []  # with threads of their own, which `close` stops
 
     def close(self) -> None:
         """Stop watchers, cancel open stagings, and refuse calls, swaps and pins from now on with ModelClosed.
@@ -77,12 +75,9 @@ class Model(ServedModel):
         super().close()
 
     def _end_changes(self) -> None:
-        for watcher in self._watchers:
-            watcher.stop()
-        for receiver in self._receivers:
-            receiver.stop()
-        for kept in self._keepers:
-            kept.stop()
+        # what keeps files comes last: it writes what was committed last
+        for service in sorted(self._services, key=lambda each: isinstance(each, KeptFiles)):
+            service.stop()
         for staged in list(self._stagings):
             staged.cancel()
 
@@ -94,7 +89,7 @@ class Model(ServedModel):
     @property
     def watching(self) -> tuple[Watching, ...]:
         """The watchers and followers that are still running."""
-        return tuple(watcher for watcher in self._watchers if watcher.alive)
+        return tuple(each for each in self._services if isinstance(each, Watching) and each.alive)
 
     def stage(
         self,
@@ -113,7 +108,7 @@ class Model(ServedModel):
           mapping by such names; an `nn.Module`, of which parameters and persistent buffers are taken; or an iterator of
           names with tensors, each of which is copied before the next one is asked for. Nobody may write to them
           meanwhile, such as a step of their optimizer: torch's counters of writes show most of these, and with
-          `background` all tensors are compared once more at the end, which shows all.
+          `background` all tensors are compared once more at the end, which shows all but a step that stands still.
         labels: short texts for receipts, such as the step, of weights from memory; a file has its own.
         only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): the matching weights are read from the
           file, whatever else it holds, and all others stay as they are served.
@@ -333,11 +328,7 @@ class Model(ServedModel):
         request = self._request_of_thread(options, {"by": by})
         receiver = Receiver(at, _Receiving(self, request), timeout, rate_limit)
         weakref.finalize(self, receiver._end).atexit = False
-        with self._store.closing:
-            self._receivers = [*self.receivers, receiver]
-        if self._closed:  # by another thread meanwhile
-            receiver.stop()
-        return receiver
+        return self._register(receiver)
 
     def keep(self, directory: PathLike, *, last: int = 3) -> KeptFiles:
         """Keep what is served as packed files, from now on, in a thread of its own: the `last` sets; docs/memory.md.
@@ -352,16 +343,12 @@ class Model(ServedModel):
         self._check_open()
         kept = KeptFiles(self._store, self.graph_id, directory, last)
         weakref.finalize(self, kept._end).atexit = False
-        with self._store.closing:
-            self._keepers = [*self._keepers, kept]
-        if self._closed:  # by another thread meanwhile
-            kept.stop()
-        return kept
+        return self._register(kept)
 
     @property
     def receivers(self) -> tuple[Receiver, ...]:
         """The receivers that are still listening."""
-        return tuple(receiver for receiver in self._receivers if receiver.alive)
+        return tuple(each for each in self._services if isinstance(each, Receiver) and each.alive)
 
     def _request_of_thread(self, options: Mapping[str, Any], own: dict[str, Any]) -> SwapRequest:
         """Return the request with which a watcher or a follower stages; the path is filled in for each file."""
@@ -370,13 +357,13 @@ class Model(ServedModel):
         options = {"allow_nonfinite": False, **own, **options, "busy": "wait"}
         return SwapRequest.of("", options, self.artifact.manifest, self._composed)
 
-    def _register(self, watching: W) -> W:
-        """Let `close` stop a watcher."""
+    def _register(self, service: S) -> S:
+        """Let `close` stop what has threads of its own."""
         with self._store.closing:
-            self._watchers = [*self.watching, watching]
+            self._services = [*(each for each in self._services if each.alive), service]
         if self._closed:  # by another thread meanwhile
-            watching.stop()
-        return watching
+            service.stop()
+        return service
 
     def add_variant(
         self,

@@ -490,7 +490,7 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
 def test_invalid_arguments_are_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
     with pytest.raises(Unsupported, match=says):
         model.follow(**{"place": service.folder, **options})
-    assert model._watchers == []
+    assert model._services == []
 
 
 def test_a_relative_place_stays_what_it_was(
