@@ -36,9 +36,14 @@ class WorkerThreads:
         self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="weightswap")
         self._process = os.getpid()
 
-    def run_all(self, function: Callable[[T], None], items: Iterable[T]) -> None:
-        """Call `function` on every item. Return, or raise the first error, only when no call is running any more."""
-        batch = _Batch(function, items)
+    def run_all(
+        self, function: Callable[[T], None], items: Iterable[T], stop: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `function` on every item. Return, or raise the first error, only when no call is running any more.
+
+        stop: called after an error, to end calls that wait for one another.
+        """
+        batch = _Batch(function, items, stop)
         if self._process != os.getpid():  # a forked child has the pool but not its threads
             self._start()
         try:
@@ -59,8 +64,8 @@ class WorkerThreads:
 class _Batch(Generic[T]):
     """Items that several threads work on. After `close()` no thread does."""
 
-    def __init__(self, function: Callable[[T], None], items: Iterable[T]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[T], None], items: Iterable[T], stop: Callable[[], None]) -> None:
+        self._function, self._stop = function, stop
         self._items = deque(items)
         self._running = 0
         self._closed = False
@@ -93,6 +98,7 @@ class _Batch(Generic[T]):
                 self._function(item)
         except BaseException as error:
             self.error = self.error or error
+            self._stop()
         finally:
             item = None  # the error keeps this frame
 
@@ -109,7 +115,7 @@ class _Batch(Generic[T]):
             except BaseException as error:
                 interrupt = error
         self._items.clear()  # another thread's error keeps its frames, and so this batch
-        del self._function
+        del self._function, self._stop
         if interrupt is not None:
             self.error = self.error or interrupt
 

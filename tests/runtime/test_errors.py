@@ -20,7 +20,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Event, WeightsMismatch, WeightswapError, errors, load
 from weightswap_runtime.errors import MOST_SHOWN, brief, visible
 
-for room in ("fleet.errors", "server.errors", "server.workers.manager", "tools.admin_client"):
+for room in ("fleet.errors", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
     import_module(f"weightswap_{room}")  # each has errors of its own
 EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
 COPIES: tuple[Callable[[Any], Any], ...] = (

@@ -28,7 +28,7 @@ from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Held, Superseded
-from weightswap_tools.admin_client import AdminClient, AdminRefused
+from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 
 WORKERS = 2
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner, Result
 from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, Model, load, write_delta
+from weightswap_runtime.transfer import admin_client
+from weightswap_runtime.transfer.admin_client import AdminClient, AdminUnreachable
 from weightswap_server import Server
-from weightswap_tools import admin_client
-from weightswap_tools.admin_client import AdminClient, AdminUnreachable
 from weightswap_tools.commands.operating import (
     commit_command,
     discard_command,

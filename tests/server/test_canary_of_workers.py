@@ -23,8 +23,8 @@ from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from weightswap_runtime.tensors import array_content
+from weightswap_runtime.transfer.admin_client import AdminClient
 from weightswap_server.canary import Compared, Differences, Side
-from weightswap_tools.admin_client import AdminClient
 
 CHANGES = "/admin/models/tiny/"
 

@@ -20,8 +20,8 @@ from tests.server.worker_processes import serving as serving_fleet
 from tests.support.administered import TOKEN, administered, call, change
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
+from weightswap_runtime.transfer.admin_client import AdminClient
 from weightswap_server import Server
-from weightswap_tools.admin_client import AdminClient
 
 FEW, MANY = 10, 40
 MORE = 8  # threads, of pools that grow where one is slow to come back; a leak of each round would be 40

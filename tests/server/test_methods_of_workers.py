@@ -20,7 +20,7 @@ from tests.server.worker_processes import children_of, eventually, started
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_tools.admin_client import AdminClient
+from weightswap_runtime.transfer.admin_client import AdminClient
 
 pytestmark = pytest.mark.slow
 

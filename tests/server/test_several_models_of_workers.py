@@ -19,7 +19,7 @@ from tests.support.administered import TOKEN
 from tests.support.collector import Collected, collecting
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
-from weightswap_tools.admin_client import AdminClient, AdminRefused
+from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

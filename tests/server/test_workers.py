@@ -26,10 +26,10 @@ from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported, metrics
+from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 from weightswap_server import ModelSource, Settings
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
 from weightswap_server.workers.manager import Workers, environment
-from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.push import status_command
 from weightswap_tools.commands.serve import serve_command
 

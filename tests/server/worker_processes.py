@@ -23,7 +23,7 @@ from tests.server.load import INPUT
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import DesiredPlace
-from weightswap_tools.admin_client import AdminUnreachable
+from weightswap_runtime.transfer.admin_client import AdminUnreachable
 
 SEEDS = (1, 2, 3)
 

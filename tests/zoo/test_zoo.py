@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.accelerators import on_every_device
+from tests.support.arriving import arriving
 from tests.support.setups import equal
 from tests.zoo.conftest import Exported, Shelf
 from tests.zoo.entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
@@ -86,13 +87,15 @@ def test_shards_and_state_dicts_give_the_same_weights_as_a_directory(name: str, 
     entry = BY_NAME[name]
     artifact, model = shelf(entry).hollow, randomised(entry, 4)
     served = load(artifact)
-    whole = served.swap(save_pretrained(model, tmp_path / "whole")).weights_id
+    saved = save_pretrained(model, tmp_path / "whole")
+    whole = served.swap(saved).weights_id
     model.save_pretrained(tmp_path / "shards", max_shard_size="12KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3  # what is joined lies in several
     assert served.swap(tmp_path / "shards").weights_id == whole
     for source in (model, model.state_dict(), save_pickled(model, tmp_path / "pickled")):
         assert pack(source, artifact, out=tmp_path / "packed.safetensors").weights_id == whole
-    for given in (model, model.state_dict(), iter(model.state_dict().items())):
+    arrives = arriving(saved / "model.safetensors")
+    for given in (model, model.state_dict(), iter(model.state_dict().items()), arrives):
         assert served.swap(given).weights_id == whole
 
 
@@ -105,6 +108,7 @@ def test_the_weights_in_a_module_are_those_that_pack_would_write(exported: Expor
     names = {name for weight in artifact.manifest.weights for name in weight.names}
     items = [item for item in named_tensors(model).items() if item[0] in names]
     assert served.swap(reversed(items), keys="fqn").weights_id == packed
+    assert served.swap(arriving(tmp_path / "packed.safetensors")).weights_id == packed
 
 
 def swappable(entry: Entry, model: Any, artifact: Artifact, folder: Path) -> Path:

@@ -103,14 +103,19 @@ class WeightFile(AbstractContextManager["WeightFile"]):
     path: a local path or an fsspec URL; the attributes `path` and `where` show no credentials of it. A local file stays
     readable when its name is replaced, a remote object while its content is the same. `check_unchanged()` detects
     writes. check: a callback, called every few milliseconds while waiting for a remote response; an exception that it
-    raises ends the wait. most_header: the most bytes of the header; see `Manifest.most_header`.
+    raises ends the wait. most_header: the most bytes of the header; see `Manifest.most_header`. source: of the content,
+    if it is not at the path.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | Url, check: Check | None = None, most_header: int = MAX_HEADER
+        self,
+        path: str | os.PathLike[str] | Url,
+        check: Check | None = None,
+        most_header: int = MAX_HEADER,
+        source: ByteSource | None = None,
     ) -> None:
         self.path = as_location(path)
-        self.source = open_source(self.path, check)
+        self.source = source or open_source(self.path, check)
         try:
             self.where = self.source.where
             self.header = read_header(self.source, most_header)

@@ -18,6 +18,7 @@ from typing import Annotated, NamedTuple, Self
 import msgspec
 
 from weightswap_runtime.errors import WeightFileError, listed
+from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
@@ -76,6 +77,11 @@ class WeightSet:
     def holds_goldens(self) -> bool:
         """True if the set holds recorded calls instead of weights."""
         return holds_goldens(self.metadata)
+
+    @property
+    def comes_once(self) -> bool:
+        """True if the bytes come in order, and only once."""
+        return any(isinstance(source, Arriving) for source in self.sources)
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         """Raise WeightFileError or SourceChanged if any source was written to since it was opened, or may have been.

@@ -414,7 +414,7 @@ class _Receiving:
 
     def __init__(self, model: Model, request: SwapRequest) -> None:
         self._model, self._request = weakref.ref(model), request
-        self.graph_id, self.most_header = model.graph_id, model.artifact.manifest.most_header
+        self.graph_id = model.graph_id
         self._first_generation = model._store.first_generation
 
     def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:

@@ -98,6 +98,7 @@ def stage_delta(
         labels=dict(identity.labels),
         kind="delta",
         source=weights.where,
+        reloadable=weights.location is not None,
         nonfinite=check_finite(identity, weights.where, staging),
         bytes_read=size,
         seconds_staged=staged - start,

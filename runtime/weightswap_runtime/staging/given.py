@@ -6,13 +6,16 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from weightswap_runtime.errors import WeightFileError, WeightsMismatch
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
-from weightswap_runtime.format.weight_set import StoredTensor, WeightSet
+from weightswap_runtime.format.safetensors import WeightFile
+from weightswap_runtime.format.weight_set import FileSet, StoredTensor, WeightSet
+from weightswap_runtime.sources.arriving import Arriving, Receive
+from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.memory import MemorySource
 
@@ -21,18 +24,25 @@ if TYPE_CHECKING:
     from torch import nn
 
     Array = torch.Tensor | np.ndarray
-    Given = str | os.PathLike[str] | Mapping[str, Array] | nn.Module | Iterable[tuple[str, Array]]
+    Given: TypeAlias = (
+        "str | os.PathLike[str] | Mapping[str, Array] | nn.Module | Iterable[tuple[str, Array]] | GivenWeights"
+    )
 
 MEMORY = "memory"  # what messages and receipts call these weights, a module's with its class
 _PLAIN = "Give plain tensors by name, such as those of model.state_dict()."
 
 
 class GivenWeights(NamedTuple):
-    """Tensors of this process. keys: "fqn" where their names are those of a module; None where that is open."""
+    """Weights that are in no file which others could open.
+
+    keys: "fqn" where their names are those of a module; None where that is open. can_change: whether their owner may
+    write to them while they are read.
+    """
 
     where: str
     keys: Keys | None
-    open: Callable[[], WeightSet]  # raises WeightsMismatch with every problem
+    open: Callable[[Check, int], WeightSet]  # takes the arguments of `open_weights`; raises what is wrong with them
+    can_change: bool = True
 
     def __str__(self) -> str:
         return self.where
@@ -66,7 +76,7 @@ class Stream(WeightSet):
 def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
     """Return a path or URL as it is, and tensors as what can be opened. Raises WeightFileError for anything else."""
     torch = sys.modules.get("torch")
-    if isinstance(weights, str | os.PathLike | Url):
+    if isinstance(weights, str | os.PathLike | Url | GivenWeights):
         return weights
     if torch is not None and isinstance(weights, torch.nn.Module):
         return _at_once(f"{MEMORY}:{type(weights).__qualname__}", "fqn", _of_module(weights))
@@ -81,7 +91,28 @@ def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
             f"{type(weights).__qualname__}"
         )
     items = iter(weights)
-    return GivenWeights(MEMORY, None, lambda: Stream(items))
+    return GivenWeights(MEMORY, None, lambda *_: Stream(items))
+
+
+def as_file(where: str, open_source: Callable[[Check], ByteSource]) -> GivenWeights:
+    """Return weights that are a safetensors file without a name. open_source: is called once."""
+
+    def open_file(check: Check, most_header: int) -> WeightSet:
+        file = WeightFile(where, check, most_header, open_source(check))
+        return FileSet(file.path, [file]).without_place(where)
+
+    return GivenWeights(where, None, open_file, can_change=False)
+
+
+def as_arriving(where: str, size: int, receive: Receive) -> GivenWeights:
+    """Return weights that come as a safetensors file of `size` bytes, as `Arriving` says."""
+
+    def open_arriving(check: Check) -> Arriving:
+        source = Arriving(where, size, receive)
+        source.check = check
+        return source
+
+    return as_file(where, open_arriving)
 
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
@@ -100,7 +131,7 @@ def _of_module(module: nn.Module) -> dict[str, Any]:
 def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any]) -> GivenWeights:
     work = _work_on(values.values())
 
-    def open_all() -> WeightSet:
+    def open_all(*_: object) -> WeightSet:
         _finish(work)
         found = [(name, _source_of(name, value)) for name, value in values.items()]
         if problems := [source for _, source in found if isinstance(source, str)]:

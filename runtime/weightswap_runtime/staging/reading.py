@@ -40,6 +40,7 @@ from weightswap_runtime.memory.arena import (
     Scratch,
     allocate,
 )
+from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
@@ -238,8 +239,18 @@ def read_pieces(
         suiting = _unit(piece, job, inspected=inspection is not None)
         return suiting if most is None else min(most, suiting)
 
-    reads = list(_reads((part for piece in _in_file_order(pieces) for part in _parts(piece, unit(piece))), unit))
-    workers.run_all(_reader(job, inspection), _groups(reads, most or GROUP_BYTES))
+    ordered = _in_file_order(pieces)
+    arriving = {id(piece.source): piece.source for piece in ordered if isinstance(piece.source, Arriving)}.values()
+    for source in arriving:
+        source.expect((piece.begin, piece.begin + piece.slot.nbytes) for piece in ordered if piece.source is source)
+        most = BLOCK  # the next thread reads while this one hashes
+
+    def stop() -> None:
+        for source in arriving:
+            source.stop()
+
+    reads = list(_reads((part for piece in ordered for part in _parts(piece, unit(piece))), unit))
+    workers.run_all(_reader(job, inspection), _groups(reads, most or GROUP_BYTES), stop)
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:

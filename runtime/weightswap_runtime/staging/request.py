@@ -185,12 +185,12 @@ class SwapRequest(NamedTuple):
 
     def beside_owner(self) -> SwapRequest:
         """Return the request for a staging during which the owner of weights in memory goes on."""
-        return self._replace(confirm=isinstance(self.source, GivenWeights))
+        return self._replace(confirm=isinstance(self.source, GivenWeights) and self.source.can_change)
 
     def open(self, check: Check, most_header: int) -> WeightSet:
         """Open the weights; arguments and errors are those of `open_weights`. Raises WeightsMismatch for tensors."""
         if isinstance(self.source, GivenWeights):
-            return self.source.open()
+            return self.source.open(check, most_header)
         return open_weights(self.source, check, most_header)
 
     @property

@@ -31,7 +31,7 @@ from .request import (
     check_graph,
     digest_problems,
 )
-from .stream import Arrivals
+from .stream import Arrivals, take_in_order
 
 _NOTHING = Match({}, {}, (), (), "")
 
@@ -142,7 +142,10 @@ def _fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings
         by_key = arrivals.settle(planned.match.found)
     else:
         job.begin("reading", planned.nbytes)
-        by_key = read_tensors(weights, planned.match.found, arena, staging.workers, job)
+        if weights.comes_once:
+            by_key = take_in_order(weights, planned.match, arena, staging.workers, job)
+        else:
+            by_key = read_tensors(weights, planned.match.found, arena, staging.workers, job)
     match = planned.match
     findings, inputs = Findings({}, {}), Findings({}, {})
     if match.computed:

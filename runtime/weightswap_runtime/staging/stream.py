@@ -1,12 +1,13 @@
-"""Staging of tensors that come one by one: each is copied and hashed before the next one is asked for.
+"""Staging of tensors that come in an order that is not ours, and only once: one by one, or as a file.
 
-A tensor goes to its place at once if every way to read its name means the same weight. What may mean several, what
-weights are computed from, and what the arena keeps in another order is kept beside it until all have come.
+Of those that come one by one, each is copied and hashed before the next one is asked for. A tensor goes to its place at
+once if every way to read its name means the same weight. What may mean several, what weights are computed from, and
+what the arena keeps in another order is kept beside it until all have come.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
@@ -14,10 +15,13 @@ import numpy as np
 
 from weightswap_runtime.errors import WeightsMismatch
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.format.names import NESTING, WRAPPERS, extra_state_of, is_among, tied_names
+from weightswap_runtime.format.names import NESTING, WRAPPERS, Match, extra_state_of, is_among, tied_names
+from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import Arena, Destination, Scratch
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, TensorType, describe, same_type
+from weightswap_runtime.threads import WorkerThreads
 
 from .given import Stream, stored
 from .reading import Findings, confirm, lay, new_piece, read_pieces
@@ -143,3 +147,30 @@ def _bare(name: str, known: Collection[str]) -> str | None:
         if (bare := ".".join(parts)) in known:
             return bare
     return None
+
+
+def take_in_order(weights: WeightSet, match: Match, arena: Arena, workers: WorkerThreads, job: Job) -> Findings:
+    """Read what is used of a file that comes once, and return what was found in it, by name.
+
+    What belongs into the arena as it is goes there. Kept beside it, and read from there, are further names of tied
+    weights, what weights are computed from, and what the arena has in another order. Raises what `read_tensors` raises,
+    and what ends the transfer.
+    """
+    rows, slots = arena.layout.weights, arena.layout.slots
+    uses = Counter(key for keys in match.found.values() for key in keys)
+    uses.update(key for inputs in match.computed.values() for key in inputs.values())
+    placed = {keys[0]: name for name, keys in match.found.items() if rows[name].stride is None and uses[keys[0]] == 1}
+    kept = {key: Scratch([weights.tensors[key].nbytes]) for key in uses if key not in placed}
+    pieces = [new_piece(weights, key, arena, slots[name]) for key, name in placed.items()]
+    pieces += [new_piece(weights, key, scratch, scratch.slots[0]) for key, scratch in kept.items()]
+    read_pieces(pieces, workers, job)
+    weights.check_unchanged(proven=weights.stamp is not None)
+    for name, keys in match.found.items():
+        if keys[0] in kept:
+            lay(arena, rows[name], kept[keys[0]].part(0), job)
+    tensors = dict(weights.tensors)
+    for key, scratch in kept.items():
+        source = MemorySource(key, np.asarray(scratch.memory))
+        tensors[key] = tensors[key]._replace(source=source, offset=0)
+    weights.tensors = tensors
+    return Findings.of(pieces)

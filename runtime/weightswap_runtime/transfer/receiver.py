@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from weightswap_runtime.errors import TransferFailed, Unsupported, check_timeout, join_seconds
-from weightswap_runtime.format.safetensors import WeightFile
-from weightswap_runtime.format.weight_set import FileSet, WeightSet
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.staging.given import MEMORY, GivenWeights
+from weightswap_runtime.sources.byte_source import Check, LocalFile
+from weightswap_runtime.staging.given import MEMORY, GivenWeights, as_file
 from weightswap_runtime.threads import Background
 
 from .messages import VERSION, Channel, Greeting, Offer, Outcome, Refusal, Welcome, peer, socket_path
@@ -33,7 +32,6 @@ class Target(Protocol):
     """The model that takes the weights."""
 
     graph_id: str
-    most_header: int
 
     def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
         """Serve weights, which must have this id. Raises as `Model.swap`."""
@@ -200,12 +198,12 @@ class Receiver(AbstractContextManager["Receiver"]):
     def _given(self, descriptor: int) -> GivenWeights:
         where = f"{MEMORY}:{self.at}"
 
-        def open_file() -> WeightSet:
-            file = WeightFile(Path(f"/proc/self/fd/{descriptor}"), most_header=self._target.most_header)
-            file.source.where = where
-            return FileSet(Path(where), [file]).without_place(where)
+        def open_source(_: Check) -> LocalFile:
+            source = LocalFile(Path(f"/proc/self/fd/{descriptor}"))
+            source.where = where
+            return source
 
-        return GivenWeights(where, None, open_file)
+        return as_file(where, open_source)
 
 
 def _listen(path: str, at: str) -> socket.socket:

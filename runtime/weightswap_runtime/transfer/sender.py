@@ -1,8 +1,9 @@
 """Sending weights from a trainer's memory to a process that serves them, without a file between.
 
 What is sent is a packed weight file in memory that has no name: the sender copies and hashes the tensors into it, as a
-swap stages into an arena, and passes its descriptor; the receiver swaps it as a file, and so verifies every byte. All
-versions have one layout, so the memory is written over and over, in turn with a second one while the first is read.
+swap stages into an arena, and passes its descriptor or its bytes; the receiver swaps it as a file, and so verifies
+every byte. All versions have one layout, so the memory is written over and over, in turn with a second one while the
+first is read.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,7 +41,9 @@ from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
-from .messages import MOST_ANSWER, VERSION, Channel, Greeting, Offer, Outcome, Welcome, peer, socket_path
+from .links import link_to
+
+_PIECE = 1 << 20  # bytes that are sent at once
 
 if TYPE_CHECKING:
     from weightswap_runtime.staging.given import Given
@@ -84,27 +85,38 @@ class Sending:
 
 
 class Sender(AbstractContextManager["Sender"]):
-    """The way of a trainer's weights to one process that serves them: `Model.receive`, `weightswap serve --receive`.
+    """The way of a trainer's weights to one process that serves them: `Model.receive`, `weightswap serve`.
 
     It may be used from any thread, by one at a time, and not in a forked child. `close()` ends it.
     """
 
-    def __init__(self, to: str, artifact: PathLike | Artifact, *, timeout: float | None = 60.0) -> None:
-        """to: `unix:PATH`, the receiver's socket on this machine. artifact: that of the receiver. timeout: seconds for
-        each connection, and from the hand-over of weights to the outcome; None: no limit.
+    def __init__(
+        self,
+        to: str,
+        artifact: PathLike | Artifact,
+        *,
+        timeout: float | None = 60.0,
+        token: str | None = None,
+        model: str | None = None,
+    ) -> None:
+        """to: `unix:PATH`, the receiver's socket on this machine, or the server's admin plane, `http://HOST:PORT` or
+        `https://HOST:PORT`. artifact: that of the receiver. timeout: seconds for each connection, and from the
+        hand-over of weights to the outcome; None: no limit.
+
+        Of an admin plane: token: one of the server's; None: that in WEIGHTSWAP_ADMIN_TOKEN. model: its name; None: the
+        only one.
 
         Raises ArtifactError and Unsupported.
         """
         check_timeout(timeout)
-        self._path = str(Path(socket_path(to)).absolute())  # the working directory may change
         self.to = to
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        self._link = link_to(to, self.artifact.graph_id, token, model)
         self._timeout = math.inf if timeout is None else timeout
         self._composed = tuple(self.artifact.kinds)
         self._layout = _FileLayout(self.artifact.manifest)
         self._workers = WorkerThreads()
         self._transforms: Transforms | None = None
-        self._channel: Channel | None = None  # of the thread that sends
         self._process = os.getpid()
         self._staging = threading.RLock()
         self._changed = threading.Condition()  # of all below
@@ -188,75 +200,19 @@ class Sender(AbstractContextManager["Sender"]):
     def _run(self) -> None:
         while (sending := self._next()) is not None:
             try:
-                sending._end(self._exchange(sending))
+                sending._end(self._link.deliver(sending.weights_id, sending._memory, time.monotonic() + self._timeout))
             except BaseException as error:
-                self._disconnect()
+                self._link.close()
                 sending._end(None, error)
             finally:
                 self._give_back(sending._memory)
-        self._disconnect()
+        self._link.close()
 
     def _next(self) -> Sending | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._closed)
             sending, self._waiting = self._waiting, None
             return sending
-
-    def _exchange(self, sending: Sending) -> SwapReceipt:
-        """Offer weights, and return the receipt; over a new connection if the one from before is dead."""
-        deadline, was_open = time.monotonic() + self._timeout, self._channel is not None
-        try:
-            outcome = self._offer(sending, deadline)
-        except TransferFailed:
-            if not was_open or time.monotonic() >= deadline:
-                raise
-            self._disconnect()
-            outcome = self._offer(sending, deadline)
-        if outcome.refusal is not None:
-            raise outcome.refusal.as_error()
-        return msgspec.convert(outcome.receipt, SwapReceipt)
-
-    def _offer(self, sending: Sending, deadline: float) -> Outcome:
-        channel = self._connected(deadline)
-        channel.send(Offer(sending.weights_id), deadline, sending._memory.descriptor)
-        outcome = channel.receive(Outcome, deadline)
-        if outcome is None:
-            raise TransferFailed(f"{self.to}: the receiver ended before it had answered")
-        return outcome
-
-    def _connected(self, deadline: float) -> Channel:
-        if self._channel is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel = Channel(connection, MOST_ANSWER)
-            try:
-                connection.settimeout(min(self._timeout, 1e6))
-                connection.connect(self._path)
-                if peer(connection) != os.getuid():
-                    raise TransferFailed(f"{self.to}: the receiver is a process of another user")
-                with suppress(TransferFailed):  # who is turned away at once finds out why below
-                    channel.send(Greeting(VERSION, self.artifact.graph_id), deadline)
-                welcome = channel.receive(Welcome, deadline)
-            except OSError as error:
-                channel.close()
-                raise TransferFailed(
-                    f"{self.to}: nobody receives there ({error.strerror or error}). Start the receiver first: "
-                    "weightswap serve --receive, or Model.receive"
-                ) from error
-            except BaseException:
-                channel.close()
-                raise
-            if welcome is None or welcome.refusal is not None:
-                channel.close()
-                if welcome is not None and welcome.refusal is not None:
-                    raise welcome.refusal.as_error()
-                raise TransferFailed(f"{self.to}: the receiver closed the connection")
-            self._channel = channel
-        return self._channel
-
-    def _disconnect(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
 
     def _stop(self) -> None:
         with self._changed:
@@ -306,10 +262,11 @@ class _FileInMemory:
     def __init__(self, layout: _FileLayout) -> None:
         """Raises Unsupported where the system has no such files."""
         if not hasattr(os, "memfd_create"):
-            raise Unsupported("unix: needs memfd_create, which this system does not have")
+            raise Unsupported("a Sender needs memfd_create, which this system does not have")
         self._layout = layout
+        self.size = layout.header_size + layout.nbytes
         self.descriptor = os.memfd_create("weightswap", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, layout.header_size + layout.nbytes)
+        os.ftruncate(self.descriptor, self.size)
         memory = mmap.mmap(self.descriptor, layout.nbytes, offset=layout.header_size) if layout.nbytes else None
         if memory is not None:
             with suppress(OSError):
@@ -330,6 +287,12 @@ class _FileInMemory:
         header = self._layout.header(stamp)
         os.pwrite(self.descriptor, _padded(header, self._layout.header_size), 0)
         return identity
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all bytes, in order."""
+        yield memoryview(os.pread(self.descriptor, self._layout.header_size, 0))
+        for part in self._layout.whole.split(_PIECE):
+            yield self._arena.fetch(part.offset, part.nbytes)
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -22,9 +22,11 @@ from weightswap_runtime import __version__
 from weightswap_runtime.errors import encode_json
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.variants import VariantReceipt
+from weightswap_runtime.staging.given import MEMORY, GivenWeights, as_arriving
 from weightswap_runtime.threads import in_thread
 from weightswap_server.errors import (
     BadRequest,
+    BodyTooLarge,
     Failure,
     Forbidden,
     Unauthorised,
@@ -54,6 +56,7 @@ from .documents import (
     ModelStatus,
     RemoveVariantRequest,
     RollbackRequest,
+    SendRequest,
     ServerStatus,
     StageRequest,
     Uploaded,
@@ -62,10 +65,11 @@ from .documents import (
 )
 from .journal import LoadSeries
 from .operations import ModelOperations
-from .uploads import UploadDirectory
+from .uploads import Body, UploadDirectory
 
 T = TypeVar("T")
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
+_BINARY = "application/octet-stream"
 _NO_STORE = {"cache-control": "no-store"}
 _INTERVAL, _KEEP_ALIVE = 0.25, 15.0  # seconds between two checks, and of silence before a comment is sent
 _FOLDER = Path(__file__).parent / "page"
@@ -103,6 +107,12 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
 }
 """Changes of a model, as POST /admin/models/NAME/CHANGE: the request document, and the method that does it."""
 
+TAKEN: dict[str, Callable[[ModelOperations, StageRequest, str, GivenWeights], SwapReceipt | None]] = {
+    "stage": ModelOperations.stage,
+    "swap": ModelOperations.swap,
+}
+"""Those whose weights may come in the body, as PUT with a SendRequest as `options` in the query."""
+
 
 class AdminEndpoints:
     """The handlers of all endpoints."""
@@ -118,7 +128,7 @@ class AdminEndpoints:
     ) -> None:
         self._service, self._models, self._load = service, models, load
         self._audit, self._uploads = audit, uploads
-        self._bodies = Bodies(settings.http)
+        self._bodies, self._settings = Bodies(settings.http), settings
         self._started = time.time()
         self.ending = False
 
@@ -129,7 +139,7 @@ class AdminEndpoints:
     def _table(self) -> list[Endpoint]:
         model, triton, upload = "/admin/models/{name}", "/v2/repository", "/admin/uploads/{file}"
         get, post = partial(Endpoint, "GET"), partial(Endpoint, "POST")
-        put = partial(Endpoint, "PUT", status=201, body_media="application/octet-stream")
+        put = partial(Endpoint, "PUT", status=201, body_media=_BINARY)
         return [
             get("/admin/status", self._status, "The server, and all its models.", ServerStatus),
             get("/admin/events", self._events, "Events, as they happen.", {}, media="text/event-stream", query="load"),
@@ -141,6 +151,19 @@ class AdminEndpoints:
             *(
                 post(f"{model}/{change}", partial(self._change, change), f"Change a model: {change}.", Changed, kind)
                 for change, (kind, _) in CHANGES.items()
+            ),
+            *(
+                Endpoint(
+                    "PUT",
+                    f"{model}/{change}",
+                    partial(self._take, change),
+                    f"Change a model: {change} the weights in the body, as they arrive.",
+                    Changed,
+                    {"type": "string"},
+                    body_media=_BINARY,
+                    query="options",
+                )
+                for change in TAKEN
             ),
             post(f"{triton}/index", self._triton_index, "The models.", list[IndexEntry], IndexRequest, needed=False),
             post(f"{triton}/models/{{name}}/load", self._triton_load, "Answer again.", None, LoadRequest, needed=False),
@@ -205,7 +228,30 @@ class AdminEndpoints:
         operations = self._operations(request)
         kind, work = CHANGES[change]
         arguments = await self._document(request, kind)
-        run = partial(work, operations, arguments, user_of(request))
+        return await self._do(request, change, operations, arguments, partial(work, operations, arguments))
+
+    async def _take(self, change: str, request: Request) -> Response:
+        operations, length = self._operations(request), request.headers.get("content-length")
+        options = decoded(request.query_params.get("options", "{}").encode(), SendRequest)
+        arguments = StageRequest(source=f"{MEMORY}:{user_of(request)}", **msgspec.structs.asdict(options))
+        if length is None:
+            raise BadRequest("weights in a body must have a Content-Length")
+        if int(length) > self._settings.max_uploads:
+            raise BodyTooLarge(f"weights of {length} bytes; the limit is {self._settings.max_uploads}")
+        body = Body(_pieces(request), int(length), self._settings.body_timeout, self._settings.upload_timeout)
+        given = as_arriving(arguments.source, int(length), body.receive)
+        try:
+            take = TAKEN[change]
+            return await self._do(
+                request, change, operations, arguments, lambda by: take(operations, arguments, by, given)
+            )
+        finally:
+            body.close()
+
+    async def _do(
+        self, request: Request, change: str, operations: ModelOperations, arguments: Any, work: Callable[[str], Any]
+    ) -> Response:
+        run = partial(work, user_of(request))
         receipt = await audited(self._audit, request, change, operations, arguments, run)
         status = await in_thread(operations.status)
         return _document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))

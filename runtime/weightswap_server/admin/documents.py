@@ -30,10 +30,9 @@ class Change(Struct, forbid_unknown_fields=True, kw_only=True):
     revision: _Revision = None
 
 
-class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """A staging. source: a path, a URL, or `upload:NAME`. The other fields are those of `Model.stage`."""
+class SendRequest(Change, forbid_unknown_fields=True, kw_only=True):
+    """A staging of the weights in a request's body. The fields are those of `Model.stage`."""
 
-    source: _Source
     expect: _WeightsId = None
     only: list[_Text] = []
     ignore: list[_Text] = []
@@ -41,6 +40,12 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
     allow_nonfinite: bool | list[_Text] = False
     verify: Literal["goldens", "finite", "off"] = "goldens"
     rate_limit: Annotated[float, Meta(gt=0)] | None = None
+
+
+class StageRequest(SendRequest, forbid_unknown_fields=True, kw_only=True):
+    """A staging. source: a path, a URL, or `upload:NAME`. The other fields are those of `Model.stage`."""
+
+    source: _Source
 
 
 class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):

@@ -24,6 +24,7 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.given import GivenWeights
 from weightswap_server.canary import CanaryPlan, check_plan, measure_text
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
@@ -120,9 +121,13 @@ class ModelOperations:
     def _earlier(self, entries: Sequence[DesiredWeights]) -> list[dict[str, Any]]:
         return [weights.as_dict() | {"refused": self.journal.refused(weights.weights_id)} for weights in entries]
 
-    def stage(self, request: StageRequest, by: str) -> None:
-        """Read and verify weights. Raises Forbidden, Unsupported, and what `Model.stage` and `DesiredPlace` raise."""
-        self._stage(request, by, swapping=False)
+    def stage(self, request: StageRequest, by: str, given: GivenWeights | None = None) -> None:
+        """Read and verify weights, those at `request.source` if none are given.
+
+        Raises Forbidden, Unsupported, Conflict for given ones where a place is followed, and what `Model.stage` and
+        `DesiredPlace` raise.
+        """
+        self._stage(request, by, swapping=False, given=given)
 
     def commit(self, request: CommitRequest, by: str) -> SwapReceipt | None:
         """Commit the staged weights, and write them to a followed place.
@@ -136,9 +141,9 @@ class ModelOperations:
             raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
         return self._commit(change, request, by)
 
-    def swap(self, request: StageRequest, by: str) -> SwapReceipt | None:
+    def swap(self, request: StageRequest, by: str, given: GivenWeights | None = None) -> SwapReceipt | None:
         """Stage and commit, all or nothing. Raises as `stage` and `commit`."""
-        change = self._stage(request, by, swapping=True)
+        change = self._stage(request, by, swapping=True, given=given)
         try:
             return self._commit(change, request, by)
         finally:
@@ -327,15 +332,23 @@ class ModelOperations:
         """The change that is open."""
         return next((change for change in self._changes.open if isinstance(change, _StagedChange)), None)
 
-    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> _StagedChange:
+    def _stage(
+        self, request: StageRequest, by: str, *, swapping: bool, given: GivenWeights | None = None
+    ) -> _StagedChange:
         """Stage weights. Raises StagingBusy, and what the staging raises."""
-        path, place = self._allowed.weights(request.source), self.followed.place
+        place = self.followed.place
+        if given is not None and place is not None:
+            raise Conflict(
+                f"{self.name}: follows {place.where}, which says what is served, and nobody else could read these "
+                "weights; publish them there, or push a file to a server with --upload-dir"
+            )
+        path = self._allowed.weights(request.source) if given is None else request.source
         if place is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
         revision = self.followed.seen(place, request) if place is not None else None
         begin = partial(
             self.model.stage,
-            path,
+            given or path,
             only=request.only or None,
             ignore=request.ignore,
             expect=request.expect,

@@ -1,11 +1,13 @@
-"""Weight files that operators upload: streamed to a temporary file, and renamed once complete and correct."""
+"""Weight files in the bodies of requests: kept as files once they are complete, or staged while they arrive."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+from collections import deque
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -14,6 +16,8 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.jobs import POLL_SECONDS
+from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.writing import new_file, remove_abandoned
 from weightswap_runtime.tensors import DIGEST
 from weightswap_runtime.threads import in_thread
@@ -143,6 +147,57 @@ class UploadDirectory:
         with os.scandir(self.folder) as entries:
             files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
             return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
+
+
+class Body:
+    """The body of a request, which the event loop receives, and a thread takes."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], size: int, piece_timeout: float, timeout: float) -> None:
+        """size: the announced bytes. piece_timeout, timeout: seconds for the next piece, and for all of it."""
+        self._pieces, self._size, self._piece_timeout = pieces, size, piece_timeout
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + timeout
+        self._received = 0
+        self._at_hand: deque[bytes] = deque()
+        self._coming: Future[deque[bytes]] | None = None  # received while a thread works on what came before
+
+    def receive(self, check: Check) -> memoryview:
+        """Return what has come, at least a byte. check: called while it waits.
+
+        Raises BodyTooSlow, BadRequest if the client has gone, and what `check` raises.
+        """
+        if not self._at_hand:
+            coming = self._coming or self._begin()
+            while not wait((coming,), POLL_SECONDS).done:
+                check()
+            self._at_hand = coming.result()
+            self._begin()
+        return memoryview(self._at_hand.popleft())
+
+    def _begin(self) -> Future[deque[bytes]]:
+        self._coming = asyncio.run_coroutine_threadsafe(self._gather(), self._loop)
+        return self._coming
+
+    async def _gather(self) -> deque[bytes]:
+        """Return a few MB, or all that is left."""
+        pieces: deque[bytes] = deque()
+        until = min(self._size, self._received + _PIECE)
+        try:
+            async with asyncio.timeout(None) as limit:
+                while self._received < until:
+                    limit.reschedule(min(self._until, self._loop.time() + self._piece_timeout))
+                    pieces.append(await anext(self._pieces))
+                    self._received += len(pieces[-1])
+        except StopAsyncIteration as error:
+            raise BadRequest(f"the body ended after {self._received} of {self._size} bytes") from error
+        except TimeoutError as error:
+            raise BodyTooSlow(f"nothing arrived for {self._piece_timeout:g} s, or all of it took too long") from error
+        return pieces
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        if self._coming is not None:
+            self._coming.cancel()
 
 
 def _checked(name: str) -> str:

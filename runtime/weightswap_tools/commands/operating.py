@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weightswap_tools.admin_client import AdminClient, read_token
+from weightswap_runtime.transfer.admin_client import AdminClient, read_token
 from weightswap_tools.terminal import (
     JsonOption,
     ModelOption,

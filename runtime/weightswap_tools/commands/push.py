@@ -17,10 +17,17 @@ from blake3 import blake3
 from weightswap_runtime.errors import GraphMismatch, Unsupported, duration, percent
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, open_weights
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, goldens_path, open_weights
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import is_url, printable
-from weightswap_tools.admin_client import AdminClient, AdminRefused, AdminUnreachable, read_token
+from weightswap_runtime.transfer.admin_client import (
+    AdminClient,
+    AdminRefused,
+    AdminUnreachable,
+    pieces_of,
+    read_token,
+    size_of,
+)
 from weightswap_tools.terminal import (
     AllowNonfiniteOption,
     IgnoreOption,
@@ -90,8 +97,9 @@ def push(
 ) -> None:
     """Send weights to a server, which stages, verifies and commits them, and print the receipt.
 
-    The file is uploaded with the goldens and the signature beside it, if there are any. If the server refuses the
-    weights, nothing changes and the exit status is 1.
+    The file is uploaded with the goldens and the signature beside it, if there are any. A server without --upload-dir
+    keeps no files, and stages what it gets as it arrives. If the server refuses the weights, nothing changes and the
+    exit status is 1.
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
@@ -103,9 +111,13 @@ def push(
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        request |= {"source": _source_of(weights)} if point else _upload(client, name, weights, allow_other_graph)
-        with staging_progress(client, name):
-            response = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", request)
+        what = "stage" if stage else "swap"
+        if not point and not _keeps_uploads(client):
+            response = _send(client, name, what, weights, request)
+        else:
+            request |= {"source": _source_of(weights)} if point else _upload(client, name, weights, allow_other_graph)
+            with staging_progress(client, name):
+                response = client.post(f"/admin/models/{name}/{what}", request)
         if stage and not as_json:
             say(f"staged      {response['status']['staged']['weights_id']}")
         else:
@@ -142,10 +154,50 @@ def _source_of(weights: str) -> str:
     return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - the server resolves links
 
 
+def _keeps_uploads(client: AdminClient) -> bool:
+    """Return whether the server has a directory for uploads."""
+    try:
+        client.get("/admin/uploads")
+    except AdminRefused as error:
+        if error.status == 403:
+            return False
+        raise
+    return True
+
+
+def _send(client: AdminClient, model: str, what: str, weights: str, request: dict[str, Any]) -> Any:
+    """Let the server stage or swap a weight file as it arrives, and return its answer. Raises as `_checked`."""
+    path, expect = _checked(client, model, weights, request["allow_other_graph"])
+    if (goldens := goldens_path(path)).is_file():
+        raise Unsupported(
+            f"{client.where}: keeps no uploads, so that it could not try {goldens.name}, which is beside the weights. "
+            "Start it with --upload-dir, or move the goldens away to do without them"
+        )
+    with path.open("rb") as file, progress_bar(f"Sending {path.name}") as progress:
+        return client.send(model, what, pieces_of(file, progress), size_of(file), request | expect)
+
+
 def _upload(client: AdminClient, model: str, weights: str, allow_other_graph: bool = False) -> dict[str, Any]:
     """Upload a weight file with the goldens and the signature beside it. Returns the fields of a request for it.
 
-    Raises GraphMismatch, before the upload, for a file of another graph, which the server would refuse.
+    Raises what `_checked` raises, before the upload.
+    """
+    path, expect = _checked(client, model, weights, allow_other_graph)
+    digest = _digest(path)
+    stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{digest[:16]}"
+    for sibling, suffix in (
+        (goldens_path(path), GOLDENS_SUFFIX),
+        (path.with_name(path.name + ".sig"), f"{SUFFIX}.sig"),
+    ):
+        if sibling.is_file():
+            _upload_file(client, sibling, stem + suffix, _digest(sibling), replace=True)
+    return {"source": _upload_file(client, path, stem + SUFFIX, digest), **expect}
+
+
+def _checked(client: AdminClient, model: str, weights: str, allow_other_graph: bool) -> tuple[Path, dict[str, str]]:
+    """Return the path of a weight file, and the weights id to expect of it, if it is a full set that says so.
+
+    Raises Unsupported for anything else, and GraphMismatch for a file of another graph, which the server would refuse.
     """
     where, path = printable(weights), Path(weights)
     if not is_url(weights) and not path.exists():
@@ -161,14 +213,7 @@ def _upload(client: AdminClient, model: str, weights: str, allow_other_graph: bo
             "Pack its checkpoint for this one. If both graphs compute their weights alike from checkpoints, "
             "`weightswap push --allow-other-graph` sends it as it is."
         )
-    digest = _digest(path)
-    stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{digest[:16]}"
-    goldens = path.with_name(path.name.removesuffix(SUFFIX) + GOLDENS_SUFFIX)
-    for sibling, suffix in ((goldens, GOLDENS_SUFFIX), (path.with_name(path.name + ".sig"), f"{SUFFIX}.sig")):
-        if sibling.is_file():
-            _upload_file(client, sibling, stem + suffix, _digest(sibling), replace=True)
-    expect = {"expect": stamp.weights_id} if stamp and not delta else {}
-    return {"source": _upload_file(client, path, stem + SUFFIX, digest), **expect}
+    return path, {"expect": stamp.weights_id} if stamp and not delta else {}
 
 
 def _upload_file(client: AdminClient, path: Path, name: str, digest: str, *, replace: bool = False) -> str:

@@ -19,6 +19,7 @@ import torch
 from tests import ROOT
 from tests.runtime.format.test_header import BROKEN
 from tests.support import warm
+from tests.support.arriving import arriving
 from tests.support.tiny import TinyArtifact, WriteWeights, X, plain, serves
 from weightswap_runtime import (
     DigestMismatch,
@@ -143,8 +144,9 @@ def test_no_broken_file_touches_a_live_model(
     path.write_bytes(raw)
     for residency in ("double", "single"):
         model = load(tiny.path, weight_file(0), residency=residency)
-        with pytest.raises(WeightFileError):
-            model.swap(path)
+        for given in (path, arriving(path, 9)):
+            with pytest.raises(WeightFileError):
+                model.swap(given)
         assert (model.generation, serves(model, 0)) == (0, True)
 
 
@@ -153,8 +155,10 @@ def forge_weights_id(raw: bytearray) -> None:
     raw[start : start + 64] = b"0" * 64
 
 
+@pytest.mark.parametrize("form", ["path", "arriving"])
 @pytest.mark.parametrize(("make", "error", "says"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_swap_changes_nothing(
+    form: str,
     make: Callable[[TinyArtifact, WriteWeights, Path], Path],
     error: type[SwapError],
     says: str,
@@ -166,9 +170,11 @@ def test_a_refused_swap_changes_nothing(
     model = load(tiny.path, weight_file(0), residency=residency)
     identity = (model.weights_id, model.generation)
     bad = make(tiny, weight_file, tmp_path / "other.safetensors")
+    if form == "arriving" and bad.is_dir():
+        pytest.skip("a folder")
     for attempt in (model.swap, model.stage):
         with pytest.raises(error) as refused:
-            attempt(bad)
+            attempt(arriving(bad, 50) if form == "arriving" else bad)
         assert says in str(refused.value)
         assert (model.weights_id, model.generation) == identity
         assert serves(model, 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.arriving import arriving
 from tests.support.tiny import Affine, TinyArtifact, Values, WriteWeights, serves
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -159,7 +160,8 @@ def test_an_arena_in_another_order_takes_rows(background: bool, tmp_path: Path, 
     assert any(weight.stride for weight in artifact.manifest.weights)
     model = load(artifact, residency=residency)
     packed = pack(models[1], artifact, out=tmp_path / "v1.safetensors").weights_id
-    for given in (models[1], models[1].state_dict(), iter(models[1].state_dict().items())):
+    forms = (models[1], models[1].state_dict(), iter(models[1].state_dict().items()))
+    for given in (*forms, arriving(tmp_path / "v1.safetensors")):
         assert model.stage(given, background=background).commit().weights_id == packed
         with torch.no_grad():
             assert torch.equal(model(x), models[1](x))

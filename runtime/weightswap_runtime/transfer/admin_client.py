@@ -1,23 +1,27 @@
-"""Client of a server's admin plane, over HTTP or a Unix socket."""
+"""Client of the admin plane of a server (`weightswap serve`), over HTTP or a Unix socket."""
 
 from __future__ import annotations
 
 import http.client
 import os
+import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlsplit
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
 from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.sources.location import printable
 
-_ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
-_CHUNK = 1 << 16
+ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
+_CHUNK = 1 << 20
+Piece = bytes | memoryview
 _PATIENCE = 10.0  # seconds to connect, and to send each chunk of a request
 
 
@@ -58,27 +62,48 @@ class AdminClient:
     def upload(self, path: Path, name: str, digest: str, progress: Callable[[int, int], None]) -> Any:
         """Upload a file. progress: called with bytes sent and bytes in all. Raises as `get`, and OSError."""
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            headers = {"Content-Length": str(size_of(file)), "X-Weightswap-Blake3": digest}
+            return self._call("PUT", f"/admin/uploads/{quote(name)}", pieces_of(file, progress), headers)
 
-            def chunks() -> Iterator[bytes]:
-                done = 0
-                while chunk := file.read(_CHUNK):
-                    yield chunk
-                    done += len(chunk)
-                    progress(done, size)
+    def send(
+        self,
+        model: str,
+        change: str,
+        pieces: Iterable[Piece],
+        size: int,
+        options: Mapping[str, Any],
+        timeout: float | None = None,
+    ) -> Any:
+        """Let a model take weights that come as they are sent: the `size` bytes of a safetensors file.
 
-            headers = {"Content-Length": str(size), "X-Weightswap-Blake3": digest}
-            return self._call("PUT", f"/admin/uploads/{quote(name)}", chunks(), headers)
+        change: "stage" or "swap". options: the fields of its request. timeout: seconds for all of it; None: no limit.
+        Raises as `get`, and what the pieces raise.
+        """
+        path = f"/admin/models/{quote(model, safe='')}/{change}?" + urlencode({"options": msgspec.json.encode(options)})
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        return self._call("PUT", path, pieces, headers, timeout, waits=True)
 
-    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout: float | None = None) -> Any:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        timeout: float | None = None,
+        waits: bool = False,
+    ) -> Any:
+        """waits: the server may take long to read the body, within the timeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with closing(self._connect()) as connection:
             try:
                 connection.connect()
             except OSError as error:
                 raise AdminUnreachable(f"{self.where}: no server answers there ({error})") from error
             try:
+                if waits:
+                    body = _until_answered(connection, body, deadline)
                 self._send(connection, method, path, body, {**self._headers, **headers})
-                connection.sock.settimeout(timeout)  # None: staging may take minutes
+                connection.sock.settimeout(_left(deadline))  # None: staging may take minutes
                 response = connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:
@@ -96,12 +121,26 @@ class AdminClient:
                 raise
 
 
+def size_of(file: BinaryIO) -> int:
+    """Return the bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def pieces_of(file: BinaryIO, progress: Callable[[int, int], None]) -> Iterator[bytes]:
+    """Yield the content of a file. progress: called with the bytes that were taken and those in all."""
+    done, size = 0, size_of(file)
+    while piece := file.read(_CHUNK):
+        yield piece
+        done += len(piece)
+        progress(done, size)
+
+
 def read_token(path: Path | None) -> str:
     """Return the token of a file (the last word of the first line but comments) or environment. Raises Unsupported."""
     if path is None:
-        token = os.environ.get(_ENVIRONMENT, "").strip()
+        token = os.environ.get(ENVIRONMENT, "").strip()
         if not token:
-            raise Unsupported(f"no token: give --token-file FILE, or set {_ENVIRONMENT}")
+            raise Unsupported(f"no token: give --token-file FILE, or set {ENVIRONMENT}")
         return token
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -111,6 +150,28 @@ def read_token(path: Path | None) -> str:
     if not token or not token.isascii():
         raise Unsupported(f"{path}: contains no token")
     return token
+
+
+def _until_answered(
+    connection: http.client.HTTPConnection, pieces: Iterable[Piece], deadline: float | None
+) -> Iterator[Piece]:
+    """Yield the pieces of a body, until the server answers: it has refused it, and does not want the rest."""
+    answers = select.poll()
+    if not isinstance(connection.sock, ssl.SSLSocket):  # which also gets what is no answer
+        answers.register(connection.sock, select.POLLIN)
+    for piece in pieces:
+        connection.sock.settimeout(_left(deadline))
+        if answers.poll(0):
+            return
+        yield piece
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds that are left. Raises TimeoutError."""
+    left = None if deadline is None else deadline - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError("no time is left")
+    return left
 
 
 def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:

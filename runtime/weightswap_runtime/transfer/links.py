@@ -1,0 +1,183 @@
+"""How a sender reaches its receiver: by a Unix socket of this machine, or by the admin plane of a server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from weightswap_runtime.errors import GraphMismatch, TransferFailed, Unsupported
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.sources.location import printable
+
+from .admin_client import ENVIRONMENT, AdminClient, AdminRefused, AdminUnreachable
+from .messages import (
+    MOST_ANSWER,
+    VERSION,
+    Channel,
+    Greeting,
+    Offer,
+    Outcome,
+    Refusal,
+    Welcome,
+    peer,
+    socket_path,
+)
+
+
+class Parcel(Protocol):
+    """A packed weight file in memory. Nobody writes to it while it is delivered."""
+
+    descriptor: int
+    size: int  # bytes
+
+    def pieces(self) -> Iterable[memoryview]:
+        """Yield all bytes, in order."""
+        ...
+
+
+class Link(Protocol):
+    """The way to one receiver. It is used by one thread."""
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Let weights be served, and return the receipt. Raises the receiver's reason, and TransferFailed."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection; the next delivery makes another one."""
+        ...
+
+
+def link_to(to: str, graph_id: str, token: str | None, model: str | None) -> Link:
+    """Return the way to an address. Raises Unsupported for what is none, and without a token where one is needed."""
+    if isinstance(to, str) and to.startswith(("http://", "https://")):
+        return HttpLink(to, graph_id, token, model)
+    if token is not None or model is not None:
+        raise Unsupported(f"{to}: token and model are for the admin plane of a server, http://HOST:PORT")
+    return UnixLink(to, graph_id)
+
+
+class UnixLink:
+    """A socket on which a receiver listens."""
+
+    def __init__(self, to: str, graph_id: str) -> None:
+        self._to, self._graph_id = to, graph_id
+        self._path = str(Path(socket_path(to)).absolute())  # the working directory may change
+        self._channel: Channel | None = None
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Offer weights; over a new connection if the one from before is dead."""
+        was_open = self._channel is not None
+        try:
+            outcome = self._offer(weights_id, parcel, deadline)
+        except TransferFailed:
+            if not was_open or time.monotonic() >= deadline:
+                raise
+            self.close()
+            outcome = self._offer(weights_id, parcel, deadline)
+        if outcome.refusal is not None:
+            raise outcome.refusal.as_error()
+        return msgspec.convert(outcome.receipt, SwapReceipt)
+
+    def _offer(self, weights_id: str, parcel: Parcel, deadline: float) -> Outcome:
+        channel = self._connected(deadline)
+        channel.send(Offer(weights_id), deadline, parcel.descriptor)
+        outcome = channel.receive(Outcome, deadline)
+        if outcome is None:
+            raise TransferFailed(f"{self._to}: the receiver ended before it had answered")
+        return outcome
+
+    def _connected(self, deadline: float) -> Channel:
+        if self._channel is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            channel = Channel(connection, MOST_ANSWER)
+            try:
+                connection.settimeout(max(0.0, min(deadline - time.monotonic(), 1e6)))
+                connection.connect(self._path)
+                if peer(connection) != os.getuid():
+                    raise TransferFailed(f"{self._to}: the receiver is a process of another user")
+                with suppress(TransferFailed):  # who is turned away at once finds out why below
+                    channel.send(Greeting(VERSION, self._graph_id), deadline)
+                welcome = channel.receive(Welcome, deadline)
+            except OSError as error:
+                channel.close()
+                raise TransferFailed(
+                    f"{self._to}: nobody receives there ({error.strerror or error}). Start the receiver first: "
+                    "weightswap serve --receive, or Model.receive"
+                ) from error
+            except BaseException:
+                channel.close()
+                raise
+            if welcome is None or welcome.refusal is not None:
+                channel.close()
+                if welcome is not None and welcome.refusal is not None:
+                    raise welcome.refusal.as_error()
+                raise TransferFailed(f"{self._to}: the receiver closed the connection")
+            self._channel = channel
+        return self._channel
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+class HttpLink:
+    """The admin plane of a server, which stages weights while they arrive."""
+
+    def __init__(self, to: str, graph_id: str, token: str | None, model: str | None) -> None:
+        token = token or os.environ.get(ENVIRONMENT, "").strip()
+        if not token:
+            raise Unsupported(f"{printable(to)}: needs a token of the server: Sender(token=), or {ENVIRONMENT}")
+        self._client = AdminClient(to, token)
+        self._graph_id, self._model = graph_id, model
+        self._name: str | None = None  # of a model that has the graph
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        try:
+            if self._name is None:
+                self._name = self._greet(_left(deadline))
+            answer = self._client.send(
+                self._name, "swap", parcel.pieces(), parcel.size, {"expect": weights_id}, _left(deadline)
+            )
+        except AdminRefused as error:
+            raise _reason(error) from error
+        except AdminUnreachable as error:
+            raise TransferFailed(*error.args) from error
+        return msgspec.convert(answer["receipt"], SwapReceipt)
+
+    def _greet(self, timeout: float | None) -> str:
+        """Return the name of the model to send to. Raises GraphMismatch and Unsupported."""
+        where, models = self._client.where, self._client.get("/admin/status", timeout)["models"]
+        named: list[dict[str, Any]] = [each for each in models if self._model in (None, each["name"])]
+        if len(named) != 1:
+            names = ", ".join(each["name"] for each in models)
+            raise Unsupported(f"{where}: serves {names}; give one of them: Sender(model=)")
+        if (served := named[0]["graph_id"]) != self._graph_id:
+            raise GraphMismatch(
+                f"{where}: the sender has the graph {self._graph_id[:12]}, {named[0]['name']} has {served[:12]}; give "
+                "the sender the artifact that is served"
+            )
+        return str(named[0]["name"])
+
+    def close(self) -> None:
+        self._name = None  # another server may be there by then
+
+
+def _reason(error: AdminRefused) -> Exception:
+    """Return the error of the server, or a TransferFailed for one that is not about weights."""
+    kind = Refusal(error.kind, tuple(map(str, error.args))).as_error()
+    return kind if type(kind).__name__ == error.kind else TransferFailed(*error.args)
+
+
+def _left(deadline: float) -> float | None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TransferFailed("no time is left")
+    return None if left == float("inf") else left
