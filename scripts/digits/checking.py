@@ -21,15 +21,16 @@ class Verdict(Enum):
 
 
 class Weights(NamedTuple):
-    """One checkpoint: its epoch, the weights id from pack(), and the eager model with it."""
+    """One checkpoint: its epoch or step, the weights id from pack(), and the eager model with it."""
 
-    epoch: int
+    version: int
     weights_id: str
     model: DigitsNet
 
 
 class Checker:
-    """Checker that knows each generation's weights from the order of the deliveries, without asking the server.
+    """Checker that knows each generation's weights from the order of the deliveries, or from the step that a sender has
+    named, without asking the server for any.
 
     Bits depend on the shape of the batch and on the number of threads, so both are those of the server.
     """
@@ -40,15 +41,18 @@ class Checker:
         self._weights: dict[int, Weights] = {}
         self._generations: list[Weights] = []
 
-    def learn(self, epoch: int, weights_id: str, checkpoint: Path) -> None:
+    def learn(self, version: int, weights_id: str, checkpoint: Path) -> None:
         """Build the eager model of a checkpoint from the trainer's file."""
-        model = DigitsNet()
-        model.load_state_dict(torch.load(checkpoint, weights_only=True))
-        self._weights[epoch] = Weights(epoch, weights_id, model.eval())
+        model, saved = DigitsNet(), torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved.get("model", saved))
+        self._weights[version] = Weights(version, weights_id, model.eval())
 
-    def expect(self, epoch: int) -> None:
-        """Expect the next generation to have the weights of this epoch."""
-        self._generations.append(self._weights[epoch])
+    def knows(self, version: int) -> bool:
+        return version in self._weights
+
+    def expect(self, version: int) -> None:
+        """Expect the next generation to have the weights of this epoch or step."""
+        self._generations.append(self._weights[version])
 
     def expected_ids(self) -> list[str]:
         return [weights.weights_id for weights in self._generations]

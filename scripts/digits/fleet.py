@@ -58,7 +58,7 @@ def train(epochs: int, folder: Path, artifact: Artifact, held_out: Digits) -> di
         if epoch:
             train_epoch(model, optimizer, digits)
         checkpoint = folder / f"epoch-{epoch}.pt"
-        save(model, checkpoint)
+        save(model.state_dict(), checkpoint)
         packed = pack_checkpoint(checkpoint, artifact, folder / f"v{epoch}.safetensors", epoch)
         checkpoints[packed.weights_id] = Checkpoint(folder / f"v{epoch}.safetensors", _logits(model, held_out))
     return checkpoints

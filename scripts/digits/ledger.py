@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from answers import Answer
@@ -46,7 +47,7 @@ class Generation:
 
     generation: int
     weights_id: str
-    epoch: int
+    version: int  # the epoch, or the step
     rolled_back: bool
     at: float
     seconds_staged: float
@@ -69,10 +70,34 @@ class Refusal:
     unchanged: bool
 
 
+class Send(NamedTuple):
+    """Weights that a trainer was told are served. Times in seconds."""
+
+    step: int
+    generation: int
+    weights_id: str
+    seconds_held: float  # for which the training stood still
+    seconds_until_served: float
+
+
+@dataclass
+class Sends:
+    """What trainers that send from memory were told, and the end of the first. Times are of the monotonic clock."""
+
+    last_step: int
+    halted_at: int = -1  # the step
+    resumed_at: int = -1
+    killed: float = 0.0
+    resumed: float = 0.0
+    served: list[Send] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)  # `step`, `error`, `message` of each
+
+
 @dataclass
 class Ledger:
     """All observations. `strays` are answers that claim a generation that was never committed."""
 
+    unit: str = "epoch"  # what versions count
     generations: list[Generation] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     strays: int = 0
@@ -99,6 +124,15 @@ class Ledger:
     @property
     def mixed(self) -> int:
         return sum(generation.mixed for generation in self.generations)
+
+    @property
+    def stale(self) -> int:
+        """The number of answers from weights that had been replaced before they were asked for."""
+        begins = [generation.at for generation in self.generations]
+        return sum(bisect_left(begins, sample.started) - 1 > sample.generation for sample in self.samples)
+
+    def answers_between(self, start: float, end: float) -> int:
+        return sum(start < sample.started < end for sample in self.samples)
 
     def answers_after(self, refusal: Refusal) -> int:
         """Return how many requests of the refusal's generation began after it."""

@@ -1,4 +1,8 @@
-"""The demo: a CNN learns to read digits, and a server takes each checkpoint live, under traffic."""
+"""The demo: a CNN learns to read digits, and a server takes each checkpoint live, under traffic.
+
+With `--live` the trainer sends its weights from memory, every few steps, is killed once while it sends, and diverges
+once.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from live import Live
 from processes import Children, DemoError
 from report import Document, summarise, write_summary
 from screen import Screen
@@ -27,6 +32,7 @@ def _parse() -> Options:
     parser.add_argument("--residency", choices=("double", "single"), default="double", help="of the server (double)")
     parser.add_argument("--pace", type=float, default=2.5, help="minimum seconds of an epoch (2.5)")
     parser.add_argument("--rate", type=float, default=150.0, help="requests per second of each client (150)")
+    parser.add_argument("--live", action="store_true", help="the trainer sends from memory, every few steps; no files")
     parser.add_argument("--serve", action="store_true", help="serve over HTTP, too, and keep the operator's page up")
     options = parser.parse_args()
     if options.serve and not importlib.util.find_spec("starlette"):
@@ -43,7 +49,7 @@ def _played(options: Options, started: float) -> Iterator[Outcome]:
     """Play the story; a server with an operator's page stays up during the block."""
     with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name, Children(Path(name)) as children:
         with Screen(started) as screen:
-            outcome = Story(options, Path(name), children, screen).play()
+            outcome = (Live if options.live else Story)(options, Path(name), children, screen).play()
             screen.close(outcome.ledger)
         yield outcome
 
@@ -55,15 +61,27 @@ def _keep_up(page: dict[str, str]) -> None:
 
 
 def _conclude(summary: Document, options: Options) -> str:
-    totals = summary["totals"]
-    if summary["ok"]:
-        verdict = (
-            f"passed: {totals['requests']} answers checked, 0 wrong, 0 mixed; "
-            f"{len(summary['refused'])} damaged files refused; rollback correct; no model source in the server"
-        )
-    else:
-        verdict = "\n".join(["FAILED", *(f"  - {failure}" for failure in summary["failures"])])
-    return f"{verdict}\nreport: {options.out}/summary.json, {options.out}/timeline.png"
+    totals, refused = summary["totals"], ", ".join(each["error"] for each in summary["refused"])
+    counts = ", ".join(f"{totals[kind]} {kind}" for kind in ("wrong", "mixed", "stale"))
+    lines = [
+        "passed" if summary["ok"] else "FAILED",
+        *(f"  - {failure}" for failure in summary["failures"]),
+        f"{totals['requests']} answers checked: {counts}; refused: {refused or 'nothing'}",
+        *(_about_sending(summary["sending"]) if options.live else []),
+        f"report: {options.out}/summary.json, {options.out}/timeline.png",
+    ]
+    return "\n".join(lines)
+
+
+def _about_sending(sending: Document) -> list[str]:
+    return [
+        f"{sending['steps_served']} steps served, {sending['superseded']} overtaken by later ones before they had left",
+        f"from `send` until served: {sending['until_served_p50_ms']:.1f} ms (median); "
+        f"the trainer was held for {sending['trainer_held_p50_ms']:.1f} ms of that (median), "
+        f"{sending['trainer_held_ms']:.0f} ms in all",
+        f"killed in the middle of sending step {sending['killed_at_step']}: "
+        f"{sending['answers_without_trainer']} answers until another one went on",
+    ]
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

@@ -31,6 +31,7 @@ class Children(AbstractContextManager["Children"]):
         self._folder = folder
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._running: dict[str, subprocess.Popen[str]] = {}
+        self._killed: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, script: str, arguments: Sequence[str]) -> None:
         """Run a script of this folder with this process's interpreter."""
@@ -51,6 +52,13 @@ class Children(AbstractContextManager["Children"]):
         assert stdin is not None
         with suppress(BrokenPipeError):  # the death of a child is reported by its own event
             print(command, file=stdin, flush=True)
+
+    def kill(self, name: str) -> None:
+        """End a child with SIGKILL; another may be started under its name."""
+        process = self._running.pop(name)
+        self._killed.append(process)
+        process.kill()
+        process.wait()
 
     def next_event(self, timeout: float) -> Event | None:
         """Return the next event, or None after `timeout` seconds. Raises DemoError if a child has died too early."""
@@ -79,7 +87,7 @@ class Children(AbstractContextManager["Children"]):
             event = parse(name, line)
             done = done or event.kind == "done"
             self._events.put(event)
-        if process.wait() != 0 or not done:
+        if (process.wait() != 0 or not done) and process not in self._killed:
             self._events.put(Event(name, "died", time.monotonic(), {}))
 
     def _log(self, name: str) -> Path:

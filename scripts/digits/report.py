@@ -8,23 +8,28 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import sklearn
 import torch
-from ledger import Generation, Latency, Ledger, accuracy, latency
+from ledger import Generation, Latency, Ledger, Sends, accuracy, latency
 from story import CLIENTS, Options, Outcome
 
-from weightswap_runtime import __version__
+from weightswap_runtime import Superseded, __version__
 
-DAMAGED_FILES = 2
 Document = dict[str, Any]
 
 
 def failures(outcome: Outcome, options: Options) -> list[str]:
     """Return every broken promise of the run, one sentence each."""
-    return [*_answer_failures(outcome), *_commit_failures(outcome, options), *_server_failures(outcome)]
+    own = (
+        _commit_failures(outcome, options)
+        if outcome.sends is None
+        else _sending_failures(outcome.ledger, outcome.sends)
+    )
+    return [*_answer_failures(outcome), *own, *_server_failures(outcome)]
 
 
 def _answer_failures(outcome: Outcome) -> Iterator[str]:
@@ -33,16 +38,18 @@ def _answer_failures(outcome: Outcome) -> Iterator[str]:
         yield f"{ledger.wrong} answers came from a generation other than the one they claim"
     if ledger.mixed:
         yield f"{ledger.mixed} answers came from no generation at all"
+    if ledger.stale:
+        yield f"{ledger.stale} answers came from weights that had been replaced before they were asked for"
     checked = len(ledger.samples) + ledger.strays
     if checked != outcome.answers_given:
         yield f"{outcome.answers_given} answers were given, {checked} were checked"
-    for generation in ledger.generations:
-        if not generation.samples:
-            yield f"generation {generation.generation} answered no requests"
 
 
 def _commit_failures(outcome: Outcome, options: Options) -> Iterator[str]:
     committed = [generation.weights_id for generation in outcome.ledger.generations]
+    for generation in outcome.ledger.generations:
+        if not generation.samples:
+            yield f"generation {generation.generation} answered no requests"
     if committed != outcome.expected_weights_ids or len(committed) != options.epochs + 2:
         yield f"{len(committed)} commits, without the expected weights ids"
     if not _rollback_correct(outcome):
@@ -55,10 +62,34 @@ def _rollback_correct(outcome: Outcome) -> bool:
     return same and bool(last.samples) and not last.wrong and not last.mixed
 
 
+def _sending_failures(ledger: Ledger, sends: Sends) -> Iterator[str]:
+    generations = ledger.generations
+    steps = [generation.version for generation in generations]
+    if steps != sorted(steps) or steps[-1] != sends.last_step:
+        yield f"the steps {steps} were served, expected ever later ones up to {sends.last_step}"
+    for send in sends.served:
+        claimed = generations[send.generation] if send.generation < len(generations) else None
+        if claimed is None or (claimed.version, claimed.weights_id) != (send.step, send.weights_id):
+            yield f"the trainer was told that step {send.step} is generation {send.generation}, which it is not"
+    told = [(other["error"], other["message"]) for other in sends.others if other["error"] != Superseded.__name__]
+    if told != [(refusal.error, refusal.message) for refusal in ledger.refusals]:
+        yield f"the trainer was told the refusals {told}, which are not those of the server"
+    if sends.resumed_at != sends.halted_at:
+        yield f"the trainer was killed at step {sends.halted_at} and went on from step {sends.resumed_at}"
+    if any(each.version == sends.halted_at and each.at < sends.resumed for each in generations):
+        yield f"step {sends.halted_at} was served, of which half was sent"
+    if not ledger.answers_between(sends.killed, sends.resumed):
+        yield "no request was answered while there was no trainer"
+
+
 def _server_failures(outcome: Outcome) -> Iterator[str]:
-    ledger = outcome.ledger
-    if len(ledger.refusals) != DAMAGED_FILES:
-        yield f"{len(ledger.refusals)} of {DAMAGED_FILES} damaged files were refused"
+    ledger, expected = (
+        outcome.ledger,
+        ["TruncatedFile", "DigestMismatch"] if outcome.sends is None else ["NonFiniteWeights"],
+    )
+    found = [refusal.error for refusal in ledger.refusals]
+    if found != expected:
+        yield f"refused were {found}, expected {expected}"
     for refusal in ledger.refusals:
         if not refusal.unchanged:
             yield f"refusing {refusal.file} changed what is served"
@@ -72,13 +103,13 @@ def summarise(outcome: Outcome, options: Options, seconds: float) -> Document:
     """Return the content of `summary.json`. Times have their unit in their name; accuracies are 0 to 1."""
     ledger = outcome.ledger
     problems = failures(outcome, options)
-    last = ledger.generations[-1]
     return {
         "ok": not problems,
         "failures": problems,
         "seconds": round(seconds, 2),
         "options": {
             "epochs": options.epochs,
+            "live": options.live,
             "residency": options.residency,
             "pace": options.pace,
             "clients": CLIENTS,
@@ -95,7 +126,7 @@ def summarise(outcome: Outcome, options: Options, seconds: float) -> Document:
         "graph_id": outcome.graph_id,
         "artifact_bytes": outcome.artifact_bytes,
         "weight_file_bytes": outcome.weight_file_bytes,
-        "generations": [_generation(generation) for generation in ledger.generations],
+        "generations": [_generation(generation, ledger.unit) for generation in ledger.generations],
         "totals": _totals(ledger),
         "refused": [
             {
@@ -109,22 +140,43 @@ def summarise(outcome: Outcome, options: Options, seconds: float) -> Document:
             }
             for refusal in ledger.refusals
         ],
-        "rollback": {
-            "generation": last.generation,
-            "weights_id": last.weights_id,
-            "epoch": last.epoch,
-            "correct": _rollback_correct(outcome),
-            "pause_us": _rounded(last.seconds_paused * 1e6),
-        },
+        **(_rollback(outcome) if outcome.sends is None else _sending(ledger, outcome.sends)),
         "server_imports_clean": not outcome.forbidden_imports,
     }
 
 
-def _generation(generation: Generation) -> Document:
+def _rollback(outcome: Outcome) -> Document:
+    last = outcome.ledger.generations[-1]
+    fields = {
+        "generation": last.generation,
+        "weights_id": last.weights_id,
+        "epoch": last.version,
+        "correct": _rollback_correct(outcome),
+        "pause_us": _rounded(last.seconds_paused * 1e6),
+    }
+    return {"rollback": fields}
+
+
+def _sending(ledger: Ledger, sends: Sends) -> Document:
+    fields = {
+        "steps_served": len({generation.version for generation in ledger.generations}),
+        "superseded": sum(other["error"] == Superseded.__name__ for other in sends.others),
+        "until_served_p50_ms": _rounded(
+            median([send.seconds_until_served for send in sends.served] or [math.nan]) * 1e3
+        ),
+        "trainer_held_p50_ms": _rounded(median([send.seconds_held for send in sends.served] or [math.nan]) * 1e3),
+        "trainer_held_ms": _rounded(sum(send.seconds_held for send in sends.served) * 1e3),
+        "killed_at_step": sends.halted_at,
+        "answers_without_trainer": ledger.answers_between(sends.killed, sends.resumed),
+    }
+    return {"sending": fields}
+
+
+def _generation(generation: Generation, unit: str) -> Document:
     return {
         "generation": generation.generation,
         "weights_id": generation.weights_id,
-        "epoch": generation.epoch,
+        unit: generation.version,
         "rolled_back": generation.rolled_back,
         "accuracy": _rounded(accuracy(generation.samples)),
         "requests": len(generation.samples),
@@ -143,6 +195,7 @@ def _totals(ledger: Ledger) -> Document:
         "images": sum(sample.images for sample in samples),
         "wrong": ledger.wrong,
         "mixed": ledger.mixed,
+        "stale": ledger.stale,
         **_latencies(latency(samples)),
         "longest_silence_ms": _rounded(ledger.longest_silence() * 1e3),
     }

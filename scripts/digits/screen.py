@@ -13,10 +13,11 @@ from rich.table import Table
 
 PLAIN_WIDTH = 110
 REFRESH_SECONDS = 0.25
+MOST_ROWS = 16
 HEADINGS = (
     "gener-\nation",
     "weights id",
-    "epoch",
+    "epoch,\nstep",
     "accur-\nacy",
     "requests",
     "latency ms\np50 / p99",
@@ -29,7 +30,7 @@ def table(ledger: Ledger, title: str) -> Table:
     grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     for heading in HEADINGS:
         grid.add_column(heading, justify="left" if heading == "weights id" else "right", no_wrap=True)
-    for generation in ledger.generations:
+    for generation in ledger.generations[-MOST_ROWS:]:
         grid.add_row(*_row(generation), style="magenta" if generation.rolled_back else None)
     return grid
 
@@ -41,7 +42,7 @@ def _row(generation: Generation) -> list[str]:
     return [
         str(generation.generation),
         generation.weights_id[:12],
-        f"{generation.epoch}{' back' if generation.rolled_back else ''}",
+        f"{generation.version}{' back' if generation.rolled_back else ''}",
         f"{accuracy(samples):.1%}" if samples else "-",
         str(len(samples)),
         f"{times.p50:.2f} / {times.p99:.2f}" if samples else "-",

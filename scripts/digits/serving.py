@@ -1,4 +1,4 @@
-"""Server process: answers requests, and takes each weight file that is put into its inbox.
+"""Server process: answers requests, and takes each weight file that is put into its inbox, and what trainers send.
 
 It imports the runtime, torch and numpy: neither the model's source code nor the exporter. Commands come on standard
 input, one word a line: `rollback`, `stop`. The end of the input stops it, too. With `--operated`, the model is also
@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from answers import write_shard
 from clients import MOST_IMAGES, Clients
 from events import emit
 
-from weightswap_runtime import Model, SwapError, SwapReceipt, load
+from weightswap_runtime import Event, Model, SwapError, load
 
 FORBIDDEN = ("network", "dataset", "build", "training", "weightswap_exporter", "sklearn")
 POLL_SECONDS = 0.02
 SHARD_SECONDS = 0.25
+REPORT_SECONDS = 10.0  # from a commit to the call of its listener, at most
+REPORTED = ("generation", "weights_id", "labels", "seconds_staged", "seconds_paused")
 
 
 class Inbox:
@@ -44,7 +47,7 @@ class Inbox:
 
 
 class Server:
-    """Swaps, commands and shards in one thread; the clients have their own threads."""
+    """Swaps of files, commands and shards in one thread; the clients have their own, and so has what is received."""
 
     def __init__(self, model: Model, inbox: Inbox, clients: Clients, probe: torch.Tensor, shards: Path) -> None:
         self._model = model
@@ -55,14 +58,21 @@ class Server:
         self._count = 0
         self._answers = 0
         self._flushed = time.monotonic()
+        self._reports: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
+        self._reported = -1  # the last generation
+        self._observed = self._observe()
+        model.listen(self._notice)
 
     def run(self, commands: SimpleQueue[str]) -> int:
         """Serve until told to stop; return the number of answers."""
         while (command := _next(commands)) != "stop":
             if command == "rollback":
-                _report("rolled back", self._model.rollback())
+                self._model.rollback()
             elif path := self._inbox.take():
-                self._swap(path)
+                with suppress(SwapError):  # which is reported
+                    self._model.swap(path)
+            while not self._reports.empty():
+                self._report()
             if time.monotonic() > self._flushed + SHARD_SECONDS:
                 self._flush()
         if self._model.generation is not None:
@@ -70,50 +80,47 @@ class Server:
         self._flush()
         return self._answers
 
-    def _swap(self, path: Path) -> None:
-        first = self._model.generation is None
-        before = None if first else self._observe()
-        try:
-            receipt = self._model.swap(path)
-        except SwapError as error:
-            emit(
-                "refused",
-                file=path.name,
-                error=type(error).__name__,
-                message=str(error),
-                generation=self._model.generation,
-                weights_id=self._model.weights_id,
-                unchanged=self._observe() == before,
-            )
-            return
-        _report("committed", receipt)
-        if first:
-            self._clients.start()
+    def _notice(self, event: Event) -> None:
+        """Queue a report of a commit or refusal, in the thread of the swap: no other swap comes between."""
+        if event.receipt is not None:
+            self._observed = self._observe()
+            self._reports.put((event.kind, {name: getattr(event.receipt, name) for name in REPORTED}))
+        elif event.error is not None:
+            fields = {
+                "file": Path(event.source).name,
+                "error": type(event.error).__name__,
+                "message": str(event.error),
+                "generation": self._model.generation,
+                "weights_id": self._model.weights_id,
+                "unchanged": self._observe() == self._observed,
+            }
+            self._reports.put(("refused", fields))
+
+    def _report(self) -> None:
+        kind, fields = self._reports.get(timeout=REPORT_SECONDS)
+        emit(kind, **fields)
+        if kind != "refused":
+            self._reported = fields["generation"]
+            if self._reported == 0:
+                self._clients.start()
 
     def _observe(self) -> tuple[int | None, str | None, bytes]:
         """Return what clients can observe: the generation, the weights id, the exact bits of an output."""
+        if self._model.generation is None:
+            return None, None, b""
         output: bytes = self._model(self._probe).numpy().tobytes()
         return self._model.generation, self._model.weights_id, output
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         if answers := self._clients.take():
+            while self._reported < max(answer.generation for answer in answers):
+                self._report()
             path = self._shards / f"{self._count:05d}.npz"
             write_shard(path, answers)
             self._count += 1
             self._answers += len(answers)
             emit("answers", file=path.name)
-
-
-def _report(kind: str, receipt: SwapReceipt) -> None:
-    emit(
-        kind,
-        generation=receipt.generation,
-        weights_id=receipt.weights_id,
-        labels=receipt.labels,
-        seconds_staged=receipt.seconds_staged,
-        seconds_paused=receipt.seconds_paused,
-    )
 
 
 def _next(commands: SimpleQueue[str]) -> str | None:
@@ -142,6 +149,7 @@ def main() -> None:
     parser.add_argument("--residency", choices=("double", "single"), required=True)
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--receive", help="the socket on which weights are received, unix:PATH")
     parser.add_argument("--operated", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -159,6 +167,8 @@ def main() -> None:
             from operating import operated
 
             page = stack.enter_context(operated(model, images[:1], Path.cwd()))._asdict()
+        if options.receive:
+            model.receive(options.receive)
         emit("ready", graph_id=model.graph_id, page=page)
         answers = server.run(commands)
         emit("done", answers=answers, forbidden_imports=_loaded(FORBIDDEN))

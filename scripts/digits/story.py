@@ -15,7 +15,7 @@ from build import deliver, export_topology, flipped_copy, folder_bytes, pack_che
 from checking import Checker
 from dataset import split_digits, write_images
 from events import Event
-from ledger import Generation, Ledger, Refusal
+from ledger import Generation, Ledger, Refusal, Sends
 from processes import Children, DemoError
 from screen import Screen
 
@@ -36,13 +36,14 @@ class Options:
     pace: float
     rate: float
     serve: bool = False
+    live: bool = False
 
 
 @dataclass
 class Outcome:
     """Result of the story. Sizes in bytes; `answers_given` is the server's own count.
 
-    page: the address of the operator's page, and its token.
+    page: the address of the operator's page, and its token. sends: of a trainer that sends from memory.
     """
 
     ledger: Ledger
@@ -53,6 +54,7 @@ class Outcome:
     answers_given: int
     forbidden_imports: list[str]
     page: dict[str, str] | None
+    sends: Sends | None = None
 
 
 class Story:
@@ -87,7 +89,10 @@ class Story:
     def play(self) -> Outcome:
         """Run from the export to the last check. Raises DemoError."""
         artifact = self._export()
-        self._start()
+        options = self._options
+        arguments = ["checkpoints", f"--epochs={options.epochs}", f"--pace={options.pace}"]
+        self._children.start("trainer", "training.py", arguments)
+        self._start_server()
         last = self._options.epochs
         for epoch in range(last + 1):
             packed = self._pack(epoch, artifact)
@@ -97,6 +102,9 @@ class Story:
         self._deliver_damaged(packed)
         self._roll_back(last - 1)
         self._serve_on(self._options.pace)
+        return self._end(artifact, packed)
+
+    def _end(self, artifact: Artifact, packed: Path) -> Outcome:
         done = self._stop()
         return Outcome(
             ledger=self._ledger,
@@ -115,11 +123,8 @@ class Story:
         self._screen.say(f"exported the topology, before training: graph {artifact.graph_id[:12]}, {size}, no weights")
         return artifact
 
-    def _start(self) -> None:
+    def _start_server(self, *more: str) -> None:
         options = self._options
-        self._children.start(
-            "trainer", "training.py", ["checkpoints", f"--epochs={options.epochs}", f"--pace={options.pace}"]
-        )
         self._children.start(
             "server",
             "serving.py",
@@ -127,6 +132,7 @@ class Story:
                 *("digits.artifact", "held-out.npz", "inbox", "shards"),
                 *(f"--residency={options.residency}", f"--clients={CLIENTS}", f"--rate={options.rate}"),
                 *(["--operated"] if options.serve else []),
+                *more,
             ],
         )
 
@@ -198,21 +204,25 @@ class Story:
         self._checkpoints[event.fields["epoch"]] = self._folder / "checkpoints" / event.fields["file"]
 
     def _on_commit(self, event: Event) -> None:
+        generation = self._record(event)
+        self._screen.say(
+            f"{event.kind}: generation {generation.generation}, weights {generation.weights_id[:12]}, "
+            f"{self._ledger.unit} {generation.version}, paused {generation.seconds_paused * 1e6:.1f} µs"
+        )
+
+    def _record(self, event: Event) -> Generation:
         fields = event.fields
         generation = Generation(
             generation=fields["generation"],
             weights_id=fields["weights_id"],
-            epoch=int(fields["labels"]["epoch"]),
+            version=int(fields["labels"][self._ledger.unit]),
             rolled_back=event.kind == "rolled back",
             at=event.at,
             seconds_staged=fields["seconds_staged"],
             seconds_paused=fields["seconds_paused"],
         )
         self._ledger.generations.append(generation)
-        self._screen.say(
-            f"{event.kind}: generation {generation.generation}, weights {generation.weights_id[:12]}, "
-            f"epoch {generation.epoch}, paused {generation.seconds_paused * 1e6:.1f} µs"
-        )
+        return generation
 
     def _on_refusal(self, event: Event) -> None:
         refusal = Refusal(at=event.at, **event.fields)

@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 mpl.use("Agg")
 
 WINDOW_SECONDS = 0.5
+MOST_NAMES = 11  # of generations that have their number and accuracy written beside them
 COMMIT, REFUSED, ROLLBACK = "0.55", "tab:red", "tab:purple"
 
 
@@ -43,9 +44,9 @@ def _draw_accuracy(axes: Axes, ledger: Ledger, zero: float) -> None:
     axes.plot(times, values * 100, ".", color="tab:blue", alpha=0.35, label=f"answers in {WINDOW_SECONDS} s")
     end = max(sample.started for sample in ledger.samples)
     edges = [generation.at - zero for generation in ledger.generations] + [end - zero]
-    levels = [accuracy(generation.samples) * 100 for generation in ledger.generations]
+    levels = [accuracy(each.samples) * 100 if each.samples else np.nan for each in ledger.generations]
     axes.stairs(levels, edges, baseline=None, color="tab:blue", linewidth=2, label="answers of a generation")
-    for level, start, stop in zip(levels, edges, edges[1:], strict=False):
+    for level, start, stop in list(zip(levels, edges, edges[1:], strict=False))[:: _every(ledger)]:
         axes.annotate(
             f"{level:.1f}",
             ((start + stop) / 2, level),
@@ -87,7 +88,7 @@ def _windows(
 
 def _mark_events(axes: Axes, ledger: Ledger, zero: float) -> None:
     for number, refusal in enumerate(ledger.refusals):
-        label = "file refused" if number == 0 else None
+        label = "refused" if number == 0 else None
         axes.axvline(refusal.at - zero, color=REFUSED, linestyle=":", linewidth=1.5, label=label)
     for generation in ledger.generations:
         back = generation.rolled_back
@@ -96,13 +97,18 @@ def _mark_events(axes: Axes, ledger: Ledger, zero: float) -> None:
             generation.at - zero,
             color=ROLLBACK if back else COMMIT,
             linestyle="-." if back else "--",
-            linewidth=1.5 if back else 1,
+            linewidth=1.5 if back else 1 / _every(ledger) ** 0.5,
             label="rollback" if back else "commit" if first else None,
         )
 
 
+def _every(ledger: Ledger) -> int:
+    """Return n, so that there is room for the names of every n-th generation."""
+    return -(-len(ledger.generations) // MOST_NAMES)
+
+
 def _name_generations(axes: Axes, ledger: Ledger, zero: float) -> None:
-    for generation in ledger.generations:
+    for generation in ledger.generations[:: _every(ledger)]:
         axes.annotate(
             f"generation {generation.generation}" if generation.generation == 0 else str(generation.generation),
             (generation.at - zero, 1),

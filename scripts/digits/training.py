@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from dataset import Digits, split_digits
@@ -16,23 +18,26 @@ BATCH = 32
 LEARNING_RATE = 3e-4
 
 
-def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> float:
-    """Train one pass in random order, and return the mean loss."""
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> Iterator[float]:
+    """Train one pass in random order. Yield, after each step, the sum of its losses."""
     model.train()
-    total = 0.0
     for batch in torch.randperm(len(digits.labels)).split(BATCH):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(digits.images[batch]), digits.labels[batch])
         loss.backward()
         optimizer.step()
-        total += loss.item() * len(batch)
-    return total / len(digits.labels)
+        yield loss.item() * len(batch)
 
 
-def save(model: nn.Module, path: Path) -> None:
-    """Save the state dict with `torch.save`; the file appears whole or not at all."""
+def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> float:
+    """Train one pass in random order, and return the mean loss."""
+    return sum(train_steps(model, optimizer, digits)) / len(digits.labels)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Save a state dict, or several, with `torch.save`; the file appears whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    torch.save(model.state_dict(), temporary)
+    torch.save(state, temporary)
     temporary.replace(path)
 
 
@@ -54,7 +59,7 @@ def main() -> None:
             loss = train_epoch(model, optimizer, digits)
             time.sleep(max(0.0, started + options.pace - time.monotonic()))
         path = options.checkpoints / f"epoch-{epoch}.pt"
-        save(model, path)
+        save(model.state_dict(), path)
         emit("checkpoint", epoch=epoch, file=path.name, loss=loss)
     emit("done")
 

@@ -103,6 +103,151 @@ def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("residency", ["double", "single"])
+def test_a_trainer_sends_from_memory(tmp_path: Path, residency: str) -> None:
+    """It is killed in the middle of a send, goes on, and diverges once; each answer is of the step that it names."""
+    arguments = ["--live", f"--epochs={EPOCHS}", "--pace=1", f"--residency={residency}", f"--out={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ok"]
+    assert summary["server_imports_clean"]
+    assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == summary["totals"]["stale"] == 0
+    steps = [row["step"] for row in summary["generations"]]
+    last = max(steps)
+    assert [row["generation"] for row in summary["generations"]] == list(range(len(steps)))
+    assert steps == sorted(set(range(0, last + 1, 4)) - {last * 3 // 4}) or summary["sending"]["superseded"]
+    assert len({row["weights_id"] for row in summary["generations"]}) == len(steps)
+    assert summary["generations"][-1]["accuracy"] > 0.7
+
+    (refused,) = summary["refused"]
+    assert refused["error"] == "NonFiniteWeights"
+    assert "head.5.bias: 10 NaN" in refused["message"]
+    assert refused["unchanged"]
+    assert refused["answers_after"]
+    assert summary["sending"]["killed_at_step"] == last // 2
+    assert summary["sending"]["answers_without_trainer"] > 100
+    assert (tmp_path / "timeline.png").read_bytes().startswith(PNG)
+
+
+LIVE = """
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import main
+import numpy as np
+from answers import Answer
+from checking import Verdict
+from ledger import Generation, Ledger, Refusal, Send, Sends
+from story import Outcome
+
+
+def good():
+    ledger = Ledger(unit="step")
+    sends = Sends(12, halted_at=8, resumed_at=8, killed=5.0, resumed=7.0)
+    sends.others.append({"step": 12, "error": "NonFiniteWeights", "message": "NaN"})
+    for number, step in enumerate((0, 4, 8, 12)):
+        at = [0.0, 3.0, 8.0, 10.0][number]
+        ledger.generations.append(Generation(number, f"id-{step}", step, False, at, 0.0, 0.0))
+        sends.served.append(Send(step, number, f"id-{step}", 0.001, 0.002))
+    for started, number in ((1.0, 0), (4.0, 1), (6.0, 1), (9.0, 2), (9.5, 2), (11.0, 3)):
+        answer(ledger, started, number)
+    ledger.refusals.append(Refusal(9.2, "memory", "NonFiniteWeights", "NaN", 2, "id-8", True))
+    return Outcome(ledger, "graph", 1, 1, [], 6, [], None, sends)
+
+
+def answer(ledger, started, number, verdict=Verdict.RIGHT):
+    ledger.add(Answer(started, 0.1, number, "", np.zeros(1), np.zeros((1, 10))), verdict, 1)
+
+
+def wrong(outcome):
+    outcome.ledger.generations[1].wrong += 1
+
+
+def mixed(outcome):
+    outcome.ledger.generations[1].mixed += 1
+
+
+def stale(outcome):
+    answer(outcome.ledger, 8.5, 1)
+    outcome.answers_given += 1
+
+
+def backwards(outcome):
+    outcome.ledger.generations[2].version = 0
+
+
+def lost(outcome):
+    outcome.sends.served[1] = outcome.sends.served[1]._replace(weights_id="id-8")
+
+
+def accepted(outcome):
+    outcome.ledger.refusals.clear()
+
+
+def unreported(outcome):
+    outcome.sends.others.append({"step": 4, "error": "TransferFailed", "message": "gone"})
+
+
+def restarted(outcome):
+    outcome.sends.resumed_at = 0
+
+
+def half(outcome):
+    outcome.ledger.generations[2].at = 6.5
+
+
+def silent(outcome):
+    outcome.sends.killed = 6.5
+
+
+def run(*spoilings):
+    outcome = good()
+    for spoil in spoilings:
+        spoil(outcome)
+
+    @contextmanager
+    def played(*_):
+        yield outcome
+
+    main._played = played
+    status = main.main()
+    failures = json.loads(Path("out/summary.json").read_text())["failures"]
+    print("RUN", *(spoil.__name__ for spoil in spoilings), status, len(failures))
+
+
+sys.argv[1:] = ["--live", "--out=out"]
+main.draw_timeline = lambda *_: None
+for spoil in ((), *((each,) for each in (
+    wrong, mixed, stale, backwards, lost, accepted, unreported, restarted, half, silent
+))):
+    run(*spoil)
+"""
+
+
+def test_the_demo_fails_for_anything_that_went_wrong_while_a_trainer_sent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [warm.python(), "-c", "import sys; sys.path.insert(0, sys.argv.pop(1))" + LIVE, str(DIGITS)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    good, *bad = re.findall(r"^RUN ?(\w*) (\d) (\d)$", done.stdout, re.MULTILINE)
+    assert good == ("", "0", "0"), done.stdout
+    assert {status for _, status, _ in bad} == {"1"}
+    kinds = ("wrong", "mixed", "stale", "lost", "unreported", "restarted", "half", "silent")
+    expected = {**dict.fromkeys(kinds, "1"), "backwards": "2", "accepted": "2"}
+    assert {name: failures for name, _, failures in bad} == expected
+
+
+@pytest.mark.slow
 def test_row_deltas_rank_best(tmp_path: Path) -> None:
     """The order of the models is that of the ages of their weights; all answers are of weights that were published."""
     out = tmp_path / "rows.png"
