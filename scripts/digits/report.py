@@ -24,11 +24,8 @@ Document = dict[str, Any]
 
 def failures(outcome: Outcome, options: Options) -> list[str]:
     """Return every broken promise of the run, one sentence each."""
-    own = (
-        _commit_failures(outcome, options)
-        if outcome.sends is None
-        else _sending_failures(outcome.ledger, outcome.sends)
-    )
+    sends = outcome.sends
+    own = _delivery_failures(outcome, options) if sends is None else _sending_failures(outcome.ledger, sends)
     return [*_answer_failures(outcome), *own, *_server_failures(outcome)]
 
 
@@ -43,15 +40,18 @@ def _answer_failures(outcome: Outcome) -> Iterator[str]:
     checked = len(ledger.samples) + ledger.strays
     if checked != outcome.answers_given:
         yield f"{outcome.answers_given} answers were given, {checked} were checked"
+    committed = [generation.weights_id for generation in ledger.generations]
+    if committed != outcome.expected_weights_ids:
+        yield f"{len(committed)} commits, without the expected weights ids"
 
 
-def _commit_failures(outcome: Outcome, options: Options) -> Iterator[str]:
-    committed = [generation.weights_id for generation in outcome.ledger.generations]
-    for generation in outcome.ledger.generations:
+def _delivery_failures(outcome: Outcome, options: Options) -> Iterator[str]:
+    generations = outcome.ledger.generations
+    for generation in generations:
         if not generation.samples:
             yield f"generation {generation.generation} answered no requests"
-    if committed != outcome.expected_weights_ids or len(committed) != options.epochs + 2:
-        yield f"{len(committed)} commits, without the expected weights ids"
+    if len(generations) != options.epochs + 2:
+        yield f"{len(generations)} commits, expected {options.epochs + 2}"
     if not _rollback_correct(outcome):
         yield "the rollback did not bring the previous generation back"
 
@@ -83,10 +83,8 @@ def _sending_failures(ledger: Ledger, sends: Sends) -> Iterator[str]:
 
 
 def _server_failures(outcome: Outcome) -> Iterator[str]:
-    ledger, expected = (
-        outcome.ledger,
-        ["TruncatedFile", "DigestMismatch"] if outcome.sends is None else ["NonFiniteWeights"],
-    )
+    ledger = outcome.ledger
+    expected = ["TruncatedFile", "DigestMismatch"] if outcome.sends is None else ["NonFiniteWeights"]
     found = [refusal.error for refusal in ledger.refusals]
     if found != expected:
         yield f"refused were {found}, expected {expected}"

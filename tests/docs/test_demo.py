@@ -158,7 +158,8 @@ def good():
     for started, number in ((1.0, 0), (4.0, 1), (6.0, 1), (9.0, 2), (9.5, 2), (11.0, 3)):
         answer(ledger, started, number)
     ledger.refusals.append(Refusal(9.2, "memory", "NonFiniteWeights", "NaN", 2, "id-8", True))
-    return Outcome(ledger, "graph", 1, 1, [], 6, [], None, sends)
+    ids = [generation.weights_id for generation in ledger.generations]
+    return Outcome(ledger, "graph", 1, 1, ids, 6, [], None, sends)
 
 
 def answer(ledger, started, number, verdict=Verdict.RIGHT):
@@ -180,6 +181,10 @@ def stale(outcome):
 
 def backwards(outcome):
     outcome.ledger.generations[2].version = 0
+
+
+def foreign(outcome):
+    outcome.expected_weights_ids[1] = "id-5"
 
 
 def lost(outcome):
@@ -224,7 +229,7 @@ def run(*spoilings):
 sys.argv[1:] = ["--live", "--out=out"]
 main.draw_timeline = lambda *_: None
 for spoil in ((), *((each,) for each in (
-    wrong, mixed, stale, backwards, lost, accepted, unreported, restarted, half, silent
+    wrong, mixed, stale, backwards, foreign, lost, accepted, unreported, restarted, half, silent
 ))):
     run(*spoil)
 """
@@ -242,7 +247,7 @@ def test_the_demo_fails_for_anything_that_went_wrong_while_a_trainer_sent(tmp_pa
     good, *bad = re.findall(r"^RUN ?(\w*) (\d) (\d)$", done.stdout, re.MULTILINE)
     assert good == ("", "0", "0"), done.stdout
     assert {status for _, status, _ in bad} == {"1"}
-    kinds = ("wrong", "mixed", "stale", "lost", "unreported", "restarted", "half", "silent")
+    kinds = ("wrong", "mixed", "stale", "foreign", "lost", "unreported", "restarted", "half", "silent")
     expected = {**dict.fromkeys(kinds, "1"), "backwards": "2", "accepted": "2"}
     assert {name: failures for name, _, failures in bad} == expected
 
