@@ -96,6 +96,21 @@ def test_operators_are_told_where_variants_go(several: Several) -> None:
         several.operator.post("/admin/models/tiny/add_variant", variant)
 
 
+def test_a_trainers_update_reaches_all_workers_of_its_model(several: Several) -> None:
+    post = several.operator.post
+    post("/start_weight_update?model=second", {})
+    post("/update_weights?model=second", {"update_info": {"path": several.files[3]}})
+    assert several.served() == {(1, 2)}
+    post("/finish_weight_update?model=second", {"weight_version": "v3"})
+    assert several.served() == {(1, 3)}
+    assert several.operator.get("/weight_info?model=second")["weight_version"] == "v3"
+    digests = [post(f"/weight_checker?model={name}", {"action": "checksum"}) for name in ("tiny", "second")]
+    assert [len(each["checksums"]) for each in digests] == [4, 4]
+    assert digests[0] != digests[1]
+    post("/update_weights_from_disk?model=second", {"model_path": several.files[2]})
+    assert several.served() == {(1, 2)}
+
+
 def test_each_has_its_own_weights_whoever_is_killed(several: Several) -> None:
     several.operator.post("/admin/models/second/swap", {"source": several.files[3]})
     assert several.served() == {(1, 3)}

@@ -65,6 +65,7 @@ from .documents import (
 )
 from .journal import LoadSeries
 from .operations import ModelOperations
+from .trainers import Trainers
 from .uploads import Body, UploadDirectory
 
 T = TypeVar("T")
@@ -129,6 +130,7 @@ class AdminEndpoints:
         self._service, self._models, self._load = service, models, load
         self._audit, self._uploads = audit, uploads
         self._bodies, self._settings = Bodies(settings.http), settings
+        self._trainers = Trainers(models, self._bodies, audit, settings.staged_timeout)
         self._started = time.time()
         self.ending = False
 
@@ -168,6 +170,7 @@ class AdminEndpoints:
             post(f"{triton}/index", self._triton_index, "The models.", list[IndexEntry], IndexRequest, needed=False),
             post(f"{triton}/models/{{name}}/load", self._triton_load, "Answer again.", None, LoadRequest, needed=False),
             post(f"{triton}/models/{{name}}/unload", self._triton_unload, "Answer nobody."),
+            *self._trainers.table(),
             get("/metrics", self._metrics, "Metrics for Prometheus.", {"type": "string"}, media="text/plain"),
             get("/openapi.json", self._openapi, "This document.", {"type": "object"}),
         ]

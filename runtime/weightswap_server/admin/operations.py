@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported, WeightswapError, with_rule
+from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsupported, WeightswapError, with_rule
 from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, check_file
+from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
@@ -121,22 +123,26 @@ class ModelOperations:
     def _earlier(self, entries: Sequence[DesiredWeights]) -> list[dict[str, Any]]:
         return [weights.as_dict() | {"refused": self.journal.refused(weights.weights_id)} for weights in entries]
 
-    def stage(self, request: StageRequest, by: str, given: GivenWeights | None = None) -> None:
+    def stage(
+        self, request: StageRequest, by: str, given: GivenWeights | None = None, change_id: str = ""
+    ) -> None:
         """Read and verify weights, those at `request.source` if none are given.
 
         Raises Forbidden, Unsupported, Conflict for given ones where a place is followed, and what `Model.stage` and
         `DesiredPlace` raise.
-        """
-        self._stage(request, by, swapping=False, given=given)
 
-    def commit(self, request: CommitRequest, by: str) -> SwapReceipt | None:
-        """Commit the staged weights, and write them to a followed place.
+        change_id: a new id, by which `commit` and `discard` then mean these weights and no others.
+        """
+        self._stage(request, by, swapping=False, given=given, change_id=change_id)
+
+    def commit(self, request: CommitRequest, by: str, change_id: str = "") -> SwapReceipt | None:
+        """Commit the staged weights, and write them to a followed place. change_id: as given to `stage`, or any.
 
         Raises StageClosed if nothing is staged, Conflict for other weights than expected, and what `Staged.commit` and
         `DesiredPlace.set` raise. The weights then stay staged. If the place was written, and calls or pins hold the
         memory, the follower commits; the receipt is None if it has not yet.
         """
-        change = self._committable()
+        change = self._committable(change_id)
         if request.expect not in (None, change.weights.weights_id):
             raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
         return self._commit(change, request, by)
@@ -149,9 +155,12 @@ class ModelOperations:
         finally:
             self._changes.drop(change)
 
-    def discard(self, request: Change, by: str) -> None:
-        """Discard weights that are staged, or being staged."""
-        self._changes.close()
+    def discard(self, request: Change, by: str, change_id: str = "") -> None:
+        """Discard weights that are staged, or being staged. change_id: as given to `stage`, or any."""
+        if change_id:
+            self._changes.discard(change_id)
+        else:
+            self._changes.close()
 
     def canary(self, request: CanaryRequest, by: str) -> None:
         """Start a canary with the staged weights, or with those of `source`; again: with another plan, measured anew.
@@ -322,6 +331,14 @@ class ModelOperations:
         return None
 
     @property
+    def version(self) -> Version[Session]:
+        """The version that new calls use. Raises NoWeights."""
+        current = self.model._store.gate.current
+        if current is None or self.model.failed:
+            raise NoWeights(f"{self.name}: serves no weights now; swap some in")
+        return current
+
+    @property
     def staged_by(self) -> str:
         """The user who staged the staged weights, or ""."""
         change = self._change
@@ -333,7 +350,13 @@ class ModelOperations:
         return next((change for change in self._changes.open if isinstance(change, _StagedChange)), None)
 
     def _stage(
-        self, request: StageRequest, by: str, *, swapping: bool, given: GivenWeights | None = None
+        self,
+        request: StageRequest,
+        by: str,
+        *,
+        swapping: bool,
+        given: GivenWeights | None = None,
+        change_id: str = "",
     ) -> _StagedChange:
         """Stage weights. Raises StagingBusy, and what the staging raises."""
         place = self.followed.place
@@ -360,12 +383,14 @@ class ModelOperations:
             background=True,
         )
         request = msgspec.structs.replace(request, source=path)
-        change = _StagedChange(self.served, request, by, revision, self._staged_timeout, swapping=swapping)
+        change = _StagedChange(
+            self.served, request, by, revision, self._staged_timeout, swapping=swapping, id=change_id
+        )
         return self._changes.prepare(change, begin)
 
-    def _committable(self) -> _StagedChange:
+    def _committable(self, change_id: str = "") -> _StagedChange:
         change = self._change
-        if change is None or change.swapping:
+        if change is None or change.swapping or change_id not in ("", change.id):
             raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
         if change.phase == "staging":
             phase = change.staged.progress.phase if change.staged is not None else "opening"
@@ -450,11 +475,19 @@ class _StagedChange(OpenChange):
     """Weights that an operator has staged."""
 
     def __init__(
-        self, served: Served, request: StageRequest, by: str, revision: int | None, timeout: float, *, swapping: bool
+        self,
+        served: Served,
+        request: StageRequest,
+        by: str,
+        revision: int | None,
+        timeout: float,
+        *,
+        swapping: bool,
+        id: str = "",  # noqa: A002 - as in `Change`
     ) -> None:
         """request: its source is the path or URL. revision: of the followed place, as seen before. swapping: it is
         committed at once. timeout: seconds for which it may stay open."""
-        super().__init__(by=by, lease=Lease(timeout))
+        super().__init__(id=id, by=by, lease=Lease(timeout))
         self._served, self.request, self.revision, self.swapping = served, request, revision, swapping
         self.since = time.time()
 
