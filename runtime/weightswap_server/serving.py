@@ -180,8 +180,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.receive is not None and not (self.watch is None and self.follow is None):
             raise Unsupported("a model that receives weights can neither follow a place nor watch a directory")
-        if self.keep is not None and self.receive is None:
-            raise Unsupported("keep: for weights that are received; others are in files already")
+        if self.keep is not None and not (self.watch is None and self.follow is None):
+            raise Unsupported("keep: for weights that are sent; those of a directory or a place are in files already")
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:

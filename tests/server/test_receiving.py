@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,16 @@ from tests.server.worker_processes import Fleet, children_of, eager, eventually,
 from tests.support.administered import TOKEN, administered, change
 from tests.support.served import as_json, ask, serving
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, NonFiniteWeights, Sender, Sending, StageCancelled, SwapReceipt, load
+from weightswap_runtime import (
+    DesiredPlace,
+    NonFiniteWeights,
+    Sender,
+    Sending,
+    StageCancelled,
+    SwapReceipt,
+    Unsupported,
+    load,
+)
 from weightswap_server.serving import ModelSource
 from weightswap_tools.commands.serve import serve_command
 
@@ -35,7 +45,7 @@ def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: 
 
 
 def test_a_server_that_starts_again_begins_with_what_was_served_last(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, kept, first = f"unix:{tmp_path / 'x.sock'}", str(tmp_path / "kept"), str(weight_file(1))
     source = ModelSource(artifact=str(tiny.path), weights=first, receive=at, keep=kept)
@@ -44,6 +54,15 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
         sender.send(tiny.values(2))
     with source.open() as model:
         assert serves(model, 2)
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    with administered({"tiny": ModelSource(artifact=str(tiny.path), keep=kept).open()}) as server:
+        assert server.admin is not None
+        with Sender(server.admin.where, tiny.path) as sender:
+            sender.send(tiny.values(3))
+    with ModelSource(artifact=str(tiny.path), keep=kept).open() as model:
+        assert serves(model, 3)
+    with pytest.raises(Unsupported, match="those of a directory or a place are in files already"):
+        ModelSource(artifact=str(tiny.path), watch=str(tmp_path), keep=kept).open()
 
 
 def test_a_rollback_does_not_wait_for_what_is_received(
@@ -74,15 +93,23 @@ def test_a_model_has_one_source(other: str, tiny: TinyArtifact, tmp_path: Path) 
 def test_all_workers_serve_what_the_keeper_receives(tmp_path: Path, weight_file: WriteWeights) -> None:
     tiny = TinyArtifact(tmp_path / "workers" / "tiny.artifact")
     at = f"unix:{tmp_path / 'x.sock'}"
+    (tmp_path / "token").write_text(TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        operated = ["--admin-port", str(free.getsockname()[1]), "--admin-token-file", str(tmp_path / "token")]
     with (
-        started(tmp_path / "workers", 2, "--weights", str(weight_file(1)), "--receive", at) as (process, http, grpc),
+        started(tmp_path / "workers", 2, "--weights", str(weight_file(1)), "--receive", at, *operated) as (
+            process,
+            http,
+            grpc,
+        ),
         Sender(at, tiny.path) as sender,
+        Sender(f"http://127.0.0.1:{operated[1]}", tiny.path, token=TOKEN) as remote,
     ):
         expected: dict[str, np.ndarray] = {}
         fleet = Fleet(process, http, grpc, DesiredPlace(tmp_path), {}, expected)
         eventually(lambda: fleet.get("/v2/health/ready") == b"")
-        for seed in (2, 3):
-            receipt = sender.send(tiny.values(seed))
+        for seed, each in ((2, sender), (3, remote)):
+            receipt = each.send(tiny.values(seed))
             assert isinstance(receipt, SwapReceipt)
             expected[receipt.weights_id] = eager(seed)
             for _ in range(8):

@@ -123,9 +123,7 @@ class ModelOperations:
     def _earlier(self, entries: Sequence[DesiredWeights]) -> list[dict[str, Any]]:
         return [weights.as_dict() | {"refused": self.journal.refused(weights.weights_id)} for weights in entries]
 
-    def stage(
-        self, request: StageRequest, by: str, given: GivenWeights | None = None, change_id: str = ""
-    ) -> None:
+    def stage(self, request: StageRequest, by: str, given: GivenWeights | None = None, change_id: str = "") -> None:
         """Read and verify weights, those at `request.source` if none are given.
 
         Raises Forbidden, Unsupported, Conflict for given ones where a place is followed, and what `Model.stage` and

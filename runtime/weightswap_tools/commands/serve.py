@@ -102,8 +102,8 @@ def serve(
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --receive: keep the last three sets that were served in this directory; a restart begins with "
-            "the last."
+            help="For weights that are sent: keep the last three sets that were served in this directory; a restart "
+            "begins with the last."
         ),
     ] = None,
     variant: Annotated[
@@ -180,8 +180,8 @@ def serve(
     """Serve models with the Open Inference Protocol until SIGTERM or Ctrl-C; accepted requests are then finished.
 
     A model is named like its artifact's folder, or as given before `=`. Methods other than the default one are served
-    as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights, or --receive
-    has got some. With several artifacts, --weights, --watch, --follow, --receive, --keep and --variant take
+    as NAME.METHOD. Without --weights, a model is not ready until --watch or --follow has found weights, or --receive or
+    an operator has got some. With several artifacts, --weights, --watch, --follow, --receive, --keep and --variant take
     NAME=VALUE.
     """
     with errors_as_exit(as_json=False):
@@ -242,8 +242,11 @@ def serve(
         first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
         followed, variants = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
         received, kept = _by_name("--receive", receive, paths), _by_name("--keep", keep, paths)
-        if empty := sorted(paths.keys() - {*first, *watched, *followed, *received}):
-            raise typer.BadParameter(f"{', '.join(empty)}: no weights; give --weights, --watch, --follow or --receive")
+        empty = sorted(paths.keys() - {*first, *watched, *followed, *received})
+        if empty and admin is None:  # to which they may be sent
+            raise typer.BadParameter(
+                f"{', '.join(empty)}: no weights; give --weights, --watch, --follow, --receive or --admin-port"
+            )
         takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else OpenMP sets them
         options: Mapping[str, Any] = {
             "engine": engine,
