@@ -16,6 +16,7 @@ from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import Pinned
 from weightswap_runtime.staging.reading import read_weights
+from weightswap_runtime.transfer.group import GroupReceiver, process_group
 from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver
 from weightswap_runtime.transfer.sender import Sender, Sending
@@ -113,6 +114,7 @@ __all__ = [
     "GoldenMismatch",
     "GoldensError",
     "GraphMismatch",
+    "GroupReceiver",
     "Held",
     "Hold",
     "InputMismatch",
@@ -166,6 +168,7 @@ __all__ = [
     "__version__",
     "load",
     "merge_deltas",
+    "process_group",
     "read_weights",
     "write_delta",
 ]

@@ -40,15 +40,18 @@ from weightswap_runtime.staging.request import (
     patience,
 )
 from weightswap_runtime.threads import in_thread
+from weightswap_runtime.transfer.group import GroupReceiver
 from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver
 
 from .served import ServedModel
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from weightswap_runtime.staging.given import Given, GivenWeights
 
-S = TypeVar("S", Watcher, Follower, Receiver, KeptFiles)
+S = TypeVar("S", Watcher, Follower, Receiver, GroupReceiver, KeptFiles)
 
 
 class Model(ServedModel):
@@ -63,7 +66,9 @@ class Model(ServedModel):
         super().__init__(artifact, store, device=device, engine=engine, max_variants=max_variants)
         self._composed = tuple(artifact.kinds)  # now: swaps go on if the artifact is deleted
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
-        self._services: list[Watching | Receiver | KeptFiles] = []  # with threads of their own, which `close` stops
+        self._services: list[
+            Watching | Receiver | GroupReceiver | KeptFiles
+        ] = []  # with threads of their own, which `close` stops
 
     def close(self) -> None:
         """Stop watchers, cancel open stagings, and refuse calls, swaps and pins from now on with ModelClosed.
@@ -304,17 +309,18 @@ class Model(ServedModel):
 
     def receive(
         self,
-        at: str,
+        at: str | ProcessGroup,
         *,
         verify: Mode = "goldens",
         allow_nonfinite: bool | Patterns | None = False,
         by: str = "receive",
         rate_limit: float | None = None,
         timeout: float | None = 60.0,
-    ) -> Receiver:
-        """Serve what senders on this machine send, from now on, in threads of its own; docs/memory.md.
+    ) -> Receiver | GroupReceiver:
+        """Serve what a `Sender` sends, from now on, in threads of its own; docs/memory.md.
 
-        at: `unix:PATH`, a socket to be made there. Processes of the same user connect to it with a `Sender`.
+        at: `unix:PATH`, a socket to be made there, to which processes of this machine's same user connect; or a process
+        group whose rank 0 sends, and which nothing else uses: all other ranks change their weights together, or none.
         verify, allow_nonfinite, by, rate_limit: as in `stage`. timeout: seconds to wait for another staging, for calls
         and pins, and for a sender that has stopped in the middle of a message.
 
@@ -326,7 +332,12 @@ class Model(ServedModel):
         self._check_open()
         options = {"verify": verify, "allow_nonfinite": allow_nonfinite, "rate_limit": rate_limit, "timeout": timeout}
         request = self._request_of_thread(options, {"by": by})
-        receiver = Receiver(at, _Receiving(self, request), timeout, rate_limit)
+        target = _Receiving(self, request)
+        if not isinstance(at, str):
+            member = GroupReceiver(at, target, rate_limit)
+            weakref.finalize(self, member._end).atexit = False
+            return self._register(member)
+        receiver = Receiver(at, target, timeout, rate_limit)
         weakref.finalize(self, receiver._end).atexit = False
         return self._register(receiver)
 
@@ -346,9 +357,9 @@ class Model(ServedModel):
         return self._register(kept)
 
     @property
-    def receivers(self) -> tuple[Receiver, ...]:
+    def receivers(self) -> tuple[Receiver | GroupReceiver, ...]:
         """The receivers that are still listening."""
-        return tuple(each for each in self._services if isinstance(each, Receiver) and each.alive)
+        return tuple(each for each in self._services if isinstance(each, Receiver | GroupReceiver) and each.alive)
 
     def _request_of_thread(self, options: Mapping[str, Any], own: dict[str, Any]) -> SwapRequest:
         """Return the request with which a watcher or a follower stages; the path is filled in for each file."""
@@ -417,7 +428,9 @@ class _Receiving:
         self.graph_id = model.graph_id
         self._first_generation = model._store.first_generation
 
-    def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
+    def swap(
+        self, given: GivenWeights, weights_id: str, job: Job, agree: Callable[[], None] = lambda: None
+    ) -> SwapReceipt:
         model = self._model()
         if model is None:
             raise ModelClosed
@@ -430,4 +443,5 @@ class _Receiving:
         with model.turn(job.check):
             model._store.check_not_rolled_back(weights_id, self._first_generation, str(given))
             with model._stage(request, job=job) as staged:
+                agree()
                 return staged.commit(timeout=request.timeout)

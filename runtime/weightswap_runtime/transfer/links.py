@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -17,6 +16,7 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
 
 from .admin_client import ENVIRONMENT, AdminClient, AdminRefused, AdminUnreachable
+from .group import GroupLink
 from .messages import (
     MOST_ANSWER,
     VERSION,
@@ -24,39 +24,47 @@ from .messages import (
     Greeting,
     Offer,
     Outcome,
+    Parcel,
     Refusal,
     Welcome,
     peer,
     socket_path,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-class Parcel(Protocol):
-    """A packed weight file in memory. Nobody writes to it while it is delivered."""
-
-    descriptor: int
-    size: int  # bytes
-
-    def pieces(self) -> Iterable[memoryview]:
-        """Yield all bytes, in order."""
-        ...
+_PIECE = 1 << 20  # bytes that are sent at once
 
 
 class Link(Protocol):
-    """The way to one receiver. It is used by one thread."""
+    """The way to a receiver. It is used by one thread. tick: seconds between two calls of `idle`; None: no call."""
+
+    tick: float | None
 
     def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
         """Let weights be served, and return the receipt. Raises the receiver's reason, and TransferFailed."""
         ...
 
-    def close(self) -> None:
-        """Drop the connection; the next delivery makes another one."""
+    def idle(self) -> None:
+        """Called while there is nothing to deliver. Raises TransferFailed."""
         ...
 
+    def reset(self) -> None:
+        """Called after a delivery that has failed: begin anew."""
+        ...
 
-def link_to(to: str, graph_id: str, token: str | None, model: str | None) -> Link:
-    """Return the way to an address. Raises Unsupported for what is none, and without a token where one is needed."""
-    if isinstance(to, str) and to.startswith(("http://", "https://")):
+    def close(self) -> None: ...
+
+
+def link_to(to: str | ProcessGroup, graph_id: str, token: str | None, model: str | None) -> Link:
+    """Return the way to an address, or to the other ranks of a process group.
+
+    Raises Unsupported for what is neither, and without a token where one is needed.
+    """
+    if not isinstance(to, str):
+        return GroupLink(to)
+    if to.startswith(("http://", "https://")):
         return HttpLink(to, graph_id, token, model)
     if token is not None or model is not None:
         raise Unsupported(f"{to}: token and model are for the admin plane of a server, http://HOST:PORT")
@@ -65,6 +73,8 @@ def link_to(to: str, graph_id: str, token: str | None, model: str | None) -> Lin
 
 class UnixLink:
     """A socket on which a receiver listens."""
+
+    tick: float | None = None
 
     def __init__(self, to: str, graph_id: str) -> None:
         self._to, self._graph_id = to, graph_id
@@ -79,7 +89,7 @@ class UnixLink:
         except TransferFailed:
             if not was_open or time.monotonic() >= deadline:
                 raise
-            self.close()
+            self.reset()
             outcome = self._offer(weights_id, parcel, deadline)
         if outcome.refusal is not None:
             raise outcome.refusal.as_error()
@@ -122,14 +132,21 @@ class UnixLink:
             self._channel = channel
         return self._channel
 
-    def close(self) -> None:
+    def idle(self) -> None:
+        """Do nothing: the connection stays open."""
+
+    def reset(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
+    close = reset
+
 
 class HttpLink:
     """The admin plane of a server, which stages weights while they arrive."""
+
+    tick: float | None = None
 
     def __init__(self, to: str, graph_id: str, token: str | None, model: str | None) -> None:
         token = token or os.environ.get(ENVIRONMENT, "").strip()
@@ -144,7 +161,7 @@ class HttpLink:
             if self._name is None:
                 self._name = self._greet(_left(deadline))
             answer = self._client.send(
-                self._name, "swap", parcel.pieces(), parcel.size, {"expect": weights_id}, _left(deadline)
+                self._name, "swap", parcel.pieces(_PIECE), parcel.size, {"expect": weights_id}, _left(deadline)
             )
         except AdminRefused as error:
             raise _reason(error) from error
@@ -166,8 +183,13 @@ class HttpLink:
             )
         return str(named[0]["name"])
 
-    def close(self) -> None:
+    def idle(self) -> None:
+        """Do nothing: each delivery has a connection of its own."""
+
+    def reset(self) -> None:
         self._name = None  # another server may be there by then
+
+    close = reset
 
 
 def _reason(error: AdminRefused) -> Exception:

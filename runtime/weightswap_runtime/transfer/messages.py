@@ -17,7 +17,8 @@ import os
 import socket
 import struct
 import time
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -102,6 +103,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
     receipt: dict[str, Any] | None = None
     refusal: Refusal | None = None
+
+
+class Parcel(Protocol):
+    """A packed weight file in memory. Nobody writes to it while it is delivered."""
+
+    descriptor: int
+    size: int  # bytes
+
+    def pieces(self, most: int) -> Iterable[memoryview]:
+        """Yield the header, and then the rest in pieces of at most so many bytes."""
+        ...
 
 
 class Channel:

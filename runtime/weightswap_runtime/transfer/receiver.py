@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Protocol
@@ -33,8 +34,13 @@ class Target(Protocol):
 
     graph_id: str
 
-    def swap(self, given: GivenWeights, weights_id: str, job: Job) -> SwapReceipt:
-        """Serve weights, which must have this id. Raises as `Model.swap`."""
+    def swap(
+        self, given: GivenWeights, weights_id: str, job: Job, agree: Callable[[], None] = lambda: None
+    ) -> SwapReceipt:
+        """Serve weights, which must have this id. Raises as `Model.swap`, and what `agree` raises.
+
+        agree: is called once they are staged and verified, before they are served.
+        """
         ...
 
 

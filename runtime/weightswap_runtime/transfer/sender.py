@@ -43,9 +43,9 @@ from weightswap_runtime.threads import Background, WorkerThreads
 
 from .links import link_to
 
-_PIECE = 1 << 20  # bytes that are sent at once
-
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from weightswap_runtime.staging.given import Given
     from weightswap_runtime.staging.transforms import Transforms
 
@@ -92,16 +92,17 @@ class Sender(AbstractContextManager["Sender"]):
 
     def __init__(
         self,
-        to: str,
+        to: str | ProcessGroup,
         artifact: PathLike | Artifact,
         *,
         timeout: float | None = 60.0,
         token: str | None = None,
         model: str | None = None,
     ) -> None:
-        """to: `unix:PATH`, the receiver's socket on this machine, or the server's admin plane, `http://HOST:PORT` or
-        `https://HOST:PORT`. artifact: that of the receiver. timeout: seconds for each connection, and from the
-        hand-over of weights to the outcome; None: no limit.
+        """to: `unix:PATH`, the receiver's socket on this machine; the server's admin plane, `http://HOST:PORT` or
+        `https://HOST:PORT`; or a process group of this rank 0 and all receivers, which nothing else uses. artifact:
+        that of the receivers. timeout: seconds for each connection, and from the hand-over of weights to the outcome;
+        None: no limit; a group has its own.
 
         Of an admin plane: token: one of the server's; None: that in WEIGHTSWAP_ADMIN_TOKEN. model: its name; None: the
         only one.
@@ -109,7 +110,7 @@ class Sender(AbstractContextManager["Sender"]):
         Raises ArtifactError and Unsupported.
         """
         check_timeout(timeout)
-        self.to = to
+        self.to = str(to)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self._link = link_to(to, self.artifact.graph_id, token, model)
         self._timeout = math.inf if timeout is None else timeout
@@ -202,17 +203,20 @@ class Sender(AbstractContextManager["Sender"]):
             try:
                 sending._end(self._link.deliver(sending.weights_id, sending._memory, time.monotonic() + self._timeout))
             except BaseException as error:
-                self._link.close()
+                self._link.reset()
                 sending._end(None, error)
             finally:
                 self._give_back(sending._memory)
         self._link.close()
 
     def _next(self) -> Sending | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._closed)
-            sending, self._waiting = self._waiting, None
-            return sending
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is not None or self._closed, self._link.tick):
+                    sending, self._waiting = self._waiting, None
+                    return sending
+            with suppress(TransferFailed):  # which the next delivery says
+                self._link.idle()
 
     def _stop(self) -> None:
         with self._changed:
@@ -288,10 +292,10 @@ class _FileInMemory:
         os.pwrite(self.descriptor, _padded(header, self._layout.header_size), 0)
         return identity
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes, in order."""
-        yield memoryview(os.pread(self.descriptor, self._layout.header_size, 0))
-        for part in self._layout.whole.split(_PIECE):
+    def pieces(self, most: int) -> Iterator[memoryview]:
+        """Yield the header, and then the rest in pieces of at most so many bytes."""
+        yield memoryview(bytearray(os.pread(self.descriptor, self._layout.header_size, 0)))
+        for part in self._layout.whole.split(most):
             yield self._arena.fetch(part.offset, part.nbytes)
 
     def close(self) -> None:

@@ -1,0 +1,381 @@
+"""Weights over a process group of torch.distributed: from its rank 0, a trainer, to all others, which serve them.
+
+All ranks do the same steps, as what a group does is paired by its order:
+
+    Turn      all tell all what is next: nothing yet, weights, or the end
+    header    rank 0 sends the begin of a packed weight file, by which the others know whether the weights can be theirs
+    Vote      all tell all whether they go on
+    buckets   rank 0 sends the rest; each receiver verifies it as a file that arrives
+    Vote      whether all have staged and verified them; then each commits
+    Outcome   all tell all what became of that
+
+Whoever refuses says so in a vote, and all go on to the next turn, with the weights from before. Whoever is gone or late
+is noticed by the group's timeout; a group is of no use after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from weightswap_runtime.errors import TransferFailed, Unsupported, join_seconds
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.staging.given import MEMORY, as_arriving
+from weightswap_runtime.threads import Background
+
+from .messages import VERSION, Outcome, Parcel, Refusal
+from .receiver import Target
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+BUCKET = 16 << 20  # bytes
+TICK = 1.0  # seconds between two turns without weights
+T = TypeVar("T", bound=msgspec.Struct)
+_log = logging.getLogger("weightswap.transfer")
+
+
+def process_group(address: str, rank: int, size: int, *, timeout: float = 60.0) -> ProcessGroup:
+    """Return a new gloo group for weights, beside whatever groups the process has. It waits until all ranks are there.
+
+    address: `tcp://HOST:PORT` of a free port on the machine of rank 0, the sender; give the same to all. size: of the
+    group. timeout: seconds to wait for the others, here and in each step of a transfer, such as the staging of all.
+
+    Raises Unsupported, and TransferFailed if the others do not come in time.
+    """
+    distributed: Any = import_module("torch.distributed")  # whose hints leave out what follows
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise Unsupported(f"{address}: expected tcp://HOST:PORT")
+    if not 0 <= rank < size or size < 2:
+        raise Unsupported(f"rank {rank} of {size}: expected two ranks or more, of which 0 sends")
+    try:
+        limit = timedelta(seconds=timeout)
+        store = distributed.TCPStore(parts.hostname, parts.port, size, rank == 0, limit)
+        store = distributed.PrefixStore("weightswap", store)
+        group: ProcessGroup = distributed.ProcessGroupGloo(store, rank, size, limit)
+    except RuntimeError as error:
+        raise TransferFailed(f"{address}: the group of {size} did not come together ({_brief(error)})") from error
+    return group
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What a rank does next. All but `leaves` is of rank 0; without a size there is nothing to do yet."""
+
+    version: int = VERSION
+    header: int = 0  # bytes of the file that come before the first vote
+    size: int = 0  # bytes of the file
+    weights_id: str = ""
+    leaves: bool = False
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """Whether a rank goes on."""
+
+    refusal: Refusal | None = None
+
+
+class Members:
+    """The members of a group, one of which is this process. Used by one thread at a time."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Raises Unsupported for a group of one, and for what is none."""
+        if not all(hasattr(group, name) for name in ("rank", "size", "broadcast", "allgather")):
+            raise Unsupported(f"{group!r:.200}: expected a text such as unix:PATH, or a process group")
+        self._group: Any = group
+        self.rank, self.size = int(group.rank()), int(group.size())
+        self.where = f"process group, rank {self.rank} of {self.size}"
+        if self.size < 2:
+            raise Unsupported(f"{self.where}: has no other rank; make one of the sender and all receivers")
+        self.device = _device_of(group)
+        self.failure: TransferFailed | None = None  # after which the group is of no use
+
+    def tell(self, document: T) -> list[T]:
+        """Tell the others a document, and return those of all, by rank. Raises TransferFailed."""
+        raw = msgspec.json.encode(document)
+        lengths = [int.from_bytes(length, "little") for length in self._gather(len(raw).to_bytes(8, "little"))]
+        content = self._gather(raw.ljust(max(lengths)))
+        try:
+            return [msgspec.json.decode(each, type=type(document)) for each in content]
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise self.fail(error) from error
+
+    def vote(self) -> Refusal | None:
+        """Tell the others that this rank goes on. Return the refusal of the first that does not. Raises as `tell`."""
+        return next((vote.refusal for vote in self.tell(Vote()) if vote.refusal is not None), None)
+
+    def _gather(self, raw: bytes) -> list[bytes]:
+        import torch
+
+        mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
+        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
+        self.wait(self._begin(lambda: self._group.allgather([all_ranks], [mine])))
+        return [bytes(each.cpu().numpy()) for each in all_ranks]
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send rank 0's tensor of bytes to the same of all others; return what to wait for."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        return self._begin(lambda: self._group.broadcast([tensor], options))
+
+    def _begin(self, work: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return work()
+        except RuntimeError as error:
+            raise self.fail(error) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait until something that was begun has ended. Raises TransferFailed."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.fail(error) from error
+
+    def fail(self, error: BaseException) -> TransferFailed:
+        """End the group, whose members are no longer at the same step, and return the error that says so."""
+        if self.failure is None:
+            text = f"{self.where}: another rank is gone, or late ({_brief(error)}); make a new group"
+            self.failure = TransferFailed(text)
+            with suppress(Exception):
+                self._group.abort()  # else its threads may end this process with it
+        return self.failure
+
+
+def _device_of(group: Any) -> torch.device:
+    """Return a device whose tensors a group takes."""
+    import torch
+
+    devices = getattr(group, "_device_types", None)  # a single backend has a name only
+    kinds = (
+        {device.type for device in devices} if devices is not None else {"cpu" if group.name() == "gloo" else "cuda"}
+    )
+    return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
+
+
+def _brief(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2][:200]
+
+
+class GroupLink:
+    """The way of a sender, rank 0, to all other ranks."""
+
+    tick: float | None = TICK
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Raises Unsupported."""
+        self._members = Members(group)
+        if self._members.rank:
+            raise Unsupported(f"{self._members.where}: rank 0 sends, all others receive")
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Let weights be served by all others, and return the receipt of rank 1.
+
+        Raises the reason of the first that refuses; none then serves them, but for a commit that fails alone.
+        """
+        header, *buckets = parcel.pieces(BUCKET)
+        try:
+            self._turn(Turn(header=len(header), size=parcel.size, weights_id=weights_id))
+            self._send(header)
+            refusal = self._members.vote()
+            if refusal is None:
+                for bucket in buckets:
+                    self._send(bucket)
+                refusal = self._members.vote()
+            outcomes = self._members.tell(Outcome())[1:] if refusal is None else []
+        except BaseException as error:
+            self._members.fail(error)  # for the others it is at another step now
+            raise
+        refusal = refusal or next((each.refusal for each in outcomes if each.refusal is not None), None)
+        if refusal is not None:
+            raise refusal.as_error()
+        return msgspec.convert(outcomes[0].receipt, SwapReceipt)
+
+    def idle(self) -> None:
+        """Tell the others that there is nothing to send."""
+        self._turn(Turn())
+
+    def _turn(self, turn: Turn) -> None:
+        members = self._members
+        if any(each.leaves for each in members.tell(turn)):
+            members.failure = TransferFailed(f"{members.where}: a receiver was stopped; make a new group")
+            raise members.failure
+
+    def _send(self, content: memoryview) -> None:
+        import torch
+
+        members = self._members
+        members.wait(members.broadcast(torch.frombuffer(content, dtype=torch.uint8).to(members.device)))
+
+    def reset(self) -> None:
+        """Do nothing: after a refusal the group is as it was."""
+
+    def close(self) -> None:
+        if self._members.failure is None:
+            with suppress(TransferFailed):
+                self._members.tell(Turn(leaves=True))
+
+
+class GroupReceiver(AbstractContextManager["GroupReceiver"]):
+    """A member of a process group that receives weights, until `stop()`, the end of the sender, or that of the model.
+    Made by `Model.receive()`."""
+
+    def __init__(self, group: ProcessGroup, target: Target, rate_limit: float | None = None) -> None:
+        """Begin to receive. Raises Unsupported."""
+        self._members = Members(group)
+        self.at = self._members.where
+        if not self._members.rank:
+            raise Unsupported(f"{self.at}: rank 0 sends, all others receive")
+        self.last_error: BaseException | None = None  # None again once weights were taken
+        self._target, self._rate_limit = target, rate_limit
+        self._is_stopping = False
+        self._job = Job()
+        self._thread = Background(self._run, "weightswap-receiver", self._end)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while it receives."""
+        return self._thread.is_alive()
+
+    def interrupt(self) -> None:
+        """Cancel what is being staged; the sender is told."""
+        self._job.cancel()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Cancel what is being staged, and leave the group at its next turn, which ends it for all.
+
+        Wait for at most `timeout` seconds until the thread has ended, and return whether it has.
+        """
+        seconds = join_seconds(timeout)
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"GroupReceiver({self.at!r}, {'alive' if self.alive else 'stopped'})"
+
+    def _end(self) -> None:
+        self._is_stopping = True
+        self._job.cancel()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                turns = self._members.tell(Turn(leaves=self._is_stopping))
+                if any(turn.leaves for turn in turns):
+                    return
+                if turns[0].size:
+                    self._take(turns[0])
+        except TransferFailed as error:
+            self.last_error = error.with_traceback(None)
+            _log.warning("%s", error)
+        except BaseException as error:
+            self._members.fail(error)
+            _log.exception("%s: failed", self.at)
+
+    def _take(self, turn: Turn) -> None:
+        """Serve what is offered, if all can. Raises TransferFailed if the group has failed."""
+        arrival, self._job = _Arrival(self._members, turn), Job(self._rate_limit)
+        try:
+            if self._is_stopping:
+                self._job.cancel()
+            given = as_arriving(f"{MEMORY}:{self.at}", turn.size, arrival.receive)
+            receipt = self._target.swap(given, turn.weights_id, self._job, arrival.agree)
+        except Exception as error:
+            self.last_error = error.with_traceback(None)
+            arrival.refuse(error)
+        else:
+            self.last_error = None
+            self._members.tell(Outcome(receipt.as_dict()))
+
+
+class _Arrival:
+    """Weights that arrive by a group: what its members still have to do for them together."""
+
+    def __init__(self, members: Members, turn: Turn) -> None:
+        self._members, self._turn = members, turn
+        self._left = turn.size
+        self._next: Literal["header", "vote", "buckets", "outcome", "nothing"] = "header"
+        self._buffers: list[torch.Tensor] = []
+        self._coming: tuple[torch.Tensor, Any] | None = None  # a bucket, and what to wait for
+
+    def receive(self, check: Check) -> memoryview:
+        """Return the next bytes, while those after them are on their way."""
+        check()
+        if self._next == "header":
+            return self._take_header()
+        if self._next == "vote":
+            self._vote("buckets")
+        self._begin()
+        assert self._coming is not None
+        bucket, work = self._coming
+        self._members.wait(work)
+        self._coming = None
+        self._begin()
+        return bucket.cpu().numpy().data
+
+    def _take_header(self) -> memoryview:
+        import torch
+
+        header = torch.empty(self._turn.header, dtype=torch.uint8, device=self._members.device)
+        self._members.wait(self._members.broadcast(header))
+        self._left -= self._turn.header
+        self._next = "vote"
+        return header.cpu().numpy().data
+
+    def _begin(self) -> None:
+        """Let the next bucket come, into the memory of the one before the last, which was read by now."""
+        import torch
+
+        if self._coming is None and self._left:
+            if len(self._buffers) < 2:
+                self._buffers.append(torch.empty(BUCKET, dtype=torch.uint8, device=self._members.device))
+            self._buffers.reverse()
+            bucket = self._buffers[0][: self._left]
+            self._coming = bucket, self._members.broadcast(bucket)
+            self._left -= len(bucket)
+
+    def agree(self) -> None:
+        """Raise the reason if another rank cannot serve the weights, which have come whole."""
+        self._vote("outcome")
+
+    def _vote(self, then: Literal["buckets", "outcome"]) -> None:
+        refusal = self._members.vote()
+        self._next = then if refusal is None else "nothing"
+        if refusal is not None:
+            raise refusal.as_error()
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others why this rank does not serve the weights, when they ask. Raises TransferFailed."""
+        members, refusal = self._members, Refusal.of(error)
+        if members.failure is not None:
+            raise members.failure
+        if self._next == "header":
+            self._take_header()
+        while self._next == "buckets" and (self._left or self._coming):
+            self._begin()
+            assert self._coming is not None
+            members.wait(self._coming[1])
+            self._coming = None
+        if self._next == "outcome":
+            members.tell(Outcome(refusal=refusal))
+        elif self._next != "nothing":
+            members.tell(Vote(refusal))
