@@ -19,8 +19,8 @@ def free_port() -> str:
 
 
 def test_the_page_on_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, sending, by_http = re.findall(r"```python\n(.*?)```", page("memory"), re.DOTALL)
-    command, operated, serve, update = re.findall(r"```sh\n(.*?)```", page("memory"), re.DOTALL)
+    here, sending, by_http, *_ = re.findall(r"```python\n(.*?)```", page("memory"), re.DOTALL)
+    command, operated, serve, update, *_ = re.findall(r"```sh\n(.*?)```", page("memory"), re.DOTALL)
     found = [line.split(maxsplit=3) for line in python(tmp_path, here).splitlines()]
     assert [line[:3] for line in found] == [[str(step), "{'step':", f"'{step}'}}"] for step in (1, 2, 3)]
     assert len({line[3] for line in found}) == 3
