@@ -520,15 +520,18 @@ def check_content(path: str | os.PathLike[str]) -> dict[str, Counts]:
     The result of a delta is not computed: only its header is read. Raises WeightFileError and DigestMismatch.
     """
     with open_weights(path) as weights:
-        if delta_stamp(weights):
-            return {}
-        findings, workers = Findings({}, {}), WorkerThreads()
-        for batch in batches(weights, [(None, name) for name in sorted(weights.tensors)]):
-            findings.add(read_scratch(weights, [name for _, name in batch], workers, Job())[1])
-        weights.check_unchanged(proven=weights.stamp is not None)
-        if problems := digest_problems(weights.stamp, findings.digests):
-            raise DigestMismatch(weights.where, problems, DAMAGED)
-        return findings.nonfinite
+        return {} if delta_stamp(weights) else check_tensors(weights, WorkerThreads())
+
+
+def check_tensors(weights: WeightSet, workers: WorkerThreads) -> dict[str, Counts]:
+    """Read every byte of an open set as `check_content` does, and leave it open."""
+    findings = Findings({}, {})
+    for batch in batches(weights, [(None, name) for name in sorted(weights.tensors)]):
+        findings.add(read_scratch(weights, [name for _, name in batch], workers, Job())[1])
+    weights.check_unchanged(proven=weights.stamp is not None)
+    if problems := digest_problems(weights.stamp, findings.digests):
+        raise DigestMismatch(weights.where, problems, DAMAGED)
+    return findings.nonfinite
 
 
 def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:
