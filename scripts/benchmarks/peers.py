@@ -9,11 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
+from torch.distributed import BroadcastOptions
 
 from weightswap_runtime.threads import WorkerThreads
+from weightswap_runtime.transfer.group import BUCKET
 
 LARGEST = 64 << 20
 CACHED = 1 << 20
@@ -35,6 +38,14 @@ class Memory:
     def tensor(self) -> torch.Tensor:
         """Return one flat uint8 tensor over the whole memory."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+def broadcast(group: Any, memory: torch.Tensor) -> None:
+    """Send bytes of rank 0 to the others of a process group, as `Sender` does, and nothing else."""
+    options = BroadcastOptions()
+    options.rootRank = 0
+    for bucket in memory.split(BUCKET):
+        group.broadcast([bucket], options).wait()
 
 
 class Peers:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import torch
-from peers import Memory, Peers
+from peers import Memory, Peers, broadcast
 from report import Goal, Row, compared
 from safetensors.torch import load_file
 from settings import Settings
 from subjects import Stored, stored
 from timing import Measure, in_turn, seconds
 
-from weightswap_runtime import Model, load
+from weightswap_runtime import Model, load, process_group
+from weightswap_server import AdminSettings, Server
+from weightswap_server import Settings as ServerSettings
+from weightswap_server.http.listening import HttpServer
 
 AS_A_FILE = Goal("ratio", "at most", 1.25)
 NEAR_THE_LEAST = Goal("ratio", "at most", 1.5)
@@ -28,7 +36,9 @@ AS_A_MAPPING = Goal("ratio", "at most", 1.25)
 AS_ITS_PARTS = Goal("ratio", "at most", 1.2)
 A_THIRD = Goal("ratio", "at most", 1 / 3)
 HELD = Goal("ratio", "at most", 1.3)
+AS_A_BARE_ONE = Goal("ratio", "at most", 1.5)
 WITH_A_SECOND_LOOK = Goal("ratio", "at most", 1.35)
+TOKEN = "benchmark-benchmark"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -70,11 +80,15 @@ def _from_another_process(settings: Settings) -> Iterator[Row]:
         def by(way: str) -> Measure:
             return lambda: trainer.hand_over(way, model, held[way])
 
-        with model.receive(trainer.at), model.watch(trainer.folder, 0.05, start="new"):
+        with model.receive(trainer.at), trainer.joined(model), model.watch(trainer.folder, 0.05, start="new"):
             timings = in_turn(
                 {
                     "send": by("send"),
                     "publish": by("publish"),
+                    "upload": lambda: trainer.order("upload")[1],
+                    "bare upload": lambda: trainer.order("bare upload")[1],
+                    "broadcast": lambda: trainer.order("broadcast")[1],
+                    "bare broadcast": trainer.bare_broadcast,
                     "least": lambda: seconds(lambda: peers.copy_and_hash(copy, source)),
                     "file": lambda: seconds(lambda: model.swap(next(paths))),
                 },
@@ -90,6 +104,26 @@ def _from_another_process(settings: Settings) -> Iterator[Row]:
     held_by = f"{large.size}: the trainer is held by a send"
     yield compared(held_by, "ms", held_ms["send"], "memcpy + BLAKE3", ms["least"], HELD)
     yield compared(held_by, "ms", held_ms["send"], "held by publish", held_ms["publish"])
+    for way, protocol in (("upload", "HTTP"), ("broadcast", "gloo")):
+        sent = f"{large.size}, copied and hashed, from a trainer to answers of another process by {protocol}"
+        yield compared(sent, "ms", ms[way], f"a bare {way} into memory", ms[f"bare {way}"], AS_A_BARE_ONE)
+
+
+async def swallow(_: Any, receive: Any, send: Any) -> None:
+    """Keep the body of a request until its end, and answer: an application of ASGI."""
+    pieces = []
+    while True:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 class _Trainer:
@@ -99,28 +133,69 @@ class _Trainer:
         self._folder = TemporaryDirectory(prefix="weightswap-bench-", dir="/dev/shm")
         self.folder = Path(self._folder.name)
         self.at = f"unix:{self.folder / 'x.sock'}"
-        program = Path(__file__).parents[1] / "trainer_process.py"
-        paths = (large.artifact.path, large.versions[0].path, megabytes, self.at, self.folder)
-        command = [sys.executable, str(program), *map(str, paths)]
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+        self._swallowed = torch.ones(megabytes * 1_000_000, dtype=torch.uint8)
+        self._bare = socket.create_server(("127.0.0.1", 0))
+        ports = [free_port() for _ in range(3)]
+        self._admin, self._groups = ports[0], [f"tcp://127.0.0.1:{port}" for port in ports[1:]]
+        urls = [f"http://127.0.0.1:{port}" for port in (self._admin, self._bare.getsockname()[1])]
+        paths = (large.artifact.path, large.versions[0].path, megabytes, self.folder, self.at, *urls, *self._groups)
+        command = [sys.executable, str(Path(__file__).parents[1] / "trainer_process.py"), *map(str, paths)]
+        environment = os.environ | {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN}
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment)
+
+    @contextmanager
+    def joined(self, model: Model) -> Iterator[None]:
+        """Let the model take weights by HTTP and by a process group; take others, which nobody looks at, so too."""
+        os.environ["WEIGHTSWAP_ADMIN_TOKEN"] = TOKEN
+        server = Server({"stack": model}, ServerSettings(http_port=0), AdminSettings(port=self._admin))
+        bare = HttpServer(swallow, AdminSettings(port=0).http)
+        thread = Thread(target=lambda: asyncio.run(bare.serve(sockets=[self._bare])))
+        group, self._other = (process_group(address, 1, 2) for address in self._groups)
+        with server.running(), model.receive(group):
+            thread.start()
+            try:
+                yield
+            finally:
+                self._process.communicate()
+                bare.should_exit = True
+                thread.join()
+
+    def order(self, way: str) -> tuple[float, float]:
+        """Return the seconds for which the trainer was held, and those after it until it had ended."""
+        assert self._process.stdin is not None
+        print(way, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> tuple[float, float]:
+        assert self._process.stdout is not None
+        held, rest = map(float, self._process.stdout.readline().split())
+        return held, rest
+
+    def bare_broadcast(self) -> float:
+        """Return the seconds of a broadcast of as many bytes."""
+        assert self._process.stdin is not None
+        print("bare broadcast", file=self._process.stdin, flush=True)
+        broadcast(self._other, self._swallowed)
+        return self._answer()[1]
 
     def __enter__(self) -> _Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        if self._process.poll() is None:
+            self._process.communicate()
+        self._bare.close()
         self._folder.cleanup()
 
     def hand_over(self, way: str, model: Model, held: list[float]) -> float:
         """Return the seconds until the model serves other weights; append those for which the trainer was held."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         before, start = model.generation, time.perf_counter()
         print(way, file=self._process.stdin, flush=True)
         while model.generation == before:
             time.sleep(0.001)
         total = time.perf_counter() - start
-        held.append(float(self._process.stdout.readline()))
+        held.append(self._answer()[0])
         for file in self.folder.glob("*.safetensors"):
             file.unlink()
         return total
