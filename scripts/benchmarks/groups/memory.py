@@ -105,7 +105,7 @@ def _from_another_process(settings: Settings) -> Iterator[Row]:
     yield compared(held_by, "ms", held_ms["send"], "memcpy + BLAKE3", ms["least"], HELD)
     yield compared(held_by, "ms", held_ms["send"], "held by publish", held_ms["publish"])
     for way, protocol in (("upload", "HTTP"), ("broadcast", "gloo")):
-        sent = f"{large.size}, copied and hashed, from a trainer to answers of another process by {protocol}"
+        sent = f"{large.size}, hashed, from a trainer to another process by {protocol}"
         yield compared(sent, "ms", ms[way], f"a bare {way} into memory", ms[f"bare {way}"], AS_A_BARE_ONE)
 
 
