@@ -115,6 +115,16 @@ def as_arriving(where: str, size: int, receive: Receive) -> GivenWeights:
     return as_file(where, open_arriving)
 
 
+def tensors_of(weights: object) -> dict[str, Any]:
+    """Return a mapping's or a module's tensors by name. Raises WeightFileError for anything else."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(weights, torch.nn.Module):
+        return _of_module(weights)
+    if not isinstance(weights, Mapping):
+        raise WeightFileError(f"expected tensors by name, or a module; got a {type(weights).__qualname__}")
+    return dict(weights)
+
+
 def _of_module(module: nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers by FQN, tied ones under each name, and extra states."""
     torch = sys.modules["torch"]

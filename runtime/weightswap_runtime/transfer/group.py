@@ -130,6 +130,23 @@ class Members:
         options.rootRank = 0
         return self._begin(lambda: self._group.broadcast([tensor], options))
 
+    def empty(self, size: int) -> torch.Tensor:
+        """Return memory for bytes that come."""
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def give(self, content: memoryview) -> None:
+        """Send bytes to rank 0. Raises TransferFailed."""
+        import torch
+
+        tensor = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
+        self.wait(self._begin(lambda: self._group.send([tensor], 0, 0)))
+
+    def take(self, buffer: torch.Tensor, rank: int) -> Any:
+        """Begin to fill memory with what a rank gives; return what to wait for."""
+        return self._begin(lambda: self._group.recv([buffer], rank, 0))
+
     def _begin(self, work: Any) -> Any:
         if self.failure is not None:
             raise self.failure
@@ -333,9 +350,7 @@ class _Arrival:
         return bucket.cpu().numpy().data
 
     def _take_header(self) -> memoryview:
-        import torch
-
-        header = torch.empty(self._turn.header, dtype=torch.uint8, device=self._members.device)
+        header = self._members.empty(self._turn.header)
         self._members.wait(self._members.broadcast(header))
         self._left -= self._turn.header
         self._next = "vote"
@@ -343,11 +358,9 @@ class _Arrival:
 
     def _begin(self) -> None:
         """Let the next bucket come, into the memory of the one before the last, which was read by now."""
-        import torch
-
         if self._coming is None and self._left:
             if len(self._buffers) < 2:
-                self._buffers.append(torch.empty(BUCKET, dtype=torch.uint8, device=self._members.device))
+                self._buffers.append(self._members.empty(BUCKET))
             self._buffers.reverse()
             bucket = self._buffers[0][: self._left]
             self._coming = bucket, self._members.broadcast(bucket)

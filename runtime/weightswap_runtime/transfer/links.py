@@ -71,6 +71,20 @@ def link_to(to: str | ProcessGroup, graph_id: str, token: str | None, model: str
     return UnixLink(to, graph_id)
 
 
+class NoLink:
+    """That of a trainer's rank which sends by rank 0."""
+
+    tick: float | None = None
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Is never called."""
+        raise NotImplementedError
+
+    def idle(self) -> None: ...
+
+    reset = close = idle
+
+
 class UnixLink:
     """A socket on which a receiver listens."""
 

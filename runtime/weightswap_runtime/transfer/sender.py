@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,7 +41,9 @@ from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
-from .links import link_to
+from .group import Members
+from .links import NoLink, link_to
+from .ranks import send_together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -98,6 +100,7 @@ class Sender(AbstractContextManager["Sender"]):
         timeout: float | None = 60.0,
         token: str | None = None,
         model: str | None = None,
+        trainers: ProcessGroup | None = None,
     ) -> None:
         """to: `unix:PATH`, the receiver's socket on this machine; the server's admin plane, `http://HOST:PORT` or
         `https://HOST:PORT`; or a process group of this rank 0 and all receivers, which nothing else uses. artifact:
@@ -107,12 +110,17 @@ class Sender(AbstractContextManager["Sender"]):
         Of an admin plane: token: one of the server's; None: that in WEIGHTSWAP_ADMIN_TOKEN. model: its name; None: the
         only one.
 
+        trainers: the group of a trainer's ranks, each of which has some rows of the weights (FSDP2). Each makes a
+        sender with the same arguments, and they all call `send` at the same step; rank 0 sends. Nothing else uses it.
+
         Raises ArtifactError and Unsupported.
         """
         check_timeout(timeout)
         self.to = str(to)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-        self._link = link_to(to, self.artifact.graph_id, token, model)
+        self._trainers = None if trainers is None else Members(trainers)
+        is_first = self._trainers is None or self._trainers.rank == 0
+        self._link = link_to(to, self.artifact.graph_id, token, model) if is_first else NoLink()
         self._timeout = math.inf if timeout is None else timeout
         self._composed = tuple(self.artifact.kinds)
         self._layout = _FileLayout(self.artifact.manifest)
@@ -142,6 +150,9 @@ class Sender(AbstractContextManager["Sender"]):
         wait: False: return as soon as they are copied and hashed, with a handle. While others are on their way they
         wait for these; of several that wait only the latest is sent.
 
+        With `trainers` the weights are a mapping or a module, whose tensors may be DTensors that are cut into rows, and
+        all ranks get the receipt or the same error; `wait` must be True.
+
         Raises what `Model.stage` raises for the weights, here or at the receiver, and TransferFailed.
         """
         options = {"labels": labels, "keys": keys, "ignore": ignore}
@@ -149,10 +160,20 @@ class Sender(AbstractContextManager["Sender"]):
             raise TransferFailed(f"{self.to}: this sender was made before a fork; make one in the child")
         if self._staging._is_owned():  # type: ignore[attr-defined]
             raise TransferFailed(f"{self.to}: a send within an iterator that is being sent; send after it has ended")
+        if self._trainers is not None:
+            if not wait:
+                raise Unsupported("wait=False: several ranks of a trainer wait, so that they send the same step")
+            with self._staging:
+                return send_together(
+                    self._trainers, weights, labels or {}, lambda given: self._send(given, options).wait()
+                )
+        sending = self._send(weights, options)
+        return sending.wait() if wait else sending
+
+    def _send(self, weights: Given, options: Mapping[str, Any]) -> Sending:
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
         with self._staging:
-            sending = self._stage(request)
-        return sending.wait() if wait else sending
+            return self._stage(request)
 
     def _stage(self, request: SwapRequest) -> Sending:
         memory = self._take()
