@@ -151,10 +151,7 @@ class SwapRequest(NamedTuple):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{self._about_expected()}")
         if self.labels and not isinstance(self.source, GivenWeights):
             raise Unsupported("labels: of weights from memory alone; a file has its own (pack(labels=))")
-        if not all(isinstance(text, str) for item in self.labels.items() for text in item):
-            raise Unsupported("labels: expected texts by name")
-        if problem := label_problem(dict(self.labels)):
-            raise Unsupported(f"labels: {problem}")
+        check_labels(self.labels)
         if self.onto and isinstance(self.source, GivenWeights):
             raise Unsupported("onto: for deltas alone, not for weights from memory")
         check_mode(self.verify)
@@ -197,6 +194,14 @@ class SwapRequest(NamedTuple):
     def patience(self) -> float | None:
         """Seconds to wait for another staging; None: do not wait."""
         return patience(self.busy, self.timeout)
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raise Unsupported for labels that are no texts, or too long."""
+    if not all(isinstance(text, str) for item in labels.items() for text in item):
+        raise Unsupported("labels: expected texts by name")
+    if problem := label_problem(dict(labels)):
+        raise Unsupported(f"labels: {problem}")
 
 
 def check_busy(busy: str) -> None:

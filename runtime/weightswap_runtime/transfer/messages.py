@@ -78,7 +78,7 @@ class Refusal(msgspec.Struct, frozen=True):
         """Return the receiver's error; a TransferFailed for one that is none of weightswap's."""
         kind = getattr(errors, self.error, None) if self.error in errors.__all__ else None
         if kind is None or not issubclass(kind, SwapError):
-            return TransferFailed(f"the receiver failed: {self.error}: {' '.join(self.lines)}")
+            return TransferFailed(f"the other side failed: {self.error}: {' '.join(self.lines)}")
         error: WeightswapError = kind.__new__(kind)
         Exception.__init__(error, *self.lines)  # which are safe to print already, and have line breaks
         if self.problems:

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from weightswap_runtime.errors import DigestMismatch, WeightFileError, WeightsMismatch
+from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.safetensors import pack_ranges, render_header
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.staging.given import MEMORY, as_arriving, tensors_of
+from weightswap_runtime.staging.request import check_labels
 from weightswap_runtime.tensors import nbytes
 
 from .group import BUCKET, Members, Vote
@@ -75,9 +76,13 @@ class Part(NamedTuple):
 
 
 def held(weights: Given, labels: Mapping[str, str]) -> tuple[Held, dict[str, memoryview]]:
-    """Return what this rank holds, and the bytes of its rows, by name."""
+    """Return what this rank holds, and the bytes of its rows, by name.
+
+    Raises WeightsMismatch, WeightFileError and Unsupported.
+    """
     from weightswap_runtime.torch_tensors import tensor_bytes  # needs torch
 
+    check_labels(labels)
     rows: dict[str, Rows] = {}
     content: dict[str, memoryview] = {}
     problems: list[str] = []
@@ -90,11 +95,11 @@ def held(weights: Given, labels: Mapping[str, str]) -> tuple[Held, dict[str, mem
             continue
         shape = whole if whole is not None else found.shape
         stop = first + (found.shape[0] if found.shape else 1)
-        if stop > first:
+        if stop > first or not shape[0]:  # a tensor without rows is whole everywhere
             rows[name] = Rows(found.dtype, shape, first, stop)
             content[name] = tensor_bytes(local)
     if problems:
-        return Held(refusal=Refusal.of(WeightsMismatch(MEMORY, problems, _ADVICE))), {}
+        raise WeightsMismatch(MEMORY, problems, _ADVICE)
     return Held(rows, dict(labels)), content
 
 
@@ -166,8 +171,9 @@ def send_together(
     """
     try:
         mine, content = held(weights, labels)
-    except WeightFileError as error:
-        mine, content = Held(refusal=Refusal.of(error)), {}
+    except Exception as error:
+        members.tell(Held(refusal=Refusal.of(error)))
+        raise
     joined = Joined(members.tell(mine))
     if members.rank:
         return _give(members, joined, content)

@@ -102,6 +102,29 @@ def rig(
         yield Rig(tiny, model, f"unix:{tmp_path / 'x.sock'}", request.param, stack)
 
 
+class Empty(nn.Module):
+    """Weights without values, one of them without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(2, 0))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.cat([x, self.rows])) + self.columns.sum()
+
+
+def test_weights_without_values_are_sent(tmp_path: Path) -> None:
+    module, at = Empty().eval(), f"unix:{tmp_path / 'x.sock'}"
+    artifact = export(module, (torch.zeros(2, 3),), out=tmp_path / "a.artifact")
+    state = module.state_dict()
+    with ExitStack() as stack, load(artifact) as model, model.receive(at):
+        senders = [stack.enter_context(Sender(at, artifact, trainers=group)) for group in group_of(2)]
+        for given in (lambda rank: state, lambda rank: cut(state, rank, 2)):
+            assert send_on_all(senders, given) == [model.history[-1]] * 2
+        assert model.weights_id == load(artifact, module).weights_id
+
+
 def test_rows_of_all_ranks_are_served(rig: Rig, tiny: TinyArtifact) -> None:
     for seed in (1, 2, 3):
         receipts = rig.send(lambda rank: cut(tiny.values(seed), rank, rig.count), labels={"step": str(seed)})  # noqa: B023
@@ -184,6 +207,9 @@ def test_ranks_that_send_other_steps_are_refused(rig: Rig, tiny: TinyArtifact) -
             first.send(cut(tiny.values(1), 0, 2), labels={"step": "1"})
         with pytest.raises(WeightsMismatch, match="labels differ"):
             other.result(20)
+    for refusal in rig.send(lambda rank: cut(tiny.values(1), rank, 2), labels={"step": 7}):
+        assert isinstance(refusal, Unsupported)
+        assert str(refusal) == "labels: expected texts by name"
     with pytest.raises(Unsupported, match="several ranks of a trainer wait"):
         first.send(cut(tiny.values(1), 0, 2), wait=False)
 
