@@ -29,6 +29,7 @@ from weightswap_runtime import (
     Model,
     NonFiniteWeights,
     Sender,
+    Sending,
     SwapReceipt,
     TransferFailed,
     Unsupported,
@@ -184,6 +185,31 @@ def test_where_a_place_is_followed_it_says_what_is_served(
     follower.stop()
     sender.send(TinyArtifact.values(1))
     assert serves(model, 1)
+
+
+def test_senders_wait_for_each_other(server: Server, model: Model, sender: Sender, weight_file: WriteWeights) -> None:
+    content = weight_file(2).read_bytes()
+    with closing(raw(server, f"Content-Length: {len(content)}")) as connection:
+        connection.sendall(content[:-4])
+        eventually(lambda: status(server)["staged"] is not None)
+        sending = sender.send(TinyArtifact.values(1), wait=False)
+        assert isinstance(sending, Sending)
+        connection.sendall(content[-4:])
+        assert answer_to(connection).status == 200
+    sending.wait(20)
+    assert serves(model, 1)
+    assert [receipt.generation for receipt in model.history] == [0, 1, 2]
+
+
+def test_a_place_that_is_followed_meanwhile_refuses_what_it_cannot_name(
+    server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    assert put(server, weight_file(1).read_bytes(), "stage").status == 200
+    DesiredPlace(tmp_path).set(weight_file(0), revision=0, by="ci")
+    model.follow(tmp_path, 60.0)
+    refused = change(server, "commit")
+    assert (refused.status, "nobody else could read these weights" in refused.json["error"]) == (409, True)
+    assert serves(model, 0)
 
 
 @pytest.mark.parametrize("share", [0, 5, 0.3, 0.6, 0.99, -1])

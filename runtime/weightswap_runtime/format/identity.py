@@ -23,8 +23,8 @@ from .safetensors import weights_id
 STEP = 4 << 20  # bytes that are inspected at a time: they stay in the cache
 Allowed = bool | frozenset[str] | None  # all, none, or the names of some weights
 _ADVICE = (
-    "Do not serve them; check the training that wrote them. If they are intended, allow_nonfinite=True accepts them, "
-    "and patterns such as allow_nonfinite='*.mask' accept those of some weights."
+    "Do not serve them; check the training that wrote them. If they are intended, allow_nonfinite=True where they are "
+    "staged or received accepts them, and patterns such as allow_nonfinite='*.mask' accept those of some weights."
 )
 
 

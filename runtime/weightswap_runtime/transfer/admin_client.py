@@ -106,6 +106,8 @@ class AdminClient:
                 connection.sock.settimeout(_left(deadline))  # None: staging may take minutes
                 response = connection.getresponse()
                 content = response.read()
+            except TimeoutError as error:
+                raise AdminUnreachable(f"{self.where}: no answer in time; it may still do what it was asked") from error
             except (OSError, http.client.HTTPException) as error:
                 raise AdminUnreachable(f"{self.where}: the connection was lost ({error!r})") from error
         if response.status >= 300:

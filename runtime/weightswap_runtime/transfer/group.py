@@ -16,7 +16,11 @@ is noticed by the group's timeout; a group is of no use after that.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+import weakref
+from collections import deque
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -32,7 +36,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.given import MEMORY, as_arriving
 from weightswap_runtime.threads import Background
 
-from .messages import VERSION, Outcome, Parcel, Refusal
+from .messages import MOST_ANSWER, VERSION, Outcome, Parcel, Refusal
 from .receiver import Target
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 BUCKET = 16 << 20  # bytes
 TICK = 1.0  # seconds between two turns without weights
+_SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
 T = TypeVar("T", bound=msgspec.Struct)
 _log = logging.getLogger("weightswap.transfer")
 
@@ -73,6 +78,7 @@ class Turn(msgspec.Struct, frozen=True):
     """What a rank does next. All but `leaves` is of rank 0; without a size there is nothing to do yet."""
 
     version: int = VERSION
+    bucket: int = 0  # bytes of all buckets but the last
     header: int = 0  # bytes of the file that come before the first vote
     size: int = 0  # bytes of the file
     weights_id: str = ""
@@ -97,17 +103,26 @@ class Members:
         self.where = f"process group, rank {self.rank} of {self.size}"
         if self.size < 2:
             raise Unsupported(f"{self.where}: has no other rank; make one of the sender and all receivers")
+        if id(group) in _used:
+            raise Unsupported(f"{self.where}: is in use already, by a sender or a receiver; make another group")
+        _used.add(id(group))
+        self._forget = weakref.finalize(self, _used.discard, id(group))
         self.device = _device_of(group)
         self.failure: TransferFailed | None = None  # after which the group is of no use
+        self.check: Check | None = None  # called while others are waited for; what it raises ends the group
+        # gloo's threads let go of what has ended a moment later; the last reference to tensors must not be theirs, as
+        # they need the interpreter to drop it, and end the process if that is ending
+        self._recent: deque[Any] = deque(maxlen=8)
 
     def tell(self, document: T) -> list[T]:
         """Tell the others a document, and return those of all, by rank. Raises TransferFailed."""
         raw = msgspec.json.encode(document)
-        lengths = [int.from_bytes(length, "little") for length in self._gather(len(raw).to_bytes(8, "little"))]
-        content = self._gather(raw.ljust(max(lengths)))
         try:
-            return [msgspec.json.decode(each, type=type(document)) for each in content]
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            most = max(int.from_bytes(length, "little") for length in self._gather(len(raw).to_bytes(8, "little")))
+            if most > MOST_ANSWER:
+                raise ValueError(f"a message of {most} bytes")
+            return [msgspec.json.decode(each, type=type(document)) for each in self._gather(raw.ljust(most))]
+        except Exception as error:
             raise self.fail(error) from error
 
     def vote(self) -> Refusal | None:
@@ -119,7 +134,7 @@ class Members:
 
         mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
         all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        self.wait(self._begin(lambda: self._group.allgather([all_ranks], [mine])))
+        self.wait(self._begin(lambda: self._group.allgather([all_ranks], [mine])), self.check)
         return [bytes(each.cpu().numpy()) for each in all_ranks]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
@@ -151,12 +166,19 @@ class Members:
         if self.failure is not None:
             raise self.failure
         try:
-            return work()
+            begun = work()
         except RuntimeError as error:
             raise self.fail(error) from error
+        self._recent.append(begun)
+        return begun
 
-    def wait(self, work: Any) -> None:
-        """Wait until something that was begun has ended. Raises TransferFailed."""
+    def wait(self, work: Any, check: Check | None = None) -> None:
+        """Wait until something that was begun has ended. Raises TransferFailed, and what `check` raises meanwhile."""
+        nap = _SHORT_NAP
+        while check is not None and not work.is_completed():
+            check()
+            time.sleep(nap)
+            nap = min(2 * nap, _LONG_NAP)
         try:
             work.wait()
         except RuntimeError as error:
@@ -171,6 +193,15 @@ class Members:
                 self._group.abort()  # else its threads may end this process with it
         return self.failure
 
+    def close(self) -> None:
+        """Let go of the group, whose threads end with its last reference."""
+        self.failure = self.failure or TransferFailed(f"{self.where}: was left; make a new group")
+        self._group = None
+        self._forget()
+
+
+_used: set[int] = set()  # ids of groups that a member refers to
+
 
 def _device_of(group: Any) -> torch.device:
     """Return a device whose tensors a group takes."""
@@ -184,7 +215,7 @@ def _device_of(group: Any) -> torch.device:
 
 
 def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2].partition(". ")[0][:200]
 
 
 class GroupLink:
@@ -205,7 +236,7 @@ class GroupLink:
         """
         header, *buckets = parcel.pieces(BUCKET)
         try:
-            self._turn(Turn(header=len(header), size=parcel.size, weights_id=weights_id))
+            self._turn(Turn(bucket=BUCKET, header=len(header), size=parcel.size, weights_id=weights_id))
             self._send(header)
             refusal = self._members.vote()
             if refusal is None:
@@ -244,6 +275,7 @@ class GroupLink:
         if self._members.failure is None:
             with suppress(TransferFailed):
                 self._members.tell(Turn(leaves=True))
+        self._members.close()
 
 
 class GroupReceiver(AbstractContextManager["GroupReceiver"]):
@@ -259,6 +291,8 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         self.last_error: BaseException | None = None  # None again once weights were taken
         self._target, self._rate_limit = target, rate_limit
         self._is_stopping = False
+        self._patience = math.inf  # the time until which a turn is waited for, to leave at it
+        self._members.check = self._check
         self._job = Job()
         self._thread = Background(self._run, "weightswap-receiver", self._end)
         self._thread.start()
@@ -273,7 +307,8 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         self._job.cancel()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Cancel what is being staged, and leave the group at its next turn, which ends it for all.
+        """Cancel what is being staged, and leave the group at its next turn, which ends it for all; if none comes soon,
+        without it.
 
         Wait for at most `timeout` seconds until the thread has ended, and return whether it has.
         """
@@ -290,14 +325,22 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         return f"GroupReceiver({self.at!r}, {'alive' if self.alive else 'stopped'})"
 
     def _end(self) -> None:
+        if not self._is_stopping:
+            self._patience = time.monotonic() + 2 * TICK
         self._is_stopping = True
         self._job.cancel()
+
+    def _check(self) -> None:
+        if time.monotonic() > self._patience:
+            raise TransferFailed(f"{self.at}: was stopped")
 
     def _run(self) -> None:
         try:
             while True:
                 turns = self._members.tell(Turn(leaves=self._is_stopping))
                 if any(turn.leaves for turn in turns):
+                    if any(turn.leaves for turn in turns[1:]) and not self._is_stopping:
+                        raise TransferFailed(f"{self.at}: another receiver was stopped; make a new group")
                     return
                 if turns[0].size:
                     self._take(turns[0])
@@ -307,6 +350,8 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         except BaseException as error:
             self._members.fail(error)
             _log.exception("%s: failed", self.at)
+        finally:
+            self._members.close()
 
     def _take(self, turn: Turn) -> None:
         """Serve what is offered, if all can. Raises TransferFailed if the group has failed."""
@@ -314,6 +359,10 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         try:
             if self._is_stopping:
                 self._job.cancel()
+            if turn.version != VERSION:
+                raise TransferFailed(
+                    f"{self.at}: the sender speaks version {turn.version}, the receiver {VERSION}; install one release"
+                )
             given = as_arriving(f"{MEMORY}:{self.at}", turn.size, arrival.receive)
             receipt = self._target.swap(given, turn.weights_id, self._job, arrival.agree)
         except Exception as error:
@@ -344,7 +393,7 @@ class _Arrival:
         self._begin()
         assert self._coming is not None
         bucket, work = self._coming
-        self._members.wait(work)
+        self._members.wait(work, check)  # what it raises leaves the bucket coming
         self._coming = None
         self._begin()
         return bucket.cpu().numpy().data
@@ -360,7 +409,7 @@ class _Arrival:
         """Let the next bucket come, into the memory of the one before the last, which was read by now."""
         if self._coming is None and self._left:
             if len(self._buffers) < 2:
-                self._buffers.append(self._members.empty(BUCKET))
+                self._buffers.append(self._members.empty(self._turn.bucket))
             self._buffers.reverse()
             bucket = self._buffers[0][: self._left]
             self._coming = bucket, self._members.broadcast(bucket)
@@ -368,6 +417,8 @@ class _Arrival:
 
     def agree(self) -> None:
         """Raise the reason if another rank cannot serve the weights, which have come whole."""
+        if self._next == "vote":  # they are a header alone
+            self._vote("buckets")
         self._vote("outcome")
 
     def _vote(self, then: Literal["buckets", "outcome"]) -> None:
@@ -386,7 +437,7 @@ class _Arrival:
         while self._next == "buckets" and (self._left or self._coming):
             self._begin()
             assert self._coming is not None
-            members.wait(self._coming[1])
+            members.wait(self._coming[1], members.check)
             self._coming = None
         if self._next == "outcome":
             members.tell(Outcome(refusal=refusal))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from weightswap_runtime.errors import GraphMismatch, TransferFailed, Unsupported
+from weightswap_runtime.errors import GraphMismatch, StagingBusy, TransferFailed, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PIECE = 1 << 20  # bytes that are sent at once
+_BUSY = 0.25  # seconds until weights are sent again to a server that was staging others
 
 
 class Link(Protocol):
@@ -171,6 +172,16 @@ class HttpLink:
         self._name: str | None = None  # of a model that has the graph
 
     def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Send weights, once no others are being staged."""
+        while True:
+            try:
+                return self._send(weights_id, parcel, deadline)
+            except StagingBusy:
+                if time.monotonic() + _BUSY >= deadline:
+                    raise
+                time.sleep(_BUSY)
+
+    def _send(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
         try:
             if self._name is None:
                 self._name = self._greet(_left(deadline))

@@ -42,7 +42,10 @@ def socket_path(address: str) -> str:
     """Return the path of a socket's address, `unix:PATH`. Raises Unsupported."""
     path = address.removeprefix(SCHEME) if isinstance(address, str) and address.startswith(SCHEME) else ""
     if not path or "\0" in path:
-        raise Unsupported(f"{address!r}: expected {SCHEME}PATH, a socket on this machine")
+        raise Unsupported(
+            f"{address!r}: expected {SCHEME}PATH, a socket on this machine; a Sender also takes http://HOST:PORT, and "
+            "both take a process group"
+        )
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise Unsupported(
             f"{address}: a path of more than {_LONGEST_PATH} bytes, which no socket has; give a shorter one"

@@ -236,7 +236,7 @@ class Sender(AbstractContextManager["Sender"]):
                 if self._changed.wait_for(lambda: self._waiting is not None or self._closed, self._link.tick):
                     sending, self._waiting = self._waiting, None
                     return sending
-            with suppress(TransferFailed):  # which the next delivery says
+            with suppress(Exception):  # which the next delivery says
                 self._link.idle()
 
     def _stop(self) -> None:
@@ -249,6 +249,8 @@ class Sender(AbstractContextManager["Sender"]):
         self._stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self._trainers is not None:
+            self._trainers.close()
         with self._changed:
             free, self._free = self._free, []
         for memory in free:

@@ -18,7 +18,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import Unsupported, brief
 from weightswap_runtime.sources.location import printable
 from weightswap_server.errors import Forbidden
 from weightswap_server.settings import Settings
@@ -244,7 +244,11 @@ def _root(entry: str) -> Path:
 
 def _read_with(path: Path) -> Iterator[Path]:
     """Yield the files that are read beside a file, or the links in a folder: a link may lead elsewhere."""
-    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise Forbidden(f"{brief(str(path))}: cannot be looked at ({error.strerror})") from error
+    folder = path if is_folder else path.parent if path.name.endswith(".index.json") else None
     if folder is None:
         yield path.with_name(path.name.removesuffix(".safetensors") + _GOLDENS)
         return

@@ -17,7 +17,7 @@ import msgspec
 from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsupported, WeightswapError, with_rule
 from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
-from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, check_promotable
 from weightswap_runtime.following.place import DesiredPlace, Known, check_file
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -133,8 +133,13 @@ class ModelOperations:
         """
         self._stage(request, by, swapping=False, given=given, change_id=change_id)
 
-    def commit(self, request: CommitRequest, by: str, change_id: str = "") -> SwapReceipt | None:
-        """Commit the staged weights, and write them to a followed place. change_id: as given to `stage`, or any.
+    def commit(
+        self, request: CommitRequest, by: str, change_id: str = "", *, promotes: bool = False
+    ) -> SwapReceipt | None:
+        """Commit the staged weights, and write them to a followed place.
+
+        change_id: as given to `stage`, or any. promotes: nobody has decided on just these weights, so that a hold
+        refuses them, and so does a place that has withdrawn them.
 
         Raises StageClosed if nothing is staged, Conflict for other weights than expected, and what `Staged.commit` and
         `DesiredPlace.set` raise. The weights then stay staged. If the place was written, and calls or pins hold the
@@ -143,13 +148,15 @@ class ModelOperations:
         change = self._committable(change_id)
         if request.expect not in (None, change.weights.weights_id):
             raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
-        return self._commit(change, request, by)
+        return self._commit(change, request, by, promotes)
 
-    def swap(self, request: StageRequest, by: str, given: GivenWeights | None = None) -> SwapReceipt | None:
+    def swap(
+        self, request: StageRequest, by: str, given: GivenWeights | None = None, *, promotes: bool = False
+    ) -> SwapReceipt | None:
         """Stage and commit, all or nothing. Raises as `stage` and `commit`."""
         change = self._stage(request, by, swapping=True, given=given)
         try:
-            return self._commit(change, request, by)
+            return self._commit(change, request, by, promotes)
         finally:
             self._changes.drop(change)
 
@@ -234,7 +241,7 @@ class ModelOperations:
         request = StageRequest(source=source, why=why)
         change = _StagedChange(self.served, request, by, revision, self._staged_timeout, swapping=True)
         with self._changes.prepared(change, begin):
-            return self._write_and_commit(change, by, why, write)
+            return self._write_and_commit(change, why, write)
 
     def _has_in_memory(self, weights_id: str) -> bool:
         """Return whether a follower would serve these weights without reading a file."""
@@ -359,10 +366,7 @@ class ModelOperations:
         """Stage weights. Raises StagingBusy, and what the staging raises."""
         place = self.followed.place
         if given is not None and place is not None:
-            raise Conflict(
-                f"{self.name}: follows {place.where}, which says what is served, and nobody else could read these "
-                "weights; publish them there, or push a file to a server with --upload-dir"
-            )
+            raise self._in_no_file(place)
         path = self._allowed.weights(request.source) if given is None else request.source
         if place is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
@@ -386,6 +390,12 @@ class ModelOperations:
         )
         return self._changes.prepare(change, begin)
 
+    def _in_no_file(self, place: DesiredPlace) -> Conflict:
+        return Conflict(
+            f"{self.name}: follows {place.where}, which says what is served, and nobody else could read these weights; "
+            "publish them there, or push a file to a server with --upload-dir"
+        )
+
     def _committable(self, change_id: str = "") -> _StagedChange:
         change = self._change
         if change is None or change.swapping or change_id not in ("", change.id):
@@ -400,14 +410,18 @@ class ModelOperations:
             self.served.end_canary()
             self.served.start_canary(change.weights, plan)
 
-    def _commit(self, change: _StagedChange, request: Change, by: str) -> SwapReceipt | None:
+    def _commit(self, change: _StagedChange, request: Change, by: str, promotes: bool = False) -> SwapReceipt | None:
         place, why = self.followed.place, request.why or change.request.why
         write = None
         if place is not None:
+            if not change.weights.report.reloadable:  # the place was not followed yet when they were staged
+                raise self._in_no_file(place)
+            if promotes:
+                check_promotable(place.read(), change.weights.weights_id, printable(change.request.source))
             revision = change.revision if request.revision is None else request.revision
             write = partial(self._desire, place, change, revision, why, by)
         with self._turn(_TURN):  # a follower that reads the place meanwhile waits for this commit
-            done = self._write_and_commit(change, by, why, write)
+            done = self._write_and_commit(change, why, write)
         self.followed.look()
         return self._served(done)
 
@@ -423,7 +437,7 @@ class ModelOperations:
         return self._changes.turn(check)
 
     def _write_and_commit(
-        self, change: _StagedChange, by: str, why: str, write: Callable[[], DesiredState] | None
+        self, change: _StagedChange, why: str, write: Callable[[], DesiredState] | None
     ) -> SwapReceipt | DesiredState | None:
         """Write a followed place, and commit. Return what was written if the commit then fails: the follower makes it.
 
@@ -435,7 +449,7 @@ class ModelOperations:
             nonlocal written
             written = write() if write is not None else None
 
-        with self.journal.committing(by, why):
+        with self.journal.committing(change.by, why):  # the receipt says who has staged
             try:
                 return self._changes.commit(change, record)
             except WeightswapError:
@@ -491,7 +505,8 @@ class _StagedChange(OpenChange):
 
     @property
     def busy(self) -> str:
-        return f"{self._served.name}: an operator has already staged weights; commit or discard them first"
+        doing = "is staging" if self.phase == "staging" else "has staged"
+        return f"{self._served.name}: {self.by or 'an operator'} {doing} weights; commit or discard them first"
 
     def ended(self) -> None:
         self._served.end_canary()

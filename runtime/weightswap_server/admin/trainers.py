@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weightswap_runtime.errors import WeightswapError, brief, encode_json
+from weightswap_runtime.errors import StagingBusy, WeightswapError, brief, encode_json
 from weightswap_runtime.following.controller import Lease
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.tensors import tensor_digest
@@ -34,12 +34,12 @@ from .documents import AdminError, Change, CommitRequest, StageRequest
 from .operations import ModelOperations
 
 T = TypeVar("T")
-VERSION = "weight_version"  # begins the reason of a trainer's commit, and is the label of files that have it themselves
+VERSION = "weight_version"  # names the version in the reason of a trainer's commit, and in the labels of files
 BACKENDS = ("weightswap", "disk", "file", "filesystem")
 _FORMATS = (None, "auto", "safetensors")
 _INSTEAD = (
     "Write the weights to a file and give its path, to /update_weights or /update_weights_from_disk; from memory, "
-    "weightswap's Sender takes them to a server with --receive"
+    "weightswap's Sender takes them to this address"
 )
 _COLLECTIVE = "comes by NCCL, from which no weights can be verified before they are served"
 _HANDLES = "is a handle of another process's memory, which may change while it is read"
@@ -219,7 +219,7 @@ class Trainers:
     async def _start(self, request: Request) -> Response:
         lifecycle = self._lifecycle(request)
         await self._bodies.body_of(request)  # which trainers fill in several ways, about nothing that there is here
-        await self._do(request, "start_weight_update", lifecycle, None, lambda *_: lifecycle.start())
+        await self._do(request, "start_weight_update", lifecycle, None, lambda _, by: lifecycle.start(by))
         return _answer(Message("Weight update started"))
 
     async def _update(self, request: Request) -> Response:
@@ -261,7 +261,7 @@ class Trainers:
         try:
             return await self._document(request, kind)
         except WeightswapError:
-            await in_thread(lifecycle.end)
+            await in_thread(partial(lifecycle.end, user_of(request)))
             raise
 
     async def _document(self, request: Request, kind: type[T]) -> T:
@@ -277,16 +277,16 @@ class Trainers:
 
 
 class _Update:
-    """An update between its start and its finish, for which its lease lasts."""
+    """An update between its start and its finish, for which its lease lasts. by: the token's name."""
 
-    def __init__(self, timeout: float) -> None:
-        self.id = uuid4().hex
+    def __init__(self, by: str, timeout: float) -> None:
+        self.id, self.by = uuid4().hex, by
         self.lease = Lease(timeout)
         self.has_path = False
 
 
 class _Lifecycle:
-    """The updates of one model, of which one is open at a time.
+    """The updates of one model, of which one is open at a time. It belongs to the token that has started it.
 
     Whatever refuses a step ends the update and discards its weights: a trainer that goes on with its next one is not
     refused for the last, and never commits a part of what it has tried to send. What a trainer that has died leaves
@@ -299,25 +299,23 @@ class _Lifecycle:
         self._open: _Update | None = None
 
     def swap(self, request: StageRequest, by: str) -> None:
-        """Stage and commit, beside the lifecycle."""
-        self._check_served(self.operations.swap(request, by))
+        """Stage and commit, beside the lifecycle. Raises Conflict, and what `ModelOperations.swap` raises."""
+        with self._lock:
+            self._check_none_open()
+        self._check_served(self.operations.swap(request, by, promotes=True))
 
-    def start(self) -> None:
+    def start(self, by: str) -> None:
         """Open an update. Raises Conflict."""
         with self._lock:
             last = self._open
-            if last is not None and not last.lease.is_over:
-                raise Conflict(
-                    f"{self.operations.name}: an update has been started already; finish it. If its trainer is gone, "
-                    "POST /init_weight_transfer_engine, with which trainers begin, discards it"
-                )
-            self._open = _Update(self._timeout)
+            self._check_none_open()
+            self._open = _Update(by, self._timeout)
         if last is not None:
             self._discard(last)
 
     def stage(self, request: StageRequest, by: str) -> None:
         """Stage the weights of the update. Raises Conflict, and what `ModelOperations.stage` raises."""
-        with self._step() as update:
+        with self._step(by) as update:
             with self._lock:
                 again, update.has_path = update.has_path, True
             if again:
@@ -329,24 +327,28 @@ class _Lifecycle:
 
     def finish(self, request: CommitRequest, by: str) -> None:
         """Commit the weights of the update. Raises Conflict, and what `ModelOperations.commit` raises."""
-        with self._step() as update:
-            self._check_served(self.operations.commit(request, by, update.id))
+        with self._step(by) as update:
+            self._check_served(self.operations.commit(request, by, update.id, promotes=True))
             self._end(update)
 
-    def end(self) -> None:
-        """End the update that is open, if any, and discard its weights."""
-        if (update := self._open) is not None:
+    def end(self, by: str | None = None) -> None:
+        """End the update that is open, and discard its weights. by: only if it is this one's; None: anybody's."""
+        if (update := self._open) is not None and by in (None, update.by):
             self._end(update)
 
     @contextmanager
-    def _step(self) -> Iterator[_Update]:
+    def _step(self, by: str) -> Iterator[_Update]:
         update = self._open
         if update is None:
             raise Conflict(f"{self.operations.name}: no update is open; POST /start_weight_update first")
+        if update.by != by:
+            raise Conflict(f"{self.operations.name}: the update that is open was started by {update.by}; start yours")
         try:
             if update.lease.is_over:
                 raise Conflict(f"{self.operations.name}: the update took longer than --staged-timeout; start again")
             yield update
+        except StagingBusy:  # such as a finish while weights are still staged
+            raise
         except BaseException:
             self._end(update)
             raise
@@ -359,6 +361,13 @@ class _Lifecycle:
 
     def _discard(self, update: _Update) -> None:
         self.operations.discard(Change(), "", update.id)
+
+    def _check_none_open(self) -> None:
+        if (last := self._open) is not None and not last.lease.is_over:
+            raise Conflict(
+                f"{self.operations.name}: an update has been started by {last.by} already; finish it. If its trainer "
+                "is gone, POST /init_weight_transfer_engine, with which trainers begin, discards it"
+            )
 
     def _check_served(self, receipt: SwapReceipt | None) -> None:
         if receipt is None:
@@ -388,16 +397,19 @@ def _info(operations: ModelOperations) -> WeightInfo:
 
 
 def _version_of(operations: ModelOperations, weights_id: str) -> str | None:
-    """Return the name that a trainer gave to weights last; a rollback to them keeps it."""
+    """Return the name that a trainer gave to weights when they came last; a rollback to them keeps it."""
     for receipt in reversed(operations.model.history):
-        given, _, version = operations.journal.why(receipt).partition(" ")
-        if receipt.weights_id == weights_id and given == VERSION:
-            return version
+        if receipt.weights_id == weights_id:
+            given, equals, version = operations.journal.why(receipt).partition("=")
+            if equals and given == VERSION:
+                return version
+            if receipt.kind != "rollback":
+                break
     return None
 
 
 def _reason(version: str | None) -> str:
-    return f"{VERSION} {version}" if version is not None else ""
+    return f"{VERSION}={version}" if version else ""
 
 
 def _checked(operations: ModelOperations, question: CheckWeights) -> Checked:

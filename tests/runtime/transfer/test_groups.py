@@ -7,9 +7,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -39,9 +41,10 @@ from weightswap_runtime.transfer import group as groups
 
 def group_of(size: int, timeout: float = 20.0) -> list[Any]:
     """Return the members of a gloo group, all in this process."""
-    address = f"tcp://127.0.0.1:{free_port()}"
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=timeout)
+    make: Any = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: process_group(address, rank, size, timeout=timeout), range(size)))
+        return list(pool.map(lambda rank: make(store, rank, size, limit), range(size)))
 
 
 class Rig:
@@ -156,6 +159,75 @@ def test_a_receiver_that_leaves_ends_the_group(tiny: TinyArtifact, models: list[
                 rig.sender.send(tiny.values(1))
         assert rig.serve(0)
     assert not models[1].receivers
+    assert "another receiver was stopped; make a new group" in str(rig.receivers[1].last_error)
+
+
+def test_an_operator_need_not_wait_for_a_sender_that_hangs(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor need who stops: without the sender there is no turn at which to leave."""
+    model, hangs, go_on = load(tiny.path, weight_file(0)), threading.Event(), threading.Event()
+    send = groups.GroupLink._send
+
+    def send_and_hang(link: groups.GroupLink, content: memoryview) -> None:
+        if content.nbytes == 40:  # after the first bucket
+            hangs.set()
+            go_on.wait(60)
+        send(link, content)
+
+    monkeypatch.setattr(groups, "BUCKET", 40)
+    monkeypatch.setattr(groups.GroupLink, "_send", send_and_hang)
+    first, second = group_of(2, timeout=60.0)
+    receiver = model.receive(second)
+    with Sender(first, tiny.path) as sender:
+        sending = sender.send(tiny.values(1), wait=False)
+        assert isinstance(sending, Sending)
+        assert hangs.wait(20)
+        while model.progress is None or model.progress.phase != "reading":
+            time.sleep(0.01)
+        receiver.interrupt()
+        model.swap(weight_file(2), busy="wait", timeout=20)
+        assert serves(model, 2)
+        assert receiver.stop(20)
+        go_on.set()
+        with pytest.raises(TransferFailed):
+            sending.wait(20)
+
+
+def test_a_group_may_serve_nothing_but_names(tmp_path: Path) -> None:
+    """Weights without values: no bucket is sent, and all ranks are at the same step after it."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, self.rows])
+
+    module = Empty().eval()
+    artifact = export(module, (torch.zeros(2, 3),), out=tmp_path / "a.artifact")
+    first, second = group_of(2)
+    with load(artifact) as model, Sender(first, artifact) as sender:
+        model.receive(second)
+        for generation in (0, 1):
+            receipt = sender.send(module)
+            assert isinstance(receipt, SwapReceipt)
+            assert receipt.generation == generation
+
+
+def test_who_speaks_another_version_is_refused(
+    tiny: TinyArtifact, models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = groups.GroupLink._turn
+    with closing(Rig(tiny, models)) as rig:
+        older = groups.VERSION - 1
+        monkeypatch.setattr(
+            groups.GroupLink, "_turn", lambda link, what: turn(link, msgspec.structs.replace(what, version=older))
+        )
+        with pytest.raises(TransferFailed, match=f"speaks version {older}, the receiver {groups.VERSION}; install one"):
+            rig.sender.send(tiny.values(1))
+        assert rig.serve(0)
 
 
 def test_a_dropped_model_leaves(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -175,6 +247,9 @@ def test_what_cannot_be_a_group_is_refused(tiny: TinyArtifact, models: list[Mode
         models[0].receive(first)
     with pytest.raises(Unsupported, match="rank 0 sends, all others receive"):
         Sender(second, tiny.path)
+    third, _ = group_of(2)
+    with Sender(third, tiny.path), pytest.raises(Unsupported, match="is in use already, by a sender or a receiver"):
+        Sender(third, tiny.path)
     for odd, says in ((alone, "has no other rank"), (3, "expected a text such as unix:PATH, or a process group")):
         with pytest.raises(Unsupported, match=says):
             models[0].receive(odd)
