@@ -318,11 +318,111 @@ def test_of_two_trainers_one_is_told_so(rig: Rig) -> None:
     refused = rig.post(START)
     assert (refused.status, "already" in refused.json["error"]) == (409, True)
     beside = rig.post(FROM_DISK, {"model_path": rig.file(3)})
-    assert (beside.status, beside.json["kind"]) == (400, "StagingBusy")
+    assert (beside.status, beside.json["kind"]) == (400, "Conflict")
+    assert "an update has been started by token already; finish it" in beside.json["message"]
     assert rig.answers_of(1)
     assert rig.post(FINISH).status == 200
     assert rig.answers_of(2)
     assert rig.post(START).status == 200
+
+
+def as_user(rig: Rig, name: str, path: str, body: Any = b"") -> Reply:
+    return call(rig.server, path, body, {"Authorization": f"Bearer {name * 8}"})
+
+
+@pytest.fixture
+def shared(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Rig]:
+    """A server with tokens for `anna` and `bert`."""
+    model = load(tiny.path, weight_file(1))
+    (tmp_path / "tokens").write_text("anna annaannaannaannaannaannaannaanna\nbert bertbertbertbertbertbertbertbert\n")
+    tokens = str(tmp_path / "tokens")
+    with administered({"tiny": model}, allow=(str(tmp_path),), token_file=tokens) as server:
+        yield Rig(server, model, lambda seed: str(weight_file(seed)), tmp_path)
+
+
+def test_an_update_is_of_the_token_that_started_it(shared: Rig) -> None:
+    def update(name: str, seed: int) -> int:
+        return as_user(shared, name, UPDATE, {"update_info": {"path": shared.file(seed)}}).status
+
+    assert (as_user(shared, "anna", START).status, update("anna", 2)) == (200, 200)
+    assert as_user(shared, "bert", INIT, {"init_info": {}}).status == 200
+    assert (as_user(shared, "bert", START).status, update("bert", 3)) == (200, 200)
+    for refused in (as_user(shared, "anna", FINISH), as_user(shared, "anna", FINISH, b"{")):
+        assert refused.status in (400, 409)
+    assert update("anna", 2) == 409
+    assert serves(shared.model, 1)
+    assert as_user(shared, "bert", FINISH, {"weight_version": "b"}).status == 200  # what others tried changed nothing
+    assert serves(shared.model, 3)
+    assert shared.model.history[-1].by == "bert"
+
+
+def test_the_reason_is_kept_whoever_commits(shared: Rig) -> None:
+    source = {"source": shared.file(2), "why": "to try"}
+    assert as_user(shared, "anna", "/admin/models/tiny/stage", source).status == 200
+    assert as_user(shared, "bert", "/admin/models/tiny/commit", {"why": "it is better"}).status == 200
+    receipts = as_user(shared, "bert", "/admin/models/tiny/history", None).json["receipts"]
+    assert (receipts[-1]["why"], receipts[-1]["by"]) == ("it is better", "anna")
+
+
+def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = Event(), Event()
+
+    def wait(event: receipt.Event) -> None:
+        if event.kind == "staging":
+            begun.set()
+            go_on.wait(20)
+
+    unlisten = rig.model.listen(wait)
+    assert rig.post(START).status == 200
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(rig.update, 2)
+        assert begun.wait(20)
+        early = rig.post(FINISH)
+        assert (early.status, early.json["kind"]) == (409, "StagingBusy")
+        go_on.set()
+        assert update.result(20).status == 200
+    unlisten()
+    assert rig.post(FINISH).status == 200
+    assert rig.answers_of(2)
+
+
+def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, weight_file: WriteWeights) -> None:
+    place = DesiredPlace(rig.folder)
+    place.set(weight_file(1), revision=0, by="ci")
+    place.set(weight_file(2), revision=1, by="ci")
+    rig.model.follow(rig.folder, 0.05)
+    until(lambda: serves(rig.model, 2))
+    place.rollback(revision=2, by="ann", why="slow", hold=True)
+    until(lambda: serves(rig.model, 1))
+    for seed, kind in ((3, "Held"), (2, "Superseded")):
+        refused = rig.post(FROM_DISK, {"model_path": rig.file(seed)})
+        assert (refused.status, refused.json["kind"]) == (400, kind)
+        assert (rig.post(START).status, rig.update(seed).status, rig.post(FINISH).status) == (200, 200, 409)
+        assert serves(rig.model, 1)
+    place.release(revision=3)
+    assert rig.post(FROM_DISK, {"model_path": rig.file(3)}).status == 200
+    assert serves(rig.model, 3)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_version_is_that_of_the_last_time_that_weights_came(rig: Rig) -> None:
+    for version, known in (("six", "six"), (None, None), ("", None), ("a=b", "a=b")):
+        body = {"model_path": rig.file(2)} | ({} if version is None else {"weight_version": version})
+        assert rig.post(FROM_DISK, body).status == 200
+        assert rig.info()["weight_version"] == (known or rig.model.weights_id)
+        assert rig.post(FROM_DISK, {"model_path": rig.file(3)}).status == 200
+
+
+def test_a_name_that_no_file_has_is_refused(rig: Rig) -> None:
+    refused = rig.post(FROM_DISK, {"model_path": str(rig.folder / ("x" * 300))})
+    assert (refused.status, refused.json["kind"], refused.json["success"]) == (400, "Forbidden", False)
+    assert rig.is_unchanged()
 
 
 def test_a_trainer_that_begins_anew_discards_what_its_predecessor_left(rig: Rig) -> None:
