@@ -321,7 +321,7 @@ class Model(ServedModel):
 
         at: `unix:PATH`, a socket to be made there, to which processes of this machine's same user connect; or a process
         group whose rank 0 sends, and which nothing else uses: all other ranks verify the weights, and then serve them,
-          or none does; but for one whose calls and pins outlast the timeout.
+        or none does; but for one whose calls and pins outlast the timeout.
         verify, allow_nonfinite, by, rate_limit: as in `stage`. timeout: seconds to wait for another staging, for calls
         and pins, and for a sender that has stopped in the middle of a message.
 
