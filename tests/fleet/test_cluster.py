@@ -39,6 +39,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _all_are_there(deployed: Deployed) -> None:
+    """Wait for keepers that a test before has killed: until their replicas come back they take no change."""
+    assert deployed[0].wait(60)
+
+
 def test_a_swap_is_every_node_s(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     with calling(deployed) as clients:
