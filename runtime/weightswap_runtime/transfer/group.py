@@ -94,8 +94,11 @@ class Vote(msgspec.Struct, frozen=True):
 class Members:
     """The members of a group, one of which is this process. Used by one thread at a time."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        """Raises Unsupported for a group of one, and for what is none."""
+    def __init__(self, group: ProcessGroup, sends: bool | None = None) -> None:
+        """sends: whether this must be the rank that sends weights to all others; None: it may be any.
+
+        Raises Unsupported for another rank, a group of one or in use, and for what is none.
+        """
         if not all(hasattr(group, name) for name in ("rank", "size", "broadcast", "allgather")):
             raise Unsupported(f"{group!r:.200}: expected a text such as unix:PATH, or a process group")
         self._group: Any = group
@@ -103,6 +106,8 @@ class Members:
         self.where = f"process group, rank {self.rank} of {self.size}"
         if self.size < 2:
             raise Unsupported(f"{self.where}: has no other rank; make one of the sender and all receivers")
+        if sends is not None and sends != (self.rank == 0):
+            raise Unsupported(f"{self.where}: rank 0 sends, all others receive")
         if id(group) in _used:
             raise Unsupported(f"{self.where}: is in use already, by a sender or a receiver; make another group")
         _used.add(id(group))
@@ -225,9 +230,7 @@ class GroupLink:
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises Unsupported."""
-        self._members = Members(group)
-        if self._members.rank:
-            raise Unsupported(f"{self._members.where}: rank 0 sends, all others receive")
+        self._members = Members(group, sends=True)
 
     def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
         """Let weights be served by all others, and return the receipt of rank 1.
@@ -284,10 +287,8 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
 
     def __init__(self, group: ProcessGroup, target: Target, rate_limit: float | None = None) -> None:
         """Begin to receive. Raises Unsupported."""
-        self._members = Members(group)
+        self._members = Members(group, sends=False)
         self.at = self._members.where
-        if not self._members.rank:
-            raise Unsupported(f"{self.at}: rank 0 sends, all others receive")
         self.last_error: BaseException | None = None  # None again once weights were taken
         self._target, self._rate_limit = target, rate_limit
         self._is_stopping = False

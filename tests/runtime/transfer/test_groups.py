@@ -247,6 +247,8 @@ def test_what_cannot_be_a_group_is_refused(tiny: TinyArtifact, models: list[Mode
         models[0].receive(first)
     with pytest.raises(Unsupported, match="rank 0 sends, all others receive"):
         Sender(second, tiny.path)
+    with Sender(first, tiny.path), models[0].receive(second) as receiver:  # what was refused before has left no trace
+        assert receiver.alive
     third, _ = group_of(2)
     with Sender(third, tiny.path), pytest.raises(Unsupported, match="is in use already, by a sender or a receiver"):
         Sender(third, tiny.path)
