@@ -26,6 +26,7 @@ from .signature import Literal as LiteralLeaf
 
 FORMAT_VERSION = 1
 VARIANTS_VERSION = 2  # of artifacts that declare variants: readers that know none must not serve them
+RANKS_VERSION = 3  # of artifacts for several ranks, each of which has a part of the weights
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 PARTS_NAME = "parts.json"
@@ -70,6 +71,24 @@ class Method(_ManifestPart, frozen=True):
     def has_state(self) -> bool:
         """True if the graph takes state tensors."""
         return any(item.kind == "state" for item in self.inputs)
+
+
+class Cut(_ManifestPart, frozen=True, omit_defaults=True):
+    """How ranks share a weight: along one dimension, in even parts, of which each has one."""
+
+    dim: int
+    groups: int = 1  # of that dimension, each of which is cut by itself, such as gate and up in one tensor
+    repeat: int = 1  # neighbouring ranks that have the same part, such as a key-value head
+
+
+class Split(_ManifestPart, frozen=True):
+    """What makes a model's ranks one model."""
+
+    size: int  # the number of ranks
+    whole: str  # the graph id of the same model in one process: weight files are packed for it, whatever the size
+    # by the names of weights; every rank has the whole of all others. The table of weights has the shapes of the whole,
+    # as files do; graphs take those of the parts
+    cuts: dict[str, Cut]
 
 
 class NamedTensor(_ManifestPart, frozen=True):
@@ -156,6 +175,12 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     generation: TextGeneration | None = None
     # group -> its tensors, whose values a call chooses among the resident variants; zeros if it chooses none
     variants: dict[str, tuple[NamedTensor, ...]] = {}
+    ranks: Split | None = None  # None: the model runs in one process
+
+    @property
+    def packed_for(self) -> str:
+        """The graph id in the weight files, deltas and goldens that are for this artifact."""
+        return self.ranks.whole if self.ranks else self.graph_id
 
     @property
     def variable(self) -> tuple[NamedTensor, ...]:
@@ -188,6 +213,7 @@ def graph_identity(manifest: Manifest) -> str:
     files = {name: manifest.files.get(name) for name in names}
     document = [manifest.methods, manifest.weights, manifest.state, manifest.constants, files]
     document += [manifest.variants] if manifest.variants else []
+    document += [manifest.ranks] if manifest.ranks else []
     return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()
 
 
@@ -209,9 +235,9 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     advice = "Export the artifact again, or copy it again."
     try:
         version = msgspec.json.decode(raw, type=Versioned).number
-        if version is not None and version not in (FORMAT_VERSION, VARIANTS_VERSION):
+        if version is not None and not FORMAT_VERSION <= version <= RANKS_VERSION:
             raise FormatVersionError(
-                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} and {VARIANTS_VERSION}. "
+                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} to {RANKS_VERSION}. "
                 f"Install the weightswap that wrote it, or export again."
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
@@ -242,6 +268,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield from _generation_problems(manifest.generation, manifest.methods)
     if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
         yield f"its format version {manifest.format_version} contradicts whether it declares variants"
+    if bool(manifest.ranks) != (manifest.format_version == RANKS_VERSION):
+        yield f"its format version {manifest.format_version} contradicts whether it is for several ranks"
+    yield from _rank_problems(manifest)
     yield from (
         f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows
     )
@@ -372,6 +401,33 @@ def _prompt_dimension(signature: Signature, length: int) -> Size:
 def _kind(node: Node) -> list[Size]:
     """Return the dtype and the shape of a tensor, or the name of another node's type."""
     return [node.dtype, *node.shape] if isinstance(node, Tensor) else [type(node).__name__.lower()]
+
+
+def _rank_problems(manifest: Manifest) -> Iterator[str]:
+    if manifest.ranks is None:
+        return
+    size, whole, cuts = manifest.ranks.size, manifest.ranks.whole, manifest.ranks.cuts
+    if not (size > 1 and DIGEST.fullmatch(whole)):
+        yield f"it is for {size} ranks of the graph {whole[:12]!r}"
+        return
+    if manifest.generation:
+        yield "it is for several ranks, which do not generate text"
+    rows = {row.name: row for row in manifest.weights}
+    for name, cut in cuts.items():
+        problem = _cut_problem(rows[name], cut, size) if name in rows else "there is no such weight"
+        if problem:
+            yield f"{name!r} cannot be cut for {size} ranks: {problem}"
+
+
+def _cut_problem(row: NamedTensor, cut: Cut, size: int) -> str:
+    if row.stride is not None or row.dtype not in DTYPES or DTYPES[row.dtype].bits % 8:
+        return "its elements are in another order, or fill no whole bytes"
+    if not 0 <= cut.dim < len(row.shape):
+        return f"it has no dimension {cut.dim}"
+    if cut.groups < 1 or cut.repeat < 1 or size % cut.repeat:
+        return f"{cut.groups} groups, and each part on {cut.repeat} ranks"
+    parts = cut.groups * (size // cut.repeat)
+    return f"{row.shape[cut.dim]} is no multiple of {parts}" if row.shape[cut.dim] % parts else ""
 
 
 def _adapter_problems(manifest: Manifest) -> Iterator[str]:
