@@ -193,9 +193,10 @@ def pack_checkpoint(
         out,
         [weight.row for weight in manifest.weights],
         _with_progress(_counted(weights.data(), manifest, counts), manifest.total_bytes, progress),
-        graph_id=manifest.graph_id,
+        graph_id=manifest.packed_for,
         labels=labels,
         cast=weights.cast,
+        with_blocks=manifest.ranks is not None,
     )
     try:
         with writing as (file, stamp):

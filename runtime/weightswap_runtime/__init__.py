@@ -8,6 +8,7 @@ from weightswap_runtime.format.delta import Delta, write_delta
 from weightswap_runtime.format.merging import merge_deltas
 from weightswap_runtime.format.safetensors import WeightFile
 from weightswap_runtime.live.context import Context
+from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
@@ -15,8 +16,9 @@ from weightswap_runtime.model.generation import TokenStream
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import Pinned
+from weightswap_runtime.process_groups import process_group
 from weightswap_runtime.staging.reading import read_weights
-from weightswap_runtime.transfer.group import GroupReceiver, process_group
+from weightswap_runtime.transfer.group import GroupReceiver
 from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver
 from weightswap_runtime.transfer.sender import Sender, Sending
@@ -57,6 +59,8 @@ from .errors import (
     ParityError,
     PinReleased,
     PublishTimeout,
+    RanksLost,
+    RanksRefused,
     RecipeError,
     RecordingError,
     RevisionConflict,
@@ -133,6 +137,9 @@ __all__ = [
     "Pinned",
     "Progress",
     "PublishTimeout",
+    "Ranks",
+    "RanksLost",
+    "RanksRefused",
     "Receiver",
     "RecipeError",
     "RecordingError",

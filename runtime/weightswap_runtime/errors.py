@@ -46,6 +46,8 @@ WeightswapError
 |   |-- RevisionConflict       the document was written by another writer since it was read
 |   |-- Held                   a hold is set: nothing is promoted until it is released
 |   `-- Unproven               weights that no recorded calls have proven are not promoted
+|-- RanksRefused               one of a model's ranks cannot do what all were about to do; nothing was done on any
+|-- RanksLost                  one of a model's ranks is gone or late; all refuse calls and swaps
 |-- ModelFailed                an in-place commit failed half-way; a swap or rollback repairs the model
 |-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
@@ -61,7 +63,7 @@ WeightswapError
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from math import inf
 from numbers import Real
@@ -386,6 +388,23 @@ class Held(DesiredError):
 
 class Unproven(DesiredError):
     """The weights are not promoted: no recorded calls have proven them, or they are not finite."""
+
+
+class RanksRefused(WeightswapError):
+    """What the ranks of a model were about to do, a call or a change of weights, was done on none of them.
+
+    reasons: of the ranks that cannot do it, or of all if they differ, by rank. The same error is raised on all ranks.
+    """
+
+    def __init__(self, step: str, reasons: Mapping[int, str]) -> None:
+        self.step = brief(step)
+        self.reasons = {rank: brief(reason, MOST_OF_A_PROBLEM) for rank, reason in reasons.items()}
+        lines = [f"  - rank {rank}: {reason}" for rank, reason in islice(self.reasons.items(), MOST_PRINTED)]
+        super().__init__(f"{self.step}: refused, and nothing was done on any rank", *lines)
+
+
+class RanksLost(WeightswapError):
+    """One of a model's ranks is gone, or late. This rank refuses calls and swaps until all were started again."""
 
 
 class ModelFailed(WeightswapError):

@@ -50,6 +50,7 @@ def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapErro
         str: text,
         Sequence[str]: [text, f"{text} again"],
         Mapping[str, BaseException]: {text: OSError("away")},
+        Mapping[int, str]: {1: text},
     }
     return kind(*(samples[kinds[parameter.name]] for parameter in parameters))
 

@@ -113,7 +113,7 @@ def _text_problems(text: str, field: str) -> Iterator[str]:
 
 def _call_problems(node: dict[str, Any]) -> Iterator[str]:
     try:
-        check_strings(find_operator(node["target"]), (kind for item in node["inputs"] for kind in item["arg"]))
+        check_strings(find_operator(node["target"]), [item["arg"] for item in node["inputs"]])
     except ForeignFunction as error:
         yield f"calls {error}"
     except (MissingOperator, UnknownPart):

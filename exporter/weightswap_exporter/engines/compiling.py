@@ -121,6 +121,10 @@ def engine_files(
     """Return the files that engines need besides the graphs, by name in the artifact. engines: by method."""
     files: dict[str, bytes] = {}
     compiled = dict.fromkeys(engine for names in engines.values() for engine in names if ENGINES[engine].compiled)
+    if compiled and artifact.manifest.ranks:
+        raise Unsupported(
+            f"{artifact.path}: is for several ranks, which only the engine 'torch' runs: {', '.join(compiled)}"
+        )
     pairs = [(engine, method) for engine in compiled for method, names in engines.items() if engine in names]
     for number, (engine, name) in enumerate(pairs, start=1):
         tell(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")

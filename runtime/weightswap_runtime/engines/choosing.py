@@ -34,12 +34,12 @@ def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
     """Return the engine's name; for "auto", the fastest engine that this machine and the artifact offer on a device.
 
     On the CPU that is `aoti` if the artifact has packages for this machine and this torch, else `torch`. Without
-    torch it is `onnx`, which takes and returns numpy arrays. On other devices it is `torch`.
+    torch it is `onnx`, which takes and returns numpy arrays. On other devices, and for several ranks, it is `torch`.
 
     Raises Unsupported if no engine has this name.
     """
     if name == AUTO:
-        if device != HOST:
+        if device != HOST or artifact.manifest.ranks:
             return "torch"
         if _has_torch():
             return "aoti" if can_run(artifact) else "torch"
@@ -76,7 +76,10 @@ def available_engines(artifact: Artifact) -> tuple[str, ...]:
 
 def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     """Open the graphs of an artifact. `name` is a key of ENGINES. Raises Unsupported, ArtifactError, MissingExtra."""
-    (threads, _, _, cuda_graphs), row = options, ENGINES[name]
+    threads, cuda_graphs, row = options.threads, options.cuda_graphs, ENGINES[name]
+    if artifact.manifest.ranks and (row.compiled or cuda_graphs is not None):
+        what = f"the engine {name!r}" if row.compiled else "cuda_graphs"
+        raise Unsupported(f"{artifact.path}: is for several ranks, which need the engine 'torch', not {what}")
     if cuda_graphs is not None and (device == HOST or not row.takes_cuda_graphs):
         raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: only 'torch' on \"cuda\" has them")
     if threads is not None and (device != HOST or not row.takes_threads or type(threads) is not int or threads < 1):
@@ -99,11 +102,13 @@ def _torch(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
         from .torch_device import AcceleratedEngine
 
-        _, prologue, on_host, cuda_graphs = options
-        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
+        _, prologue, on_host, cuda_graphs, group = options
+        return AcceleratedEngine(
+            artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs, group=group
+        )
     from .torch_cpu import TorchEngine
 
-    return TorchEngine(artifact, prologue=options.prologue)
+    return TorchEngine(artifact, prologue=options.prologue, group=options.group)
 
 
 def _aoti(artifact: Artifact, device: str, options: EngineOptions) -> Engine:

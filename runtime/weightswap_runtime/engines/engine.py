@@ -25,6 +25,7 @@ class EngineOptions(NamedTuple):
     prologue: bool = True  # compute what depends on weights alone once for each set of weights, not in each call
     on_host: bool = False  # an engine on a device can also be bound to host memory, for trials
     cuda_graphs: CudaGraphs | None = None  # the calls that are recorded and replayed
+    group: str | None = None  # for an artifact of several ranks: their process group, by its name in torch
 
 
 class State(Protocol):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.tensors import DTYPES
 
@@ -46,6 +46,7 @@ from .operators import (
     DROPOUTS,
     DROPPED,
     OF_TORCH,
+    RANKS,
     SET_GRADIENTS,
     ForeignFunction,
     MissingOperator,
@@ -96,16 +97,29 @@ class Compiled(NamedTuple):
     hoisted: int = 0  # number of the prologue's results
 
 
-def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
+def open_graph(
+    artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = (), group: str | None = None
+) -> Compiled:
     """Compile the graph in the artifact's file `name`. Tensors that the function creates are made on `device`.
 
-    fixed: for each input, whether it is the same in all calls, as for `compile_graph`.
-    Raises ArtifactError, also for operators that no package in this process has registered.
+    fixed, group: as for `compile_graph`.
+    Raises ArtifactError, also for operators that no package in this process has registered, and Unsupported if there is
+    a group and the artifact is for one process, or the other way round.
     """
+    if artifact.manifest.ranks is not None and group is None:
+        raise Unsupported(
+            f"{artifact.path}: is for {artifact.manifest.ranks.size} ranks, which call its graphs together. Start as "
+            "many processes and give their group: load(ranks=...)"
+        )
+    if artifact.manifest.ranks is None and group is not None:
+        raise Unsupported(
+            f"{artifact.path}: is for one process, and not for the ranks of a group. Load it without ranks=, or export "
+            "with parallel="
+        )
     raw = artifact.read(name)
     where = str(artifact.path / name)
     graph = read_graph(raw, where)
-    return checked(raw, where, lambda: compile_graph(graph, device, fixed))
+    return checked(raw, where, lambda: compile_graph(graph, device, fixed, group))
 
 
 def read_graph(raw: bytes, where: str) -> Graph:
@@ -114,14 +128,16 @@ def read_graph(raw: bytes, where: str) -> Graph:
     return checked(raw, where, lambda: read_program(raw).graph_module.graph)
 
 
-def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
+def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = (), group: str | None = None) -> Compiled:
     """Compile a graph. Tensors that the function creates are made on `device`.
 
     fixed: for each input, whether it is the same in all calls. The prologue computes what depends on those alone.
+    group: name under which torch knows the process group that calls the graph together; the graph itself calls it
+    `RANKS`, so that each model of a process has its own. None: the graph may have no collectives.
 
     Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
     """
-    return _Writer(_Constants(device)).compile(graph, fixed)
+    return _Writer(_Constants(device, group)).compile(graph, fixed)
 
 
 def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
@@ -173,8 +189,9 @@ class _Line(NamedTuple):
 class _Constants:
     """What a graph's function and those of its subgraphs share: constants, and what is known of all of them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: str | None) -> None:
         self.device = device
+        self.group = group
         self.past_autograd = True
         self.vmap = False
         self.values: dict[str, Any] = {}
@@ -262,7 +279,9 @@ class _Writer:
         operator = find_operator(node.target)
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
-        check_strings(operator, (kind for item in node.inputs for kind in item.arg))
+        check_strings(operator, [item.arg for item in node.inputs])
+        if operator.collective and self._constants.group is None:
+            raise ForeignFunction(f"{operator.name!r}, a call of all ranks, in a model for one process")
         if any(read_argument(item.arg) == _SPARSE for item in node.inputs if "as_layout" in item.arg):
             operator = operator._replace(past_autograd=False, repeatable=False)
         self._constants.past_autograd &= operator.past_autograd
@@ -315,7 +334,8 @@ class _Writer:
     def _arguments(self, inputs: Iterable[NamedArgument], operator: Operator) -> Iterator[str]:
         had_keyword = False
         for item in inputs:
-            text = self._value(item.arg)
+            is_group = operator.collective and read_argument(item.arg) == ("as_string", RANKS)
+            text = self._constants.add(self._constants.group) if is_group else self._value(item.arg)
             if item.kind == _POSITIONAL or not item.name:
                 if had_keyword:
                     raise DamagedGraph(f"{operator.name}: a positional argument after a named one")

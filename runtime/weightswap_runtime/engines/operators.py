@@ -19,10 +19,11 @@ import importlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
+import msgspec
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -30,6 +31,7 @@ from weightswap_runtime.errors import Unsupported
 
 from .graph_archive import UnknownPart
 
+RANKS = "ranks"  # in a graph, the name of the group of all ranks; engines put that of the model's in its place
 OF_TORCH = {"aten", "prims"}  # namespaces whose operators are judged one by one, by `_problem`
 # a check of dtypes and devices of intermediate results, which the signature's inputs have determined already
 DROPPED = {"aten::_assert_tensor_metadata"}
@@ -54,6 +56,7 @@ class Operator(NamedTuple):
     mutable: bool = False  # it may write to its arguments
     fresh: bool = False  # no result shares memory with an argument
     vmap: bool = False  # it is a part of `torch.vmap`
+    collective: bool = False  # all ranks call it together: it is never left out, nor moved to the prologue
 
 
 class MissingOperator(Exception):
@@ -82,12 +85,33 @@ def find_operator(target: str) -> Operator:
     return _overload(parts[2:], target)
 
 
-def check_strings(operator: Operator, kinds: Iterable[str]) -> None:
-    """Raise ForeignFunction if a call has strings that could be more than modes. kinds: those of its arguments."""
+def check_strings(operator: Operator, arguments: Collection[Mapping[str, Any]]) -> None:
+    """Raise ForeignFunction if a call has strings that could be more than modes.
+
+    arguments: those of the call, each by its kind. Only the texts of collectives are read.
+    """
+    kinds = {kind for argument in arguments for kind in argument}
     namespace = operator.name.partition("::")[0]
     takes_modes = namespace in _TAKES_STRINGS or operator.higher_order or operator.vmap
-    if not takes_modes and _STRINGS.intersection(kinds):
+    if operator.collective:
+        texts = [_text(argument["as_string"]) for argument in arguments if "as_string" in argument]
+        problem = texts not in _texts_of(operator) or _STRINGS.intersection(kinds) - {"as_string"}
+        if problem:
+            raise ForeignFunction(f"{operator.name!r:.80} with the texts {texts!r:.80}, expected the group {RANKS!r}")
+    elif not takes_modes and _STRINGS.intersection(kinds):
         raise ForeignFunction(f"{operator.name!r:.80} with a string, which could be the name of a file")
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, str) else msgspec.json.decode(value)
+
+
+def _texts_of(operator: Operator) -> list[list[str]]:
+    """Return the texts that a call of a collective may have, in order."""
+    name = operator.name.partition("::")[2]
+    if name == "wait_tensor":
+        return [[]]
+    return [[reduction, RANKS] for reduction in _REDUCTIONS] if "reduce" in name else [[RANKS]]
 
 
 def import_libraries(names: Iterable[str]) -> None:
@@ -144,8 +168,11 @@ def _overload(parts: list[str], target: str) -> Operator:
     if len(parts) != 3:
         raise ForeignFunction(f"{target!r:.80}")
     namespace, operator, overload = parts
-    if namespace in _INTERNAL:
+    collective = namespace == _FUNCTIONAL and operator in _COLLECTIVES and overload == "default"
+    if namespace in _INTERNAL and not collective:
         raise ForeignFunction(f"{target!r:.80}, which is internal to torch")
+    if collective:
+        _import_collectives()
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
     if not _is_dispatched(full):  # before `torch.ops`, which has operators of TorchScript, too
         raise MissingOperator(target)
@@ -166,7 +193,16 @@ def _overload(parts: list[str], target: str) -> Operator:
         repeatable=_is_repeatable(torch_operator),
         mutable=is_mutable(torch_operator),
         fresh=is_fresh(torch_operator),
+        collective=collective,
     )
+
+
+def _import_collectives() -> None:
+    """Import what registers the collectives' kernels. Raises Unsupported for a torch without them."""
+    try:
+        importlib.import_module("torch.distributed._functional_collectives")
+    except ImportError as error:
+        raise Unsupported(f"torch {torch.__version__} was built without torch.distributed ({error})") from error
 
 
 def _is_dispatched(name: str) -> bool:
@@ -177,10 +213,20 @@ def _is_dispatched(name: str) -> bool:
         raise ForeignFunction(f"{name!r:.80}") from error
 
 
+_FUNCTIONAL = "_c10d_functional"
+# What an export has of them: each returns a new tensor, which is there once `wait_tensor` has returned. None is pure,
+# repeatable or fresh: a rank that leaves one out or calls it at another place would take part in another's.
+_COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+        "wait_tensor",
+    }
+)
+_REDUCTIONS = ("sum", "avg", "min", "max", "product")
 # internal to torch, for compilers, processes and packed objects: no export calls them, and some read more than tensors
 _INTERNAL = frozenset(
     {
-        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
+        *(_FUNCTIONAL, "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
         *("debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked"),
         *("onednn", "onnx", "prim", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime"),
         *("streams", "symm_mem"),

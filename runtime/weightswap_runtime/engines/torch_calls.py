@@ -117,11 +117,13 @@ class MethodCall(Protocol):
         ...
 
 
-def load_graph(artifact: Artifact, name: str, prologue: bool, device: torch.device) -> Compiled:
-    """Open a method's graph as it was captured. Raises ArtifactError."""
+def load_graph(
+    artifact: Artifact, name: str, prologue: bool, device: torch.device, group: str | None = None
+) -> Compiled:
+    """Open a method's graph as it was captured. group: as for `open_graph`. Raises ArtifactError and Unsupported."""
     method = artifact.manifest.methods[name]
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
-    graph = open_graph(artifact, method.graph, device, fixed)
+    graph = open_graph(artifact, method.graph, device, fixed, group)
     if not _fits(graph, method):
         raise ArtifactError(
             f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "

@@ -55,9 +55,13 @@ class TorchEngine:
     device = torch.device("cpu")
 
     @default_torch_modes()
-    def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
-        """prologue: compute what depends on weights and constants alone once per staging, not in each call."""
+    def __init__(self, artifact: Artifact, *, prologue: bool = True, group: str | None = None) -> None:
+        """prologue: compute what depends on weights and constants alone once per staging, not in each call.
+
+        group: the process group of an artifact for several ranks, by the name under which torch knows it.
+        """
         self._manifest = artifact.manifest
+        self._group = group
         self.dtypes = DTYPE_NAMES
         contents = artifact.constants()
         self._constants, self._initial = (
@@ -80,7 +84,7 @@ class TorchEngine:
         return value
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
-        return {name: load_graph(artifact, name, prologue, self.device) for name in artifact.methods}
+        return {name: load_graph(artifact, name, prologue, self.device, self._group) for name in artifact.methods}
 
     @property
     def runs(self) -> dict[str, str]:
@@ -110,7 +114,7 @@ class TorchEngine:
         tensors = {
             ("constant", name): self._constants[item.name] for item in self._manifest.constants for name in item.names
         }
-        for weight in self._manifest.weights:
+        for weight in arena.layout.weights.values():
             view = self._view(arena, weight)
             tensors |= {("weight", name): view for name in weight.names}
         for row in self._manifest.variable:

@@ -56,22 +56,23 @@ class AcceleratedEngine(TorchEngine):
         prologue: bool = True,
         on_host: bool = False,
         cuda_graphs: CudaGraphs | None = None,
+        group: str | None = None,
     ) -> None:
-        """on_host: weights staged in host memory can be tried there.
+        """on_host: weights staged in host memory can be tried there. group: as for `TorchEngine`.
 
         Raises ArtifactError, and Unsupported for shapes that no method has.
         """
         self._accelerator = open_accelerator(device)
         self.device = self._accelerator.torch
         with self._accelerator.on(self._accelerator.staging):
-            super().__init__(artifact, prologue=prologue)
+            super().__init__(artifact, prologue=prologue, group=group)
             named = [] if cuda_graphs is None else list(samples(cuda_graphs, artifact.manifest, self.device))
             self._ready = self._accelerator.mark(self._accelerator.staging)
         self._shapes: Shapes | None = None
         if cuda_graphs is not None:
             self._shapes = Shapes(named, auto=cuda_graphs == AUTO)
             self._new_recorder()  # raises Unsupported now, not at the first capture
-        self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
+        self._host = TorchEngine(artifact, prologue=prologue, group=group) if on_host else None
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
         if value.device != self.device:

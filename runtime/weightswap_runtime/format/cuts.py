@@ -15,7 +15,7 @@ import numpy as np
 
 from weightswap_runtime.tensors import DTYPES
 
-from .manifest import Cut, NamedTensor
+from .manifest import Cut, NamedTensor, Split
 
 
 class Share(NamedTuple):
@@ -53,6 +53,23 @@ class Share(NamedTuple):
         done += rows.size
         tail = head + body + self.low
         target[done:] = source[tail : tail + len(target) - done]
+
+
+class Rank(NamedTuple):
+    """One of the ranks that share weights."""
+
+    split: Split
+    number: int
+
+    def share(self, weight: NamedTensor) -> Share | None:
+        """Return the bytes of a weight that this rank has; None for the whole."""
+        cut = self.split.cuts.get(weight.name)
+        return None if cut is None else Share.of(weight, cut, self.split.size, self.number)
+
+    def part(self, weight: NamedTensor) -> NamedTensor:
+        """Return a weight as this rank has it."""
+        cut = self.split.cuts.get(weight.name)
+        return weight if cut is None else part_of_rank(weight, cut, self.split.size)
 
 
 def part_of_rank(weight: NamedTensor, cut: Cut, size: int) -> NamedTensor:

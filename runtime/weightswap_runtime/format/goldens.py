@@ -221,10 +221,10 @@ def _read(path: Path) -> bytes:
 def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
     tensors, metadata = parse_file(raw, where, LEAST_HEADER + manifest.most_header)
     record = _record(metadata, where)
-    same_graph = record.graph_id == manifest.graph_id
+    same_graph = record.graph_id == manifest.packed_for
     if not same_graph and not allow_other_graph:
         raise GoldensError(
-            f"{where}: recorded for the graph {record.graph_id[:12]}, but this model has {manifest.graph_id[:12]}. "
+            f"{where}: recorded for the graph {record.graph_id[:12]}, but this model has {manifest.packed_for[:12]}. "
             "Record the goldens again, or remove the file."
         )
     goldens = Goldens(where, record, tensors, bundled, same_graph)

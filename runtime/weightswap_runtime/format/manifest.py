@@ -34,6 +34,7 @@ ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 STEPS = ("prefill", "decode")  # the methods that generate text
+_BYTES_FOR_DIGEST = 20_000  # of tensors for each byte of their blocks' digests: 44 for 1 MiB
 _MOST_ELEMENTS = 1 << 63  # the strides of larger tensors do not fit into 64 bits
 _MOST_PROBLEMS = 1000  # that are looked for: a hostile manifest may have any number
 
@@ -195,6 +196,7 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
         names = {name for row in rows for name in row.names} | {*self.adapter.ignored, *self.adapter.needed}
         names |= {key for source in self.adapter.sources for key in source.keys}
         needed = sum(1000 + 6 * len(name.encode()) for name in names)
+        needed += self.total_bytes // _BYTES_FOR_DIGEST
         return min(MAX_HEADER, max(LEAST_HEADER, 4 * needed))
 
     @property
@@ -211,7 +213,7 @@ def graph_identity(manifest: Manifest) -> str:
     """
     names = sorted({method.graph for method in manifest.methods.values()} | {CONSTANTS_NAME})
     files = {name: manifest.files.get(name) for name in names}
-    document = [manifest.methods, manifest.weights, manifest.state, manifest.constants, files]
+    document: list[object] = [manifest.methods, manifest.weights, manifest.state, manifest.constants, files]
     document += [manifest.variants] if manifest.variants else []
     document += [manifest.ranks] if manifest.ranks else []
     return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()

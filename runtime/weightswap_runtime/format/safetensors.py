@@ -11,6 +11,7 @@ import json
 import os
 import re
 import struct
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,7 @@ from weightswap_runtime.tensors import (
     Blocks,
     TensorBytes,
     TensorHasher,
+    block_count,
     nbytes,
     tensor_digest,
 )
@@ -50,6 +52,7 @@ _DATA_ALIGNMENT = 4096
 _LABEL_ROOM = 1024  # two sets of weights have the same layout unless labels are longer
 _LENGTH = struct.Struct("<Q")
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
+_DIGEST_BYTES = 32
 _ONNX = re.compile(rb"\x08[\x01-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]")  # a ModelProto: ir_version, and a next field
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
@@ -87,6 +90,16 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]  # the `tensor_digest` of each tensor of the file
     labels: dict[str, str] = {}
     cast: dict[str, list[str]] | msgspec.UnsetType = msgspec.UNSET  # former dtype -> sorted names; absent if none was
+    # the digests of the blocks of tensors that have several, end to end, as Base64: for those who read a part alone
+    blocks: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+    def blocks_of(self, name: str) -> Blocks | None:
+        """Return the digests of a tensor's blocks, which its digest proves; None if the file does not have them."""
+        text = (self.blocks or {}).get(name)
+        if text is None:
+            return None
+        raw = b64decode(text)
+        return tuple(raw[start : start + _DIGEST_BYTES] for start in range(0, len(raw), _DIGEST_BYTES))
 
 
 class TensorRow(NamedTuple):
@@ -404,12 +417,32 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
             f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
             "Copy the file again, or pack its checkpoint again."
         )
-    if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
-        raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which the "
-            "file does not hold. Copy the file again, or pack its checkpoint again."
-        )
+    _check_details(stamp, header, where)
     return stamp
+
+
+def _check_details(stamp: Stamp, header: Header, where: str) -> None:
+    """Raise DamagedFile if what a stamp says about some tensors cannot be of those in the file."""
+    strange = {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys()
+    short = [name for name, text in (stamp.blocks or {}).items() if not _fits_blocks(text, header.tensors.get(name))]
+    for names, problem in (
+        (strange, "says that {} were cast, which the file does not hold"),
+        (short, "lacks one BLAKE3 digest for each block of {}"),
+    ):
+        if names:
+            raise DamagedFile(
+                f"{where}: its `{METADATA_KEY}` metadata {problem.format(listed(sorted(names)))}. Copy the file again, "
+                "or pack its checkpoint again."
+            )
+
+
+def _fits_blocks(text: str, tensor: FileTensor | None) -> bool:
+    """Return whether Base64 has as many bytes as the digests of a tensor's blocks."""
+    try:
+        raw = b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return tensor is not None and len(raw) == block_count(tensor.nbytes) * _DIGEST_BYTES
 
 
 def holds_goldens(metadata: Mapping[str, str]) -> bool:
@@ -476,25 +509,39 @@ def new_weight_file(
     graph_id: str,
     labels: Mapping[str, str],
     cast: Mapping[str, list[str]],
+    with_blocks: bool = False,
 ) -> Iterator[tuple[StampedFile, Stamp]]:
     """Write a weight file in canonical layout to a temporary name beside `path`; the block must rename it.
 
     Yields the file, whose bytes are on disk, and its stamp. `data` gives each tensor's little-endian row-major bytes,
     in pieces, in the order of `canonical_order(rows)`. One tensor is in memory at a time. `cast` is recorded as it is.
+    with_blocks: record the digests of blocks, too.
     """
     order = canonical_order(rows)
+    counts = {row.name: block_count(nbytes(row.dtype, row.shape) or 0) for row in order if with_blocks}
+    several = {name: count for name, count in counts.items() if count > 1}
     blank = Stamp(
         graph_id=graph_id,
         weights_id=_UNKNOWN,
         digests={},
         labels=dict(labels),
         cast=dict(cast) if cast else msgspec.UNSET,
+        blocks={name: _base64([bytes(_DIGEST_BYTES)] * count) for name, count in several.items()} or msgspec.UNSET,
     )
     with StampedFile(path, order, METADATA_KEY, labels) as file:
         digests = file.write_tensors(data, blank)
-        stamp = replace(blank, weights_id=weights_id((row, digests[row.name]) for row in order), digests=digests)
+        stamp = replace(
+            blank,
+            weights_id=weights_id((row, digests[row.name]) for row in order),
+            digests=digests,
+            blocks={name: _base64(file.blocks[name]) for name in several} or msgspec.UNSET,
+        )
         file.write_stamp(stamp)
         yield file, stamp
+
+
+def _base64(blocks: Iterable[bytes]) -> str:
+    return b64encode(b"".join(blocks)).decode()
 
 
 class StampedFile(PendingFile):

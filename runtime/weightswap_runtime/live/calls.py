@@ -17,6 +17,7 @@ from weightswap_runtime.format.signature import Signature, Tensor, unflatten
 from weightswap_runtime.jobs import Claim, Listeners
 
 from .context import Context
+from .ranks import Ranks
 from .variants import Choice, VariantNames, Variants
 
 T = TypeVar("T")
@@ -75,6 +76,8 @@ class Caller:
 
     def call_flat(self, name: str, flat: list[Any], variants: VariantNames | Choice | None = None) -> list[Any]:
         """Call a method with flat inputs, which the caller has checked; return flat outputs. variants: as in calls."""
+        if (ranks := self._methods.ranks) is not None:
+            return self._observed(name, lambda: self._on_ranks(ranks, name, lambda: flat))
         choice = self._methods.variants.choose(variants) if self._methods.variants is not None else None
         return self._observed(name, lambda: self._run(name, flat, None, choice))
 
@@ -84,6 +87,9 @@ class Caller:
         return self._checked_call(name, args, kwargs)
 
     def _checked_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._methods.ranks is not None:
+            values = self._on_ranks(self._methods.ranks, name, lambda: self._methods.flatten(name, args, kwargs))
+            return self._unflatten(name, values)
         if name not in self._methods.inputs:
             self.method(name)
         choice = None
@@ -95,9 +101,26 @@ class Caller:
             values = self._run_in_context(context, name, args, kwargs, choice)
         else:
             values = self._run(name, self._methods.flatten(name, args, kwargs), None, choice)
+        return self._unflatten(name, values)
+
+    def _unflatten(self, name: str, values: list[Any]) -> Any:
         if name in self._methods.single:
             return values[0]
         return unflatten(self._methods.signatures[name].output, values)
+
+    def _on_ranks(self, ranks: Ranks, name: str, check: Callable[[], list[Any]]) -> list[Any]:
+        def checked() -> list[Any]:
+            if name not in self._methods.inputs:
+                self.method(name)
+            return check()
+
+        return ranks.call(
+            f"call of {name}", checked, lambda: str(self._served_id()), lambda flat: self._run(name, flat, None, None)
+        )
+
+    def _served_id(self) -> str | None:
+        """Return the id of the weights with which a call would run now."""
+        raise NotImplementedError
 
     def _observed(self, name: str, call: Callable[[], T]) -> T:
         if not (self._serves and self._methods.observers.all):
@@ -130,10 +153,18 @@ class Caller:
 
 
 class Methods:
-    """The methods of an artifact, with their signatures, input checks, variants and observers."""
+    """The methods of an artifact, with their signatures, input checks, variants, ranks and observers."""
 
-    def __init__(self, manifest: Manifest, engine: Engine, member: int, variants: Variants | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        engine: Engine,
+        member: int,
+        variants: Variants | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.variants = variants
+        self.ranks = ranks
         self.member = member  # the id of the engine in every session
         self.engine = engine
         self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)

@@ -68,6 +68,9 @@ class StagedWeights:
     session: Session | None  # of a patch: made when the weights are tried, as it takes the memory of a full set
     patch: Patch | None = None
     build: Callable[[Job], Session] | None = None  # for a patch: makes its session
+    # what is still to be tried, by all ranks together, before a commit; None if nothing is
+    try_on_ranks: Callable[[], None] | None = None
+    trials: int = 0
 
     def trial_session(self, job: Job) -> Session:
         """Return a session to try the weights in. Raises OutOfMemory, StageCancelled and WeightsMismatch."""

@@ -172,11 +172,28 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve these weights. It waits until they are staged, then for at most `timeout` seconds for calls and pins.
 
+        On ranks all commit, or none; every rank calls this at the same place between its calls.
+
         Raises what the staging raised; StageClosed; LeaseTimeout (nothing changed, still staged); OutOfMemory;
-        ModelFailed; StageCancelled or ModelClosed, if `cancel()` or `Model.close()` ends the wait.
+        ModelFailed; StageCancelled or ModelClosed, if `cancel()` or `Model.close()` ends the wait; on ranks
+        RanksRefused for what any of them would raise, and RanksLost.
         """
         check_timeout(timeout)
-        self.wait()
+        if (ranks := self._work.store.ranks) is None:
+            self.wait()
+            return self._commit(timeout)
+        with ranks.turn("commit"):
+            ranks.agree("commit", lambda: self._facts(ranks.patience))
+            return self._commit(timeout)
+
+    def _facts(self, patience: float) -> dict[str, str] | None:
+        """Return what must be the same on all ranks of a model; None if that is not known yet. Raises as `wait`."""
+        if not self.done and not self._work.join(patience):
+            return None
+        weights = self._opened()
+        return {"weights": weights.identity.weights_id, "trials": str(weights.trials), "kind": weights.report.kind}
+
+    def _commit(self, timeout: float | None) -> SwapReceipt:
         with self._closing:
             weights = self._opened()
             try:
@@ -198,6 +215,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         If the task is cancelled during the wait for calls and pins, the weights are discarded.
         """
         return await in_thread(lambda: self.commit(timeout=timeout), self.cancel_soon)
+
+    def _served_id(self) -> str | None:
+        return self.weights_id
 
     def _is_served(self, weights: StagedWeights) -> bool:
         current = self._gate.current

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Literal
@@ -24,6 +25,7 @@ from weightswap_runtime.errors import (
     DeviceError,
     ModelFailed,
     NothingToRollBack,
+    RanksRefused,
     StagingBusy,
     Superseded,
     UnexpectedWeights,
@@ -31,10 +33,11 @@ from weightswap_runtime.errors import (
     is_of_device,
 )
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.cuts import Rank
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
 from weightswap_runtime.format.identity import Identity, newly_nonfinite
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
+from weightswap_runtime.format.manifest import Manifest, NamedTensor, Split
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.hash_tree import HashTrees
@@ -51,6 +54,7 @@ from weightswap_runtime.threads import WorkerThreads
 
 from .context import Contexts
 from .gate import Gate
+from .ranks import Ranks
 from .receipt import Event, EventKind, Events, SwapReceipt
 from .residency import Commit, Ended, Residency, StagedWeights, open_residency
 from .session import Member, Session, bind, check_same_weights, memory_errors, run_prologue
@@ -71,8 +75,11 @@ class Store:
         memory: Memory,
         gate: Gate[Session] | None = None,
         max_hash_trees: int | None = None,
+        ranks: Ranks | None = None,
+        split: Split | None = None,
     ) -> None:
-        """gate: the gate of a shared segment; None: this process alone serves the weights."""
+        """gate: the gate of a shared segment; None: this process alone serves the weights. ranks: that have the weights
+        together, as `split` says; None: this process has the whole."""
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
         if not (max_hash_trees is None or (type(max_hash_trees) is int and max_hash_trees >= 0)):
@@ -92,6 +99,8 @@ class Store:
         self.job: Job | None = None  # of the staging that is under way
         self.closing = fork_safe(RLock())  # of changes to which models and watchers there are; for signal handlers, too
         self._weights = weights
+        self.ranks = ranks
+        self.layout = ArenaLayout(weights, Rank(split, ranks.rank) if ranks and split else None)
         self._members: dict[int, Member] = {}
         self._numbers = count()
         self._open: set[int] = set()  # ids of the members whose models are not closed
@@ -99,7 +108,7 @@ class Store:
             residency,
             self._new_session,
             memory,
-            ArenaLayout(weights),
+            self.layout,
             self.gate,
             self.workers,
             keep=keep_previous == "host",
@@ -174,6 +183,9 @@ class Store:
         delta = delta_stamp(weights)
         if self.admit is not None:
             request = admitted(self.admit, weights, delta, request)
+        if self.ranks is not None and (delta or weights.comes_once):
+            what = "a delta" if delta else "a file that arrives"
+            raise Unsupported(f"{weights.where}: {what}, which ranks do not take; give them a full set of weights")
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
         staging = Staging(
@@ -184,7 +196,11 @@ class Store:
         if staged.session is not None:  # a patch computes this in its commit, or when it is tried
             staged.session.run_prologues(staged.report.source)
             staged.session.synchronize(staged.report.source)  # so that an error of the device refuses this staging
-        self._verify(staged, goldens, staging)
+        if self.ranks is None:
+            self._verify(staged, goldens, staging)
+        elif goldens:  # a trial of one rank alone would wait for the others
+            staged.try_on_ranks = lambda: self._verify(staged, goldens, staging)
+            staged.trials = len(goldens)
         return staged
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
@@ -193,7 +209,7 @@ class Store:
         A swap through one model changes all that share the weights, whichever of their graphs the file was packed for.
         """
         members = list(self._members.values())
-        packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
+        packed_for = [member for member in members if stamp and member.artifact.manifest.packed_for == stamp.graph_id]
         return requester if requester in packed_for or not packed_for else packed_for[0]
 
     def _goldens(self, location: Location | None, owner: Member, staging: Staging) -> list[tuple[Member, Goldens]]:
@@ -228,7 +244,7 @@ class Store:
             with self._residency.target(request.timeout, staging.job) as (session, staged_in):
                 identity, report = stage_chain(weights, delta, session.arena, staging)
         else:
-            planned = plan(weights, staging.manifest, request)
+            planned = plan(weights, staging.manifest, request, self.layout.shares)
             if request.only:
                 identity, report, patch = stage_part(planned, *self._base(weights.where), staging)
                 return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
@@ -280,7 +296,9 @@ class Store:
         """Serve staged weights. `check` is called during the wait for calls and pins."""
         with self._refusal_events(member, by, staged.report.kind, staged.report.source):
             before = self._current_id
-            committed = self._residency.commit(staged, timeout, check)
+            if self.ranks is not None and staged.try_on_ranks is not None:
+                self.ranks.agree("trial", partial(_done, staged.try_on_ranks))
+            committed = self._on_all_ranks("commit", lambda: self._residency.commit(staged, timeout, check))
         return self._committed(member, staged.report, committed, before, by)
 
     @property
@@ -310,11 +328,23 @@ class Store:
         self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
     ) -> SwapReceipt:
         """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
-        with self._refusal_events(member, by, "rollback", "rollback"), self.turns.claimed(wait):
-            if expect is not None and self.previous_id != expect:
-                raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
+        with self._refusal_events(member, by, "rollback", "rollback"), ExitStack() as stack:
+
+            def prepare() -> dict[str, str]:
+                stack.enter_context(self.turns.claimed(wait))
+                if expect is not None and self.previous_id != expect:
+                    raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
+                if self.previous_id is None:
+                    self._residency.rollback(timeout)  # says why there is nothing
+                return {"weights": str(self.previous_id)}
+
+            if self.ranks is None:
+                prepare()
+            else:
+                stack.enter_context(self.ranks.turn("rollback"))
+                self.ranks.agree("rollback", prepare)
             old = self.gate.current
-            committed = self._residency.rollback(timeout)
+            committed = self._on_all_ranks("rollback", lambda: self._residency.rollback(timeout))
             identity = committed[0].identity
             report = StagingReport(
                 weights_id=identity.weights_id,
@@ -325,6 +355,24 @@ class Store:
                 nonfinite=newly_nonfinite(self._weights, identity.nonfinite, old.identity.nonfinite if old else None),
             )
             return self._committed(member, report, committed, old.weights_id if old else None, by)
+
+    def _on_all_ranks(self, what: str, commit: Callable[[], Commit]) -> Commit:
+        """Do what all ranks have agreed to do. Where it can still fail, which is in place, all say how it went.
+
+        Raises ModelFailed if it has failed on any rank: all then refuse calls.
+        """
+        if self.ranks is None or self.residency == "double":
+            return commit()
+        made: list[Commit] = []
+        try:
+            self.ranks.agree(f"end of the {what}", partial(_done, lambda: made.append(commit())))
+        except RanksRefused as error:
+            self.gate.fail(str(error))
+            raise ModelFailed(
+                f"the {what} failed on some ranks, and all refuse calls until a swap or a rollback succeeds:",
+                *str(error).splitlines()[1:],
+            ) from error
+        return made[0]
 
     @property
     def _current_id(self) -> str | None:
@@ -462,6 +510,12 @@ class Turns:
                 return False
             self._staging = weakref.ref(ticket)
             return True
+
+
+def _done(work: Callable[[], object]) -> dict[str, str]:
+    """Do some work; return what ranks have to compare of it: nothing."""
+    work()
+    return {}
 
 
 def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:

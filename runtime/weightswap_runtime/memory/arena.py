@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from weightswap_runtime.byte_ranges import ByteRanges, copy, gather, scatter
 from weightswap_runtime.errors import OutOfMemory
+from weightswap_runtime.format.cuts import Rank, Share
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.safetensors import ALIGNMENT, canonical_order
 from weightswap_runtime.jobs import Job
@@ -76,10 +78,23 @@ class Inspection(Protocol):
 
 
 class ArenaLayout:
-    """Offsets of weights in an arena, in the order of the canonical file layout, each a multiple of 256 bytes."""
+    """Offsets of weights in an arena, in the order of the canonical file layout, each a multiple of 256 bytes.
 
-    def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self.weights: dict[str, NamedTensor] = {weight.name: weight for weight in weights}
+    weights: as the arena has them, by name: of what ranks share, the part of its rank. shares: which bytes these are.
+    """
+
+    rank: Rank | None = None
+    shares: Mapping[str, Share] = MappingProxyType({})
+
+    def __init__(self, weights: Iterable[NamedTensor], rank: Rank | None = None) -> None:
+        """weights: of files. rank: whose parts the arena has; None: the whole of all."""
+        self.rank = rank
+        rows = list(weights)
+        shares = {} if rank is None else {weight.name: rank.share(weight) for weight in rows}
+        self.shares = {name: share for name, share in shares.items() if share is not None}
+        self.weights: dict[str, NamedTensor] = {
+            weight.name: weight if rank is None else rank.part(weight) for weight in rows
+        }
         self.slots: dict[str, ByteRange] = {}
         position = 0
         for row in canonical_order(weight.row for weight in self.weights.values()):
@@ -317,7 +332,7 @@ def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Block
         slot = arena.layout.slots[name]
         if one[name] == other[name]:
             continue
-        if weight.stride is not None:  # its blocks are scattered over the arena's memory
+        if weight.stride is not None or name in arena.layout.shares:  # its blocks are scattered over the arena's memory
             ranges.append(slot)
             continue
         blocks = zip(slot.split(BLOCK), one[name], other[name], strict=True)

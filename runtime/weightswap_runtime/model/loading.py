@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from weightswap_runtime._version import __version__
 from weightswap_runtime.engines.choosing import EngineName, as_taken, choose_engine, open_engine
 from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.names import Keys
+from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Listener
 from weightswap_runtime.live.residency import ResidencyName
 from weightswap_runtime.live.store import Store
@@ -46,6 +48,7 @@ def load(
     cuda_graphs: CudaGraphs | None = None,
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
+    ranks: Ranks | None = None,
     on_event: Listener | None = None,
     op_libraries: Sequence[str] = (),
     max_variants: int = MOST,
@@ -70,6 +73,8 @@ def load(
     types, shapes, ties, order in memory), as when one module is exported twice with different inputs. The engines may
     differ as long as the tables agree. A swap through either model changes both in one commit. `residency`,
     `keep_previous`, `max_hash_trees` and the device are those of the other model, and `weights` are swapped into both.
+    ranks: `Ranks(group)`, for an artifact that was exported with parallel=: the processes that have the model together.
+    All of them call this at the same place, with the same arguments; docs/ranks.md.
     on_event: a listener of events, called in the thread that causes them; see `Event`.
 
     engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this one (its machine code runs
@@ -90,8 +95,71 @@ def load(
     the file, its goldens or its signature change, or once `admit.fingerprint()`, if it has that, returns another value.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
-    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
+    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises; with `ranks`
+    RanksRefused for what any of them would raise, and RanksLost.
     """
+
+    def open_model() -> Model:
+        return _open(
+            artifact,
+            share=share,
+            ranks=ranks,
+            device=device,
+            engine=engine,
+            options=EngineOptions(threads, prologue, cuda_graphs=cuda_graphs),
+            residency=residency,
+            staging=staging,
+            keep_previous=keep_previous,
+            op_libraries=op_libraries,
+            max_variants=max_variants,
+            max_hash_trees=max_hash_trees,
+            admit=admit,
+        )
+
+    model = open_model() if ranks is None else _open_together(ranks, open_model)
+    if on_event is not None:
+        model.listen(on_event)
+    if weights is not None:
+        model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
+    return model
+
+
+def _open_together(ranks: Ranks, open_model: Callable[[], Model]) -> Model:
+    """Open a model on all ranks, or on none. Raises RanksRefused and RanksLost."""
+    opened: list[Model] = []
+
+    def prepare() -> dict[str, str]:
+        model = open_model()
+        opened.append(model)
+        return {
+            "version": __version__,
+            "graph": model.graph_id,
+            "residency": model.residency,
+            "device": model.device.partition(":")[0],
+        }
+
+    with ranks.turn("load"):
+        ranks.agree("load", prepare)
+    return opened[0]
+
+
+def _open(
+    artifact: PathLike | Artifact,
+    *,
+    share: Model | None,
+    ranks: Ranks | None,
+    device: str,
+    engine: EngineName,
+    options: EngineOptions,
+    residency: ResidencyName,
+    staging: StagingMode,
+    keep_previous: Literal["host"] | None,
+    op_libraries: Sequence[str],
+    max_variants: int,
+    max_hash_trees: int | None,
+    admit: Admit | None,
+) -> Model:
+    """Open a model without weights. The arguments are those of `load`."""
     if share is not None:
         _check_share(share, admit)
     if op_libraries:
@@ -99,6 +167,7 @@ def load(
 
         import_libraries(op_libraries)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    _check_ranks(opened, ranks, share)
     model_device = device_name(device) if share is None or device != HOST else share.device
     if share is not None and model_device != share.device:
         raise Unsupported(
@@ -109,18 +178,41 @@ def load(
     opened = as_taken(chosen, opened)
     if share is None:
         memory = open_memory(model_device, staging)
-        store = Store(opened.manifest.weights, residency, keep_previous, memory, max_hash_trees=max_hash_trees)
+        store = Store(
+            opened.manifest.weights,
+            residency,
+            keep_previous,
+            memory,
+            max_hash_trees=max_hash_trees,
+            ranks=ranks,
+            split=opened.manifest.ranks,
+        )
     else:
         store = share._store
     store.admit = admit or store.admit
-    options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
+    options = options._replace(on_host=store.stages_on_host, group=ranks.group_name if ranks else None)
     opened_engine = _open_chosen(engine, chosen, opened, model_device, options)
-    model = Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
-    if on_event is not None:
-        model.listen(on_event)
-    if weights is not None:
-        model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
-    return model
+    return Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
+
+
+def _check_ranks(artifact: Artifact, ranks: Ranks | None, share: Model | None) -> None:
+    split, where = artifact.manifest.ranks, artifact.path
+    if split is None and ranks is not None:
+        raise Unsupported(
+            f"{where}: is for one process; export it with parallel=Parallel({ranks.size}), or leave out ranks="
+        )
+    if split is not None and ranks is None:
+        raise Unsupported(
+            f"{where}: is for {split.size} ranks, which have it together. Start as many processes, and in each "
+            "load(..., ranks=Ranks(group)); docs/ranks.md"
+        )
+    if split is not None and ranks is not None and split.size != ranks.size:
+        raise Unsupported(
+            f"{where}: is for {split.size} ranks, the group has {ranks.size}; export it with "
+            f"parallel=Parallel({ranks.size})"
+        )
+    if split is not None and share is not None:
+        raise Unsupported(f"{where}: share: not for models on several ranks")
 
 
 def _check_share(share: object, admit: Admit | None) -> None:

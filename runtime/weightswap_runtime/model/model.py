@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
@@ -23,6 +23,7 @@ from weightswap_runtime.following.watching import (
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import Store
@@ -161,11 +162,30 @@ class Model(ServedModel):
         An error before the commit leaves weights, addresses and outputs as they were. State starts again from its
         initial values, as in a model loaded with these weights.
 
+        On ranks all swap, or none: every rank calls this at the same place between its calls. It then raises
+        RanksRefused for whatever refuses the weights on any rank, and RanksLost.
+
         Raises what `stage` raises, and ModelFailed if an in-place commit fails half-way.
         """
+        if self._store.ranks is not None:
+            return self._swap_on_ranks(self._store.ranks, weights, options)
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
         with self._store.turns.queue(), self._stage(request) as staged:
             return staged.commit(timeout=request.timeout)
+
+    def _swap_on_ranks(self, ranks: Ranks, weights: Given, options: SwapOptions) -> SwapReceipt:
+        """Swap on all ranks, or on none. Each stages beside its votes, so that it can say that it is not ready."""
+        with ranks.turn("swap"), ExitStack() as stack:
+            begun: list[tuple[Staged, float | None]] = []
+
+            def begin() -> dict[str, str]:
+                request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
+                begun.append((stack.enter_context(self._stage(request, background=True)), request.timeout))
+                return {}
+
+            ranks.agree("swap", begin)
+            staged, timeout = begun[0]
+            return staged.commit(timeout=timeout)
 
     def turn(self, check: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a context manager during which swaps of other threads, watchers and followers wait before staging.
@@ -179,6 +199,7 @@ class Model(ServedModel):
 
         If the task is cancelled, the swap is abandoned, unless it commits just then; it ends before the task does.
         """
+        self._refuse_on_ranks("aswap()")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed).beside_owner()
         job = Job(request.rate_limit)
 
@@ -197,6 +218,7 @@ class Model(ServedModel):
         Arguments and errors are those of `stage`, but for `background`. The block begins when the weights are staged
         and verified. Leaving it, or cancelling the task, discards weights that were not committed.
         """
+        self._refuse_on_ranks("astage()")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
         request, job = request.beside_owner(), Job(request.rate_limit)
         staged = await in_thread(lambda: self._stage(request, job=job), job.cancel)
@@ -269,6 +291,7 @@ class Model(ServedModel):
         Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
+        self._refuse_on_ranks("watch()")
         request = self._request_of_thread(options, {"by": "watch", "only": only})
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, request.by)
@@ -302,6 +325,7 @@ class Model(ServedModel):
         Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
+        self._refuse_on_ranks("follow()")
         request = self._request_of_thread(options, {"by": "follow"})
         opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
         subject = Subject(self, self._store, self._member, request)
@@ -331,6 +355,7 @@ class Model(ServedModel):
         Raises Unsupported; the threads raise nothing.
         """
         self._check_open()
+        self._refuse_on_ranks("receive()")
         options = {"verify": verify, "allow_nonfinite": allow_nonfinite, "rate_limit": rate_limit, "timeout": timeout}
         request = self._request_of_thread(options, {"by": by})
         target = _Receiving(self, request)
@@ -353,6 +378,7 @@ class Model(ServedModel):
         Raises Unsupported, and WeightFileError if the directory cannot be made; the thread raises nothing.
         """
         self._check_open()
+        self._refuse_on_ranks("keep()")
         kept = KeptFiles(self._store, self.graph_id, directory, last)
         weakref.finalize(self, kept._end).atexit = False
         return self._register(kept)

@@ -17,6 +17,7 @@ from weightswap_runtime.jobs import Claim, Progress, Stop
 from weightswap_runtime.live.calls import Caller, CallObserver, Methods, run_chosen
 from weightswap_runtime.live.context import Context, OnSwap, check_policy
 from weightswap_runtime.live.gate import Gate, Pin, Version
+from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Listener, SwapReceipt
 from weightswap_runtime.live.session import Session, memory_errors
 from weightswap_runtime.live.store import Store, open_variants
@@ -56,7 +57,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         self._gate = store.gate
         self._member = store.join(artifact, engine)
         self._variants = open_variants(artifact.manifest, engine, store, max_variants)
-        super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants))
+        super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants, store.ranks))
         # pins and stagings refer to the methods, too, and may outlive the model
         weakref.finalize(self._methods, store.leave, self._member.id).atexit = False
 
@@ -87,6 +88,15 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         if self._closed:
             raise ModelClosed
 
+    def _refuse_on_ranks(self, what: str) -> None:
+        """Raise Unsupported for what one rank would do by itself, or what ranks cannot do."""
+        if self._store.ranks is not None:
+            raise Unsupported(
+                f"{what}: not for a model on several ranks. They change their weights together, by swap(), "
+                "stage(background=True) with commit(), and rollback(), which every rank calls at the same place "
+                "between its calls"
+            )
+
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -98,6 +108,14 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def weights_id(self) -> str | None:
         """The id of the weights that new calls use; None before the first swap."""
         return self._gate.current.weights_id if self._gate.current else None
+
+    def _served_id(self) -> str | None:
+        return self.weights_id
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that have the model together; None if this process has the whole."""
+        return self._store.ranks
 
     @property
     def generation(self) -> int | None:
@@ -261,6 +279,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         variants: Mapping[str, str] | None = None,
     ) -> Context:
         self._check_open()
+        self._refuse_on_ranks("contexts")
         check_policy(on_swap)
         engine = self._member.engine
         with memory_errors("no memory for a context's state"):
@@ -334,6 +353,9 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     @property
     def labels(self) -> dict[str, str]:
         return dict(self._pinned().labels)
+
+    def _served_id(self) -> str | None:
+        return self.weights_id
 
     def _pinned(self) -> Version[Session]:
         if self._version is None:

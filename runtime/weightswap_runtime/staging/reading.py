@@ -119,18 +119,18 @@ def read_tensors(
 ) -> Findings:
     """Read each weight from its first name in `names` into the arena, and return the findings by name in the file.
 
-    The other names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
-    WeightFileError for a file that ends early, that cannot be read, or that was written to during the read; the arena's
-    content is then undefined, but nothing writes to it any more.
+    Those that ranks share are left out; `read_shares` reads them. The other names of a tied weight are read too, into
+    scratch memory, for their digests. Raises StageCancelled, and WeightFileError for a file that ends early, that
+    cannot be read, or that was written to during the read; the arena's content is then undefined, but nothing writes to
+    it any more.
     """
     rows = arena.layout.weights
     slots = arena.layout.slots
-    plain = [
-        new_piece(weights, keys[0], arena, slots[name]) for name, keys in names.items() if rows[name].stride is None
-    ]
+    firsts = {name: keys[0] for name, keys in names.items() if name not in arena.layout.shares}
+    plain = [new_piece(weights, key, arena, slots[name]) for name, key in firsts.items() if rows[name].stride is None]
     _read_plain(plain, arena, workers, job)
     findings = Findings.of(plain)
-    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in names.items() if rows[name].stride is not None]
+    others: list[Scratched] = [(rows[name], key) for name, key in firsts.items() if rows[name].stride is not None]
     others += [(None, key) for keys in names.values() for key in keys[1:]]
     for batch in batches(weights, others):
         findings.add(_read_batch(weights, batch, arena, workers, job))
@@ -205,14 +205,16 @@ def _read_batch(
     return findings
 
 
-def read_scratch(weights: WeightSet, keys: Sequence[str], workers: WorkerThreads, job: Job) -> tuple[Scratch, Findings]:
-    """Read tensors into new memory, and return it with the findings.
+def read_scratch(
+    weights: WeightSet, keys: Sequence[str], workers: WorkerThreads, job: Job, most: int | None = None
+) -> tuple[Scratch, Findings]:
+    """Read tensors into new memory, and return it with the findings. most: as in `read_pieces`.
 
     Raises WeightFileError, StageCancelled and MemoryError.
     """
     scratch = Scratch([weights.tensors[key].nbytes for key in keys])
     pieces = [new_piece(weights, key, scratch, slot) for key, slot in zip(keys, scratch.slots, strict=True)]
-    read_pieces(pieces, workers, job)
+    read_pieces(pieces, workers, job, most=most)
     return scratch, Findings.of(pieces)
 
 
@@ -338,12 +340,16 @@ def _inspect(part: Part, target: memoryview) -> None:
 
 
 def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
-    """Copy a row-major tensor into an arena, which may keep its dimensions in another order.
+    """Copy a row-major tensor into an arena, which may keep its dimensions in another order, or a rank's share of it.
 
     Raises StageCancelled; the copy is then incomplete.
     """
+    share = arena.layout.shares.get(weight.name)
     with arena.buffers([arena.layout.slots[weight.name]]) as (target,):
-        write_rows(weight, rows, target, job)
+        if share is None:
+            write_rows(weight, rows, target, job)
+        else:
+            share.gather(0, rows, target)
 
 
 def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
@@ -461,7 +467,7 @@ def confirm(
     plain = {
         keys[0]: arena.view(name)
         for name, keys in names.items()
-        if isinstance(arena, HostArena) and rows[name].stride is None
+        if isinstance(arena, HostArena) and rows[name].stride is None and name not in arena.layout.shares
     }
 
     def check(part: tuple[str, int]) -> None:

@@ -257,9 +257,9 @@ def check_graph(
     graph_id: str, manifest: Manifest, where: str, request: SwapRequest, problems: Sequence[str] = ()
 ) -> None:
     """Raise GraphMismatch for a file that was packed for another graph. problems: of its tensors, which do not fit."""
-    if graph_id == manifest.graph_id or request.allow_other_graph:
+    if graph_id == manifest.packed_for or request.allow_other_graph:
         return
-    text = f"{where}: packed for another graph, {graph_id[:12]}; this model has {manifest.graph_id[:12]}"
+    text = f"{where}: packed for another graph, {graph_id[:12]}; this model has {manifest.packed_for[:12]}"
     if problems:
         lines = [f"  - {line}" for line in lines_of(problems, _MOST_OF_ANOTHER)]
         raise GraphMismatch(f"{text}, and its tensors do not fit:", *lines, "Pack a checkpoint of this model for it.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
+from weightswap_runtime.format.cuts import Share
 from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import NAMES, Match, ignored_names, part_of, resolve, tied_names
@@ -31,6 +33,7 @@ from .request import (
     check_graph,
     digest_problems,
 )
+from .shares import bytes_to_read, read_shares
 from .stream import Arrivals, take_in_order
 
 _NOTHING = Match({}, {}, (), (), "")
@@ -42,6 +45,7 @@ class Plan(NamedTuple):
     weights: WeightSet
     match: Match
     manifest: Manifest  # of the requested part
+    shares: Mapping[str, Share]  # of weights that this rank has a share of
     ignored: tuple[str, ...] = ()  # the names in the files that the caller's `ignore=` matches
 
     @property
@@ -49,11 +53,17 @@ class Plan(NamedTuple):
         """The bytes to read."""
         used = {name for names in self.match.found.values() for name in names}
         used |= {name for names in self.match.computed.values() for name in names.values()}
-        return sum(self.weights.tensors[name].nbytes for name in used)
+        shared = {keys[0]: self.shares[name] for name, keys in self.match.found.items() if name in self.shares}
+        whole = sum(self.weights.tensors[name].nbytes for name in used if name not in shared)
+        return whole + sum(bytes_to_read(self.weights, key, share) for key, share in shared.items())
 
 
-def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
+def plan(
+    weights: WeightSet, manifest: Manifest, request: SwapRequest, shares: Mapping[str, Share] = MappingProxyType({})
+) -> Plan:
     """Check a checkpoint by its headers alone, and return what to read. Of a stream nothing is known yet.
+
+    shares: those of the arena's layout.
 
     Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
@@ -61,7 +71,7 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
         raise WeightsMismatch(weights.where, ["holds recorded calls, not weights"], "Give the weight file beside it.")
     part = part_of(manifest, request.only) if request.only else manifest
     if isinstance(weights, Stream) and not weights.has_ended:
-        return Plan(weights, _NOTHING, part)
+        return Plan(weights, _NOTHING, part, shares)
     stamp = weights.stamp
     # in a file with a stamp names are FQNs; in other files they may also be checkpoint keys
     readings = NAMES if stamp else READINGS[request.keys]
@@ -82,9 +92,9 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
         raise
     if stamp:
         check_graph(stamp.graph_id, manifest, weights.where, request)
-        if not request.only and stamp.graph_id == manifest.graph_id:
+        if not request.only and stamp.graph_id == manifest.packed_for:
             check_expected(stamp.weights_id, weights.where, request)
-    return Plan(weights, match, part, ignored)
+    return Plan(weights, match, part, shares, ignored)
 
 
 def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:
@@ -99,7 +109,7 @@ def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity,
     stamp, where = planned.weights.stamp, planned.weights.where
     labels = stamp.labels if stamp else staging.request.labels
     identity = identify(planned.manifest.weights, findings.digests, labels, findings.nonfinite)
-    if stamp and stamp.graph_id == planned.manifest.graph_id and stamp.weights_id != identity.weights_id:
+    if stamp and stamp.graph_id == planned.manifest.packed_for and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
         raise DigestMismatch(where, [text], DAMAGED)
     return identity, _report("full", planned, identity, staging, start, read_at)
@@ -112,7 +122,7 @@ def stage_part(
 
     Raises what `stage_full` raises.
     """
-    part = HostArena(ArenaLayout(planned.manifest.weights))
+    part = HostArena(ArenaLayout(planned.manifest.weights, arena.layout.rank))
     start = time.perf_counter()
     planned, findings, read_at = _fill(planned, part, staging)
     kept = {name: counts for name, counts in served.nonfinite.items() if name not in findings.digests}
@@ -138,14 +148,16 @@ def _fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings
         job.begin("reading", planned.manifest.total_bytes)
         arrivals = Arrivals(weights, arena, planned.manifest, staging)
         arrivals.take_all()
-        planned = plan(weights, staging.manifest, staging.request)
+        planned = plan(weights, staging.manifest, staging.request, arena.layout.shares)
         by_key = arrivals.settle(planned.match.found)
     else:
         job.begin("reading", planned.nbytes)
         if weights.comes_once:
             by_key = take_in_order(weights, planned.match, arena, staging.workers, job)
         else:
-            by_key = read_tensors(weights, planned.match.found, arena, staging.workers, job)
+            shared = {name: keys[0] for name, keys in planned.match.found.items() if name in arena.layout.shares}
+            by_key = read_shares(weights, shared, arena, staging.workers, job)
+            by_key.add(read_tensors(weights, planned.match.found, arena, staging.workers, job))
     match = planned.match
     findings, inputs = Findings({}, {}), Findings({}, {})
     if match.computed:

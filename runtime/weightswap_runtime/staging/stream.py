@@ -18,14 +18,15 @@ from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.names import NESTING, WRAPPERS, Match, extra_state_of, is_among, tied_names
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, Destination, Scratch
+from weightswap_runtime.memory.arena import Arena, Scratch
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, TensorType, describe, same_type
 from weightswap_runtime.threads import WorkerThreads
 
 from .given import Stream, stored
-from .reading import Findings, confirm, lay, new_piece, read_pieces
+from .reading import Findings, confirm, lay, new_piece, read_pieces, read_scratch
 from .request import READINGS, Staging
+from .shares import read_shares
 
 _ADVICE = "Give the tensors of the exported model, each once."
 
@@ -85,18 +86,13 @@ class Arrivals:
 
     def _take(self, name: str, source: MemorySource, weight: NamedTensor | None) -> None:
         """Copy a tensor. weight: whose place it goes to; if another one is there, they must have the same bytes."""
-        destination: Destination = self._arena
         staging, placed = self._staging, weight is not None and weight.name not in self._placed
         if weight is not None and placed:
-            slot = self._arena.layout.slots[weight.name]
             self._placed[weight.name] = name
+            found = self._take_into_place(name, weight)
         else:
-            destination = scratch = Scratch([source.size])
-            slot = scratch.slots[0]
-        piece = new_piece(self._stream, name, destination, slot)
-        read_pieces([piece], staging.workers, staging.job, most=BLOCK)
+            scratch, found = read_scratch(self._stream, [name], staging.workers, staging.job, most=BLOCK)
         source.check_unchanged()
-        found = Findings.of([piece])
         if staging.request.confirm:
             names = {weight.name: (name,)} if weight is not None and placed else {}
             confirm(self._stream, found.digests, names, self._arena, staging.workers, staging.job)
@@ -105,6 +101,14 @@ class Arrivals:
             self._kept[name] = scratch
             copy = MemorySource(name, np.asarray(scratch.memory))
             self._stream.tensors[name] = self._stream.tensors[name]._replace(source=copy)
+
+    def _take_into_place(self, name: str, weight: NamedTensor) -> Findings:
+        arena, workers, job = self._arena, self._staging.workers, self._staging.job
+        if weight.name in arena.layout.shares:
+            return read_shares(self._stream, {weight.name: name}, arena, workers, job)
+        piece = new_piece(self._stream, name, arena, arena.layout.slots[weight.name])
+        read_pieces([piece], workers, job, most=BLOCK)
+        return Findings.of([piece])
 
     def settle(self, found: Mapping[str, Collection[str]]) -> Findings:
         """Put the weights in their places that are not there yet; return what was found in all tensors, by name.

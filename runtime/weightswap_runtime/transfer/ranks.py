@@ -25,13 +25,14 @@ from blake3 import blake3
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.safetensors import pack_ranges, render_header
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.process_groups import Members
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.staging.given import MEMORY, as_arriving, tensors_of
 from weightswap_runtime.staging.request import check_labels
 from weightswap_runtime.tensors import nbytes
 
-from .group import BUCKET, Members, Vote
+from .group import BUCKET, Vote, vote
 from .messages import Outcome, Refusal
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def send_together(
 def _give(members: Members, joined: Joined, content: Mapping[str, memoryview]) -> SwapReceipt:
     """Send the rows of a rank other than 0, and return the receipt of the commit."""
     hasher = blake3()
-    if (refusal := members.vote()) is not None:
+    if (refusal := vote(members)) is not None:
         raise refusal.as_error()
     for part in joined.parts:
         if part.rank == members.rank:

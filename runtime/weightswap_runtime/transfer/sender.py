@@ -36,12 +36,12 @@ from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
+from weightswap_runtime.process_groups import Members
 from weightswap_runtime.staging.request import PathLike, Patterns, Staging, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
-from .group import Members
 from .links import NoLink, link_to
 from .ranks import send_together
 
@@ -118,6 +118,8 @@ class Sender(AbstractContextManager["Sender"]):
         check_timeout(timeout)
         self.to = str(to)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        if self.artifact.manifest.ranks is not None:
+            raise Unsupported(f"{self.artifact.path}: is for several ranks, which receive nothing; give them files")
         self._trainers = None if trainers is None else Members(trainers)
         is_first = self._trainers is None or self._trainers.rank == 0
         self._link = link_to(to, self.artifact.graph_id, token, model) if is_first else NoLink()

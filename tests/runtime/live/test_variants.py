@@ -276,8 +276,8 @@ def test_the_format_version_tells_old_readers(files: Files, tmp_path: Path) -> N
     assert plain.manifest.format_version == 1
     assert b'"variants"' not in (tmp_path / "plain" / "manifest.json").read_bytes()
     manifest = tmp_path / "plain" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 3'))
-    with pytest.raises(FormatVersionError, match="version 3; this runtime reads 1 and 2"):
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 4'))
+    with pytest.raises(FormatVersionError, match="version 4; this runtime reads 1 to 3"):
         Artifact.open(tmp_path / "plain")
 
 

@@ -239,7 +239,7 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
         with open_weights(written) as opened:
             stamp = delta_stamp(opened)
             assert stamp is not None
-            manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
+            manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64, packed_for="0" * 64)
             trees, workers = HashTrees(None), WorkerThreads(2)
             staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, trees, workers, Job())
             reached, _, changes = stage_delta(opened, stamp, arena, identity, staging)

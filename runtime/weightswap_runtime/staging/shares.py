@@ -1,0 +1,107 @@
+"""Reading the bytes that one rank has of weights which it shares with others.
+
+The digest of a tensor is that of all its blocks. Where the file has the digests of the blocks, a rank reads those of
+which it has a byte, and takes the others' digests from there: with these the tensor's digest, too, must come out right.
+Where it has not, the rank reads and hashes everything, and keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from itertools import groupby
+from typing import NamedTuple
+
+from weightswap_runtime.format.cuts import Share
+from weightswap_runtime.format.identity import Counts, count_nonfinite
+from weightswap_runtime.format.weight_set import StoredTensor, WeightSet
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory.arena import Arena, ByteRange
+from weightswap_runtime.tensors import BLOCK, block_count, block_digests
+from weightswap_runtime.threads import WorkerThreads
+
+from .reading import Findings
+
+_AT_ONCE = 4  # blocks that a thread reads before it hashes them: they are still in its cache
+
+
+class _Piece(NamedTuple):
+    """Blocks of a tensor that follow each other: bytes `begin` to `end` of the whole."""
+
+    key: str
+    weight: str
+    begin: int
+    end: int
+
+
+def bytes_to_read(weights: WeightSet, key: str, share: Share) -> int:
+    """Return how many bytes of a tensor a rank reads for its share."""
+    return sum(end - begin for begin, end in _ranges(weights, key, share))
+
+
+def read_shares(
+    weights: WeightSet, names: Mapping[str, str], arena: Arena, workers: WorkerThreads, job: Job
+) -> Findings:
+    """Read this rank's shares into an arena; return the digests of the whole tensors, and what its own bytes have that
+    is not finite, by name in the file.
+
+    names: weight -> name in the file. Raises what `read_tensors` raises; the arena's content is then undefined.
+    """
+    shares = arena.layout.shares
+    pieces = [
+        _Piece(key, name, begin, end)
+        for name, key in names.items()
+        for begin, end in _ranges(weights, key, shares[name])
+    ]
+    digests = {key: _known(weights, key) for key in names.values()}
+    counts: dict[str, list[Counts]] = {key: [] for key in names.values()}
+
+    def read(piece: _Piece) -> None:
+        stored, share = weights.tensors[piece.key], shares[piece.weight]
+        first, last = share.before(piece.begin), share.before(piece.end)
+        slot = ByteRange(arena.layout.slots[piece.weight].offset + first, last - first)
+        is_slow = stored.source.unit is not None or job.rate_limit is not None
+        with arena.buffers([slot], is_slow) as (part,):
+            if len(part) == piece.end - piece.begin:
+                _fill(part, stored, piece.begin, job)
+                blocks = block_digests(part)
+            else:
+                data = memoryview(bytearray(piece.end - piece.begin))
+                _fill(data, stored, piece.begin, job)
+                blocks = block_digests(data)
+                share.gather(piece.begin, data, part)
+            if found := count_nonfinite(stored.dtype, part):
+                counts[piece.key].append(found)
+        start = piece.begin // BLOCK
+        digests[piece.key][start : start + len(blocks)] = blocks
+
+    workers.run_all(read, pieces)
+    return Findings(
+        {key: tuple(blocks) for key, blocks in digests.items()},
+        {key: reduce(Counts.plus, found) for key, found in counts.items() if found},
+    )
+
+
+def _known(weights: WeightSet, key: str) -> list[bytes]:
+    given = weights.stamp.blocks_of(key) if weights.stamp else None
+    return list(given or [b""] * block_count(weights.tensors[key].nbytes))
+
+
+def _ranges(weights: WeightSet, key: str, share: Share) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a tensor's bytes to be read: whole blocks, few at a time."""
+    size = weights.tensors[key].nbytes
+    count = block_count(size)
+    needed = list(range(count))
+    if weights.stamp and weights.stamp.blocks_of(key):
+        places = [share.before(min(number * BLOCK, size)) for number in range(count + 1)]
+        needed = [number for number in needed if places[number] < places[number + 1]]
+    for _, run in groupby(enumerate(needed), key=lambda item: item[1] - item[0]):
+        following = [number for _, number in run]
+        for start in range(0, len(following), _AT_ONCE):
+            chosen = following[start : start + _AT_ONCE]
+            yield chosen[0] * BLOCK, min((chosen[-1] + 1) * BLOCK, size)
+
+
+def _fill(memory: memoryview, stored: StoredTensor, begin: int, job: Job) -> None:
+    for low, high in job.steps(0, len(memory)):
+        stored.source.read_into([memory[low:high]], stored.offset + begin + low)

@@ -1,0 +1,449 @@
+"""Models on several ranks: all change their weights, or none; what they do at once is the same, or is refused.
+
+Ranks are threads here, with groups of gloo between them; tests/promises/never_a_mixture has processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
+from weightswap_runtime import Model, Ranks, load
+from weightswap_runtime.errors import (
+    InputMismatch,
+    ModelFailed,
+    NothingToRollBack,
+    RanksLost,
+    RanksRefused,
+    Unsupported,
+    WeightswapError,
+)
+
+RESIDENCIES = ("double", "single")
+
+
+class Files:
+    """An artifact for two ranks, and sets of weights for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.artifact = split_artifact(path / "two")
+        self.sets = [write_set(path / f"{seed}.safetensors", seed) for seed in range(3)]
+        self.damaged = path / "damaged.safetensors"
+        raw = bytearray(self.sets[2].read_bytes())
+        raw[-1] ^= 1
+        self.damaged.write_bytes(raw)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("ranks"))
+
+
+def serves(model: Model, seed: int) -> bool:
+    """Return whether a call answers as one process with these weights, and every rank has them."""
+    output, marks = model(X)
+    assert torch.allclose(output, whole(values(seed), X), atol=1e-4)
+    return marks.tolist() == [float(seed)] * len(marks)
+
+
+def together(files: Files, work: Callable[[Model, Ranks], Any], size: int = 2, **options: Any) -> list[Any]:
+    """Do something with a model that serves set 1, in each rank. Raises what a rank raises."""
+
+    def run(ranks: Ranks) -> Any:
+        with load(files.artifact, files.sets[1], ranks=ranks, **options) as model:
+            return work(model, ranks)
+
+    results = on_ranks(size, run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def caught(work: Callable[[], Any]) -> WeightswapError:
+    with pytest.raises(WeightswapError) as info:
+        work()
+    return info.value
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_swaps_and_rollbacks_reach_every_rank(residency: str, files: Files) -> None:
+    def work(model: Model, _: Ranks) -> Any:
+        assert serves(model, 1)
+        before = model(X)[0]
+        receipt = model.swap(files.sets[2], by="trainer")
+        assert receipt.kind == "full"
+        assert serves(model, 2)
+        model.rollback()
+        assert serves(model, 1)
+        assert torch.equal(model(X)[0], before)
+        return receipt.weights_id, model.weights_id
+
+    one, other = together(files, work, residency=residency, keep_previous="host" if residency == "single" else None)
+    assert one == other
+    assert one[0] != one[1]
+
+
+def test_the_weights_id_is_that_of_the_file(files: Files) -> None:
+    from weightswap_runtime import WeightFile
+
+    with WeightFile(files.sets[1]) as file:
+        assert file.stamp is not None
+        assert together(files, lambda model, _: model.weights_id) == [file.stamp.weights_id] * 2
+
+
+def test_one_file_serves_any_number_of_ranks(files: Files, tmp_path: Path) -> None:
+    wide = split_artifact(tmp_path / "four", 4)
+    path = write_set(tmp_path / "w.safetensors", 1, 4)
+
+    def work(ranks: Ranks) -> bool:
+        with load(wide, path, ranks=ranks) as model:
+            return serves(model, 1)
+
+    assert on_ranks(4, work) == [True] * 4
+
+
+GIVEN: dict[str, Callable[[Path], Any]] = {
+    "a file with digests": lambda path: write_set(path / "a.safetensors", 2),
+    "without those of blocks": lambda path: write_set(path / "b.safetensors", 2, with_blocks=False),
+    "a checkpoint": lambda path: checkpoint(path / "c.safetensors", 2),
+    "a mapping": lambda _: content(2),
+    "numpy": lambda _: {name: value.numpy() for name, value in content(2).items()},
+    "an iterator": lambda _: iter(content(2).items()),
+}
+
+
+def content(seed: int) -> dict[str, torch.Tensor]:
+    return values(seed) | {"mark": values(seed)["mark"][:2]}
+
+
+def checkpoint(path: Path, seed: int) -> Path:
+    safetensors.torch.save_file(content(seed), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_weights_may_come_from_anywhere(kind: str, residency: str, files: Files, tmp_path: Path) -> None:
+    def work(model: Model, ranks: Ranks) -> str:
+        (tmp_path / str(ranks.rank)).mkdir()
+        receipt = model.swap(GIVEN[kind](tmp_path / str(ranks.rank)))
+        assert serves(model, 2)
+        return receipt.weights_id
+
+    expected = together(files, lambda model, _: model.swap(files.sets[2]).weights_id)
+    assert together(files, work, residency=residency) == expected
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_parts_reach_every_rank(residency: str, files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        model.swap(files.sets[2])
+        receipt = model.swap(files.sets[0], only=["packed", "second"])
+        mixed = values(2) | {name: values(0)[name] for name in ("packed", "second")}
+        assert torch.allclose(model(X)[0], whole(mixed, X), atol=1e-4)
+        assert receipt.weights_id == model.swap({**mixed, "mark": mixed["mark"][:2]}).weights_id
+
+    together(files, work, residency=residency)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_calls_go_on_while_weights_are_staged(residency: str, files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        staged = model.stage(files.sets[2], background=True, rate_limit=2000)
+        assert serves(model, 1)
+        assert serves(model, 1)
+        assert staged.commit().kind == "full"
+        assert serves(model, 2)
+
+    together(files, work, residency=residency)
+
+
+def test_staged_weights_can_be_tried_by_all_ranks(files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        with model.stage(files.sets[2], background=True).wait() as staged:
+            assert staged(X)[1].tolist() == [2.0, 2.0]
+            assert serves(model, 1)
+
+    together(files, work)
+
+
+REFUSED: dict[str, Callable[[Files, int], tuple[Any, dict[str, Any]]]] = {
+    "damaged": lambda files, rank: ((files.sets[2], files.damaged)[rank], {}),
+    "missing": lambda files, rank: ((files.sets[2], files.path / "nowhere.safetensors")[rank], {}),
+    "not finite": lambda files, rank: (
+        content(2) | ({"bias": torch.full((4,), torch.nan)} if rank else {}),
+        {"allow_nonfinite": False},
+    ),
+    "other weights": lambda files, rank: (files.sets[2 * rank], {}),
+    "an option": lambda files, rank: (files.sets[2], {"timeout": -1.0} if rank else {}),
+    "another id": lambda files, rank: (files.sets[2], {"expect": "0" * 64} if rank else {}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_what_one_rank_refuses_no_rank_serves(what: str, residency: str, files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> str:
+        given, options = REFUSED[what](files, ranks.rank)
+        before = model(X)[0], model.weights_id, model.generation
+        error = caught(lambda: model.swap(given, **options))
+        assert isinstance(error, RanksRefused)
+        assert set(error.reasons) == ({0, 1} if what == "other weights" else {1})
+        after = model(X)[0], model.weights_id, model.generation
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        model.swap(files.sets[0])  # the ranks are at one step
+        assert serves(model, 0)
+        return str(error)
+
+    one, other = together(files, work, residency=residency)
+    assert one == other
+
+
+def test_a_refusal_of_the_staging_of_one_rank_ends_that_of_all(files: Files) -> None:
+    """The other one would take twenty seconds."""
+
+    def work(model: Model, ranks: Ranks) -> None:
+        slow = {"rate_limit": 20.0} if ranks.rank == 0 else {}
+        error = caught(lambda: model.swap(files.damaged if ranks.rank else files.sets[2], **slow))
+        assert "DigestMismatch" in str(error)
+        assert isinstance(error.__cause__, WeightswapError) == (ranks.rank == 1)
+        assert serves(model, 1)
+
+    began = time.monotonic()
+    together(files, work)
+    assert time.monotonic() - began < 15
+
+
+def test_one_rank_may_take_longer_than_the_timeout_to_stage(files: Files) -> None:
+    def run(ranks: Ranks) -> bool:
+        with load(files.artifact, files.sets[1], ranks=ranks) as model:
+            model.swap(files.sets[2], rate_limit=300.0 if ranks.rank else None)  # 600 bytes: two seconds
+            return serves(model, 2)
+
+    assert on_ranks(2, run, timeout=0.8) == [True, True]
+
+
+def test_nothing_to_roll_back_is_the_refusal_of_all(files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        error = caught(model.rollback)
+        assert isinstance(error, RanksRefused)
+        assert isinstance(error.__cause__, NothingToRollBack)
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_ranks_at_different_steps_do_neither(files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        error = caught(lambda: model(X) if ranks.rank else model.swap(files.sets[2]))
+        assert isinstance(error, RanksRefused)
+        assert error.reasons == {0: "is at another step: swap", 1: "is at another step: call of forward"}
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+CALLS: dict[str, tuple[Any, Any]] = {
+    "shapes": (X, X[:1]),
+    "values": (X, X + 1),
+    "one that is none": (X, X.double()),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_calls_with_different_inputs_are_refused_before_they_run(what: str, files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        error = caught(lambda: model(CALLS[what][ranks.rank]))
+        assert isinstance(error, RanksRefused)
+        assert "float32[2, 4]" in str(error) or "InputMismatch" in str(error)
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_an_input_that_no_rank_takes_is_refused_by_name(files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        error = caught(lambda: model(X.double()))
+        assert isinstance(error.__cause__, InputMismatch)
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_two_threads_of_a_rank_cannot_use_the_model_at_once(files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        with ranks.turn("call"):
+            errors: list[WeightswapError] = []
+            thread = threading.Thread(target=lambda: errors.append(caught(lambda: model(X))))
+            thread.start()
+            thread.join()
+        assert isinstance(errors[0], Unsupported)
+        assert "another thread" in str(errors[0])
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+ALONE: dict[str, Callable[[Model, Files], Any]] = {
+    "watch": lambda model, files: model.watch(files.path),
+    "follow": lambda model, files: model.follow(files.path),
+    "receive": lambda model, files: model.receive(f"unix:{files.path}/x"),
+    "keep": lambda model, files: model.keep(files.path / "kept"),
+    "contexts": lambda model, _: model.new_context(),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_would_do_alone_is_refused(what: str, files: Files) -> None:
+    def work(model: Model, _: Ranks) -> None:
+        with pytest.raises(Unsupported, match=rf"{what}.*: not for a model on several ranks"):
+            ALONE[what](model, files)
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_a_delta_is_refused(files: Files, tmp_path: Path) -> None:
+    from weightswap_runtime import write_delta
+
+    write_delta(files.sets[1], files.sets[2], out=tmp_path / "d.safetensors")
+
+    def work(model: Model, _: Ranks) -> None:
+        error = caught(lambda: model.swap(tmp_path / "d.safetensors"))
+        assert "a delta, which ranks do not take" in str(error)
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_an_in_place_commit_that_fails_on_one_rank_stops_all(files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        staged = model.stage(files.sets[2], background=True).wait()
+        pin = model.pin() if ranks.rank else None
+        if pin is not None:
+            pin.__enter__()
+        error = caught(lambda: staged.commit(timeout=0.1))
+        assert isinstance(error, ModelFailed)
+        assert "rank 1: LeaseTimeout" in str(error)
+        if pin is not None:
+            pin.__exit__(None, None, None)
+        assert model.failed
+        assert isinstance(caught(lambda: model(X)), RanksRefused | ModelFailed)
+        staged.discard()
+        model.swap(files.sets[0])
+        assert serves(model, 0)
+
+    together(files, work, residency="single")
+
+
+LOADED: dict[str, Callable[[Files, Path, Ranks], Any]] = {
+    "another artifact": lambda files, path, ranks: load(
+        split_artifact(path / "other", 2, scale=3.0) if ranks.rank else files.artifact, ranks=ranks
+    ),
+    "another residency": lambda files, _, ranks: load(files.artifact, residency=RESIDENCIES[ranks.rank], ranks=ranks),
+    "no artifact": lambda files, path, ranks: load(path / "no" if ranks.rank else files.artifact, ranks=ranks),
+    "other weights": lambda files, _, ranks: load(files.artifact, files.sets[ranks.rank], ranks=ranks),
+}
+
+
+@pytest.mark.parametrize("what", LOADED)
+def test_ranks_load_the_same_or_nothing(what: str, files: Files, tmp_path: Path) -> None:
+    one, other = on_ranks(2, lambda ranks: LOADED[what](files, tmp_path, ranks))
+    assert isinstance(one, RanksRefused)
+    assert str(one) == str(other)
+    assert 1 in one.reasons
+
+
+def test_an_artifact_for_ranks_needs_them_and_as_many(files: Files, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"is for 2 ranks.*ranks=Ranks\(group\)"):
+        load(files.artifact)
+    wide = split_artifact(tmp_path / "four", 4)
+    one, other = on_ranks(2, lambda ranks: load(wide, ranks=ranks))
+    assert isinstance(one, RanksRefused)
+    assert str(one) == str(other)
+    assert "is for 4 ranks, the group has 2" in str(one)
+
+
+def test_a_rank_that_does_not_come_is_lost(files: Files) -> None:
+    def run(ranks: Ranks) -> list[Any]:
+        model = load(files.artifact, files.sets[1], ranks=ranks)
+        if ranks.rank == 1:
+            return []
+        lost = [caught(lambda: model(X)), caught(lambda: model(X)), caught(lambda: model.swap(files.sets[2]))]
+        return [*lost, caught(model.rollback), ranks.lost, model.weights_id]
+
+    found, _ = on_ranks(2, run, timeout=0.5)
+    assert isinstance(found, list), found
+    assert all(isinstance(error, RanksLost) for error in found[:5])
+    assert "took more than 0.5 s" in str(found[0])
+
+
+def test_a_call_that_fails_on_one_rank_alone_loses_the_ranks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waits for what this one did not do; a later call must not answer it."""
+
+    def run(ranks: Ranks) -> Any:
+        model = load(files.artifact, files.sets[1], ranks=ranks)
+        if ranks.rank == 0:
+            return caught(lambda: model(X))
+        bound = next(iter(model._store.gate.current.session.bound.values()))  # type: ignore[union-attr]
+        monkeypatch.setattr(bound, "run", _no_memory)
+        return caught(lambda: model(X))
+
+    one, other = on_ranks(2, run, timeout=0.5)
+    assert {type(one), type(other)} <= {RanksLost, RanksRefused}, (one, other)
+
+
+def _no_memory(*_: object) -> None:
+    raise RuntimeError("no memory for this call")
+
+
+def test_goldens_are_tried_by_all_ranks_after_they_have_agreed(files: Files, tmp_path: Path) -> None:
+    from tests.support.ranks import write_goldens
+
+    good, bad = write_set(tmp_path / "good.safetensors", 2), write_set(tmp_path / "bad.safetensors", 0)
+    write_goldens(good, 2, 2)
+    write_goldens(bad, 0, 1)
+
+    def work(model: Model, _: Ranks) -> None:
+        assert model.swap(good).verified == "goldens"
+        error = caught(lambda: model.swap(bad))
+        assert "GoldenMismatch" in str(error)
+        assert serves(model, 2)
+        assert model.swap(bad, verify="off").verified == "none"
+        assert serves(model, 0)
+
+    together(files, work)
+
+
+def test_what_is_no_group_or_timeout_is_refused() -> None:
+    with pytest.raises(Unsupported, match="process group"):
+        Ranks("unix:x")  # type: ignore[arg-type]
+
+    def run(ranks: Ranks) -> None:
+        for timeout in (0.0, -1.0, float("inf"), float("nan"), None):
+            with pytest.raises(Unsupported, match="timeout="):
+                Ranks(object(), timeout=timeout)  # type: ignore[arg-type]
+
+    assert on_ranks(2, run) == [None, None]
+
+
+def test_the_values_of_large_inputs_are_not_compared() -> None:
+    from weightswap_runtime.live import ranks as module
+
+    small, large = torch.zeros(4), torch.zeros(1 << 19)
+    assert module._described([small]) != module._described([small + 1])
+    assert module._described([large]) == module._described([large + 1])
+    assert module._described([large]) != module._described([large[1:]])
+    assert module._described([np.int64(3), 4, None]) != module._described([np.int64(3), 5, None])
