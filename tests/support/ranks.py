@@ -133,7 +133,7 @@ def write_set(path: Path, seed: int, size: int = 2, *, with_blocks: bool = True)
     """Write a weight file of the whole model."""
     content = values(seed) | {"mark": values(seed)["mark"][:size]}
     rows = canonical_order(TensorRow(row.name, row.dtype, row.shape) for row in weights(size))
-    data = {row.name: [memoryview(content[row.name].numpy()).cast("B")] for row in rows}
+    data = {row.name: [content[row.name].numpy().data.cast("B")] for row in rows}
     writing = new_weight_file(path, rows, data, graph_id=WHOLE, labels={}, cast={}, with_blocks=with_blocks)
     with writing as (file, _):
         file.rename(path)
