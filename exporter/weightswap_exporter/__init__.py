@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightswap_exporter.commands.hf_directory import directory_recipe
     from weightswap_exporter.engines.compiling import compile_engines
     from weightswap_exporter.engines.onnx_external import export_onnx
+    from weightswap_exporter.modules.parallel import Parallel
     from weightswap_exporter.modules.stand_ins import skeleton
 
     from .exporting import export, export_decoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "MethodSpec": "capture.capture",
     "Packed": "packing",
+    "Parallel": "modules.parallel",
     "Publication": "publishing",
     "RowTracker": "row_tracker",
     "compile_engines": "engines.compiling",
@@ -42,6 +44,7 @@ _HOMES = {
 __all__ = [
     "MethodSpec",
     "Packed",
+    "Parallel",
     "Publication",
     "RowTracker",
     "__version__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,36 @@ from weightswap_exporter.engines.compiling import (
     write_files,
 )
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
+from weightswap_exporter.modules.parallel import Parallel, as_rank
 from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrapped
 from weightswap_runtime import Artifact, __version__
-from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError, listed
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.engines.operators import RANKS
+from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported, WeightswapError, listed
 from weightswap_runtime.format.artifact import zeros
+from weightswap_runtime.format.cuts import part_of_rank
 from weightswap_runtime.format.goldens import GOLDENS_NAME, INPUTS_NAME
 from weightswap_runtime.format.manifest import (
     CONSTANTS_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
     METHOD_NAME,
+    RANKS_VERSION,
     VARIANTS_VERSION,
     Manifest,
     Method,
     Producer,
+    Split,
     TextGeneration,
     decode_manifest,
     encode_manifest,
     with_graph_id,
 )
 from weightswap_runtime.format.safetensors import encode_tensors, parse_file
+from weightswap_runtime.format.signature import Signature, leaves
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.writing import new_folder
-from weightswap_runtime.tensors import Tolerance
+from weightswap_runtime.tensors import Tolerance, describe
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_runtime.torch_tensors import tensor_content
 
@@ -74,6 +82,7 @@ def export(
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
     variants: Declared | None = None,
+    parallel: Parallel | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
@@ -91,9 +100,15 @@ def export(
     is `(args, kwargs)`). The model is called in its mode, under `torch.no_grad()`, with row-major copies of the inputs
     and from the initial state, and is left as it was. A skeleton cannot be called, so its inputs alone are recorded: a
     server checks that every set of weights gives finite outputs for them.
-    tolerance: `(rtol, atol)` for comparing with the goldens; default: exact on the same kind of machine.
+    tolerance: `(rtol, atol)` for comparing with the goldens; default: exact on the same kind of machine. With
+    `parallel`, where ranks add in another order than the model, it is that of the coarsest dtype of the weights:
+    `(1e-4, 1e-5)` for float32, `(1e-2, 1e-2)` for float16, `(5e-2, 5e-2)` for bfloat16.
     variants: parameters that each call chooses among sets that a server keeps side by side, as name patterns by group,
     such as {"lora": "*lora_*"}; see docs/variants.md. Goldens are those of the base: these parameters are zeros.
+    parallel: the ranks that the model is split over, and how: the artifact is then for that many processes, each with a
+    part of the weights. Its table of weights has the whole ones, and weight files are those of the model in one
+    process, whatever the number of ranks. Goldens are recorded with the whole model. Tensors that calls change,
+    variants and other engines than `torch` are refused.
     engines: engines that the graphs are also compiled for, as `compile_engines` can do later; a MethodSpec may name its
     own instead. A method that an engine has no file for runs on `torch`. tell: callback for progress messages.
 
@@ -122,6 +137,7 @@ def export(
         checkpoint=checkpoint,
         goldens=wanted_goldens(goldens, tolerance, list(specs)),
         variants=variants,
+        parallel=parallel,
         tell=tell,
     )
 
@@ -141,8 +157,8 @@ def export_decoder(
 
     model: one with key-value caches, real or built under `skeleton()`. length: capacity of a context in tokens, prompt
     and answer together. batch: number of sequences that are generated side by side. Both are fixed. out, checkpoint,
-    engines, variants, tell: as in `export`. Raises the errors of `export`, and Unsupported for a model whose memory is
-    not a key-value cache.
+    engines, variants, tell: as in `export`. What generates is not split over ranks. Raises the errors of `export`, and
+    Unsupported for a model whose memory is not a key-value cache.
     """
     prepared = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
@@ -168,9 +184,12 @@ def _export(
     goldens: GoldensRequest | None = None,
     generation: TextGeneration | None = None,
     variants: Declared | None = None,
+    parallel: Parallel | None = None,
     tell: Tell,
 ) -> Artifact:
     method_engines = _engines_of(specs, engines)
+    if parallel is not None:
+        _check_parallel(parallel, method_engines, variants)
     check_writable(out)
     path = _check_out(Path(out))
     view = ModelView(model)
@@ -180,6 +199,9 @@ def _export(
     with without_garbage_collection(), plain_buffers(model), base_alone(view, groups):
         tell(f"capturing {', '.join(specs)}")
         manifest, files, texts = _artifact(view, specs, load, example, groups)
+        if parallel is not None:
+            tell(f"capturing {', '.join(specs)} as one of {parallel.size} ranks")
+            manifest, files = _for_ranks(view, specs, parallel, manifest, files)
         for text in texts:  # before anything is written: a warning may be an error
             warnings.warn(text, stacklevel=3)
         manifest = msgspec.structs.replace(manifest, generation=generation)
@@ -243,8 +265,7 @@ def _artifact(
     groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes], list[str]]:
     """Return the manifest, the content of the other files by name, and warnings."""
-    with without_cache(view.model):
-        captured = {name: capture(view, name, spec) for name, spec in specs.items()}
+    captured = _captured(view, specs)
     texts = list(_doubts(captured))
     tables = classify(view, captured, groups)
     if pairs := overlapping(view.tensors, tables.weights):
@@ -252,14 +273,7 @@ def _artifact(
             "these weights share memory but are not one tensor; after a swap they do not share it: " + "; ".join(pairs)
         )
     recorded = record_adapter(view, tables, load=load, checkpoint=checkpoint)
-    described = {
-        name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
-        for name, method in captured.items()
-    }
-    files = {
-        described[name].graph: graph_archive(method.program, described[name].signature)
-        for name, method in captured.items()
-    }
+    described, files = _graphs(captured, tables)
     files[CONSTANTS_NAME] = _constants(tables)
     files |= recorded.files | kinds_file(view)
     manifest = Manifest(
@@ -276,6 +290,98 @@ def _artifact(
         variants=tables.variants,
     )
     return with_graph_id(manifest), files, [*texts, *recorded.warnings]
+
+
+def _captured(view: ModelView, specs: Mapping[str, MethodSpec]) -> dict[str, Captured]:
+    with without_cache(view.model):
+        return {name: capture(view, name, spec) for name, spec in specs.items()}
+
+
+def _graphs(
+    captured: Mapping[str, Captured], tables: Tables, group: str | None = None
+) -> tuple[dict[str, Method], dict[str, bytes]]:
+    """Return the methods of the manifest, and the files of their graphs by name. group: as for `graph_archive`."""
+    described = {
+        name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
+        for name, method in captured.items()
+    }
+    archives = {
+        described[name].graph: graph_archive(method.program, described[name].signature, group)
+        for name, method in captured.items()
+    }
+    return described, archives
+
+
+def _check_parallel(parallel: Parallel, engines: Mapping[str, Sequence[str]], variants: Declared | None) -> None:
+    if not isinstance(parallel, Parallel):
+        raise ExportError(f"parallel={parallel!r:.80}: expected weightswap_exporter.Parallel(size, plan)")
+    if variants:
+        raise Unsupported("variants= with parallel=: calls of several ranks choose no variants; export one of the two")
+    if compiled := sorted({name for names in engines.values() for name in names if ENGINES[name].compiled}):
+        raise Unsupported(f"engines={compiled} with parallel=: several ranks need the engine 'torch'; leave them out")
+
+
+def _for_ranks(
+    view: ModelView, specs: Mapping[str, MethodSpec], parallel: Parallel, whole: Manifest, files: dict[str, bytes]
+) -> tuple[Manifest, dict[str, bytes]]:
+    """Return the manifest and the files of a model for its ranks. whole, files: those for one process.
+
+    A rank differs in its graphs alone. Raises CaptureError where it would differ in anything else.
+    """
+    if whole.state:
+        names = listed([row.name for row in whole.state])
+        raise Unsupported(f"parallel=: calls change {names}, and ranks keep no state; pass it in and out of the call")
+    with as_rank(view, parallel) as rank:
+        captured = _captured(rank.view, specs)
+        tables = classify(rank.view, captured)
+        methods, archives = _graphs(captured, tables, RANKS)
+    cuts = {row.name: rank.cuts[row.name] for row in whole.weights if row.name in rank.cuts}
+    split = Split(size=parallel.size, whole=whole.graph_id, cuts=cuts)
+    _check_tables(whole, split, tables, files[CONSTANTS_NAME])
+    for name, method in methods.items():
+        _check_signature(name, whole.methods[name].signature, method.signature)
+    files = files | archives
+    manifest = msgspec.structs.replace(
+        whole,
+        format_version=RANKS_VERSION,
+        methods=methods,
+        files={name: blake3(content).hexdigest() for name, content in sorted(files.items())},
+        ranks=split,
+    )
+    return with_graph_id(manifest), files
+
+
+def _check_signature(name: str, whole: Signature, rank: Signature) -> None:
+    if (whole.args, whole.kwargs, whole.output) == (rank.args, rank.kwargs, rank.output):
+        return
+    pairs = zip_longest(leaves(rank.output), leaves(whole.output))
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("other inputs", "its own"))
+    raise CaptureError(
+        f"method {name!r}: a rank has {ours}, and the whole model {theirs}. The plan leaves outputs in parts: gather "
+        "them with 'colwise_gather_output', or add them up with 'rowwise'"
+    )
+
+
+def _check_tables(whole: Manifest, split: Split, tables: Tables, constants: bytes) -> None:
+    """Raise CaptureError unless a rank has the same weights, cut as planned, and the same constants."""
+    found = {row.name: row for row in tables.weights}
+    cuts = split.cuts
+    expected = {
+        row.name: part_of_rank(row, cuts[row.name], split.size) if row.name in cuts else row for row in whole.weights
+    }
+    differ = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
+    if differ:
+        have, want = (rows.get(differ[0]) for rows in (found, expected))
+        raise CaptureError(
+            f"{differ[0]}: a rank has {describe(have) if have else 'no such weight'}, and by the plan "
+            f"{describe(want) if want else 'none'}. Split a layer that the model's calls read by its parts alone"
+        )
+    if tables.constants != whole.constants or _constants(tables) != constants:
+        names = sorted({row.name for row in (*tables.constants, *whole.constants)})
+        raise CaptureError(
+            f"constants of a rank are not those of the whole model ({listed(names)}): a list, closure or cache holds "
+            "them, or they follow from the sizes of a layer. Compute them in the call from its tensors"
+        )
 
 
 def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from weightswap_runtime.tensors import TensorBytes, TensorType, Tolerance, descr
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, copied_tensor, tensor_bytes
 
 Requested = Sequence[Any] | Mapping[str, Sequence[Any]]
+_COARSEST: dict[str, Tolerance] = {"BF16": (5e-2, 5e-2), "F16": (1e-2, 1e-2), "F32": (1e-4, 1e-5)}  # by dtype
 _ADVICE = "Give a list of (args, kwargs) or of tuples of args, or a dict from methods to such lists."
 
 
@@ -154,7 +155,14 @@ def record(
         recorder.problems += [f"a call changed {name}, which is not state" for name in runner.changed()]
     if recorder.problems:
         raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
-    return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
+    tolerance = _of_ranks(manifest) if wanted.tolerance is None and manifest.ranks else wanted.tolerance
+    return Recording(manifest.packed_for, environment_here(), tolerance, recorder.cases, recorder.tensors)
+
+
+def _of_ranks(manifest: Manifest) -> Tolerance:
+    """Return the default tolerance where ranks add in another order than the whole model: of the coarsest dtype."""
+    dtypes = {row.dtype for row in manifest.weights}
+    return next((tolerance for dtype, tolerance in _COARSEST.items() if dtype in dtypes), _COARSEST["F32"])
 
 
 def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
@@ -167,7 +175,7 @@ def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
         recorder.keep(call, flat, ())
     if recorder.problems:
         raise RecordingError(recorder.problems, "Make the inputs outside skeleton().")
-    return Recording(manifest.graph_id, None, None, recorder.cases, recorder.tensors)
+    return Recording(manifest.packed_for, None, None, recorder.cases, recorder.tensors)
 
 
 def check_has_values(view: ModelView) -> None:

@@ -202,7 +202,7 @@ def pack_checkpoint(
         with writing as (file, stamp):
             packed = Packed(
                 path=out,
-                graph_id=manifest.graph_id,
+                graph_id=manifest.packed_for,
                 weights_id=stamp.weights_id,
                 nbytes=manifest.total_bytes,
                 labels=stamp.labels,
@@ -263,11 +263,12 @@ def _check_other(out: Path, files: Iterable[Path | None]) -> None:
 
 def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
     """Raise GraphMismatch for a file that was packed for another graph, as a swap does."""
-    if checkpoint.graph_id not in ("", artifact.graph_id):
+    expected = artifact.manifest.packed_for
+    if checkpoint.graph_id not in ("", expected):
         raise GraphMismatch(
             f"{checkpoint.where}: packed for another graph, {checkpoint.graph_id[:12]}; the artifact has "
-            f"{artifact.graph_id[:12]}, which may compute its weights in another way. Pack the checkpoint that it "
-            "was made of, or the model"
+            f"{expected[:12]}, which may compute its weights in another way. Pack the checkpoint that it was made of, "
+            "or the model"
         )
 
 

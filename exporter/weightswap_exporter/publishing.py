@@ -424,7 +424,7 @@ class _RowPublishing:
             bool(self._unknown)
             or self._options.full
             or last is None
-            or last.graph_id != self._artifact.graph_id
+            or last.graph_id != self._artifact.manifest.packed_for
             or len(last.files) > self._options.full_every
             or not all(path.parent == self._directory and path.is_file() for path, _ in last.files)
         )

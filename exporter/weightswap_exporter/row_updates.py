@@ -79,7 +79,7 @@ class RowUpdate(NamedTuple):
         """Write the delta into a temporary file, which the block has only to rename. Raises CheckpointError."""
         rows = {weight.name: weight for weight in self.artifact.manifest.weights}
         stamp = DeltaStamp(
-            graph_id=self.artifact.graph_id,
+            graph_id=self.artifact.manifest.packed_for,
             base=self.last.weights_id,
             weights_id=self.weights_id,
             changes={name: TensorType.of(rows[name]) for name in self.contents},
@@ -166,7 +166,7 @@ class RowUpdates:
         """
         by_weight = _by_weight(weights, tables)
         names = {name: weights.match.found[name][0] for name in by_weight}
-        if not is_known or self.last is None or self.last.graph_id != weights.artifact.graph_id:
+        if not is_known or self.last is None or self.last.graph_id != weights.artifact.manifest.packed_for:
             return Expected(names, {})
         rows = {row.name: row for row in weights.artifact.manifest.weights}
         blocks = {name: self._hashed(rows[name], _Memory(table.tensor), table.ids) for name, table in by_weight.items()}

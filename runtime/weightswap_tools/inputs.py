@@ -192,7 +192,7 @@ def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generato
     """
     rows = canonical_order(row.row for row in (manifest.weights if group is None else manifest.variants[group]))
     data = ((row.name, [_weight(row.dtype, row.shape, rng).data]) for row in rows)
-    write_weight_file(path, rows, data, graph_id=manifest.graph_id)
+    write_weight_file(path, rows, data, graph_id=manifest.packed_for)
 
 
 def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int | None, signs: Signs) -> Any:

@@ -26,6 +26,7 @@ from weightswap_exporter.modules.tensors import children
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.graph import checked, compile_graph, open_graph, read_graph
 from weightswap_runtime.engines.graph_archive import check_records
+from weightswap_runtime.engines.operators import RANKS
 from weightswap_runtime.errors import ArtifactError, CaptureError, listed
 from weightswap_runtime.format.signature import Dict, Items, Node, Signature, Tuple, key_text, leaves, unflatten
 from weightswap_runtime.torch_tensors import copied_tensor
@@ -38,8 +39,10 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _NONE = {"as_none": True}
 
 
-def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
+def graph_archive(program: ExportedProgram, signature: Signature, group: str | None = None) -> bytes:
     """Return the content of `graphs/<method>.pt2`. The program loses the values of its tensors.
+
+    group: `RANKS` for a graph that several ranks call together, else None.
 
     Its inputs and outputs are described with plain dicts, lists and tuples instead of the model's own classes, so that
     a server without those classes can open it.
@@ -52,10 +55,10 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
     for name, constant in program.constants.items():
         if isinstance(constant, torch.Tensor):
             program.constants[name] = torch.empty_like(constant, device="meta")
-    return program_archive(program)
+    return program_archive(program, group)
 
 
-def program_archive(program: ExportedProgram) -> bytes:
+def program_archive(program: ExportedProgram, group: str | None = None) -> bytes:
     """Return the content of an archive for a program whose tensors have no values."""
     fix_dtypes(program)
     program._example_inputs = None
@@ -69,7 +72,7 @@ def program_archive(program: ExportedProgram) -> bytes:
                 *f"torch {torch.__version__} cannot write the graph it has captured: {error}".splitlines()
             ) from error
     archive = _rewrite(saved)
-    _check_readable(archive)
+    _check_readable(archive, group)
     return archive
 
 
@@ -148,13 +151,13 @@ def _drop_texts(graph_module: dict[str, Any]) -> None:
             output["arg"] = _NONE
 
 
-def _check_readable(archive: bytes) -> None:
+def _check_readable(archive: bytes, group: str | None) -> None:
     """Raise CaptureError for a graph that torch writes, but that servers or compilers cannot read."""
     where = "the captured graph"
     try:
         _checked_archive(archive, where)
         graph = read_graph(archive, where)
-        checked(archive, where, lambda: compile_graph(graph, CPU))
+        checked(archive, where, lambda: compile_graph(graph, CPU, group=group))
     except ArtifactError as error:
         reason = str(error).removeprefix(f"{where}: ").partition(" Export the artifact again")[0]
         raise CaptureError(f"the captured graph cannot be served: {reason}") from error
@@ -162,7 +165,7 @@ def _check_readable(archive: bytes) -> None:
 
 def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     """Return the program in the artifact's file `name`; torch reads checked content alone. Raises ArtifactError."""
-    open_graph(artifact, name, CPU)
+    open_graph(artifact, name, CPU, group=RANKS if artifact.manifest.ranks else None)
     raw, where = artifact.read(name), str(artifact.path / name)
     try:
         # torch logs why it cannot open a program, with texts of an untrusted file

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from weightswap_runtime.errors import ArtifactError, Unsupported
+from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.tensors import DTYPES
 
@@ -103,19 +103,8 @@ def open_graph(
     """Compile the graph in the artifact's file `name`. Tensors that the function creates are made on `device`.
 
     fixed, group: as for `compile_graph`.
-    Raises ArtifactError, also for operators that no package in this process has registered, and Unsupported if there is
-    a group and the artifact is for one process, or the other way round.
+    Raises ArtifactError, also for operators that no package in this process has registered.
     """
-    if artifact.manifest.ranks is not None and group is None:
-        raise Unsupported(
-            f"{artifact.path}: is for {artifact.manifest.ranks.size} ranks, which call its graphs together. Start as "
-            "many processes and give their group: load(ranks=...)"
-        )
-    if artifact.manifest.ranks is None and group is not None:
-        raise Unsupported(
-            f"{artifact.path}: is for one process, and not for the ranks of a group. Load it without ranks=, or export "
-            "with parallel="
-        )
     raw = artifact.read(name)
     where = str(artifact.path / name)
     graph = read_graph(raw, where)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd import forward_ad
 
-from weightswap_runtime.errors import ArtifactError, InputMismatch
+from weightswap_runtime.errors import ArtifactError, InputMismatch, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import GraphInput, Method, NamedTensor
 from weightswap_runtime.format.signature import Integer, Literal, Tensor, input_leaves, leaves
@@ -120,7 +120,12 @@ class MethodCall(Protocol):
 def load_graph(
     artifact: Artifact, name: str, prologue: bool, device: torch.device, group: str | None = None
 ) -> Compiled:
-    """Open a method's graph as it was captured. group: as for `open_graph`. Raises ArtifactError and Unsupported."""
+    """Open a method's graph as it was captured.
+
+    group: name under which torch knows the process group of an artifact for several ranks. Raises ArtifactError, and
+    Unsupported if there is a group and the artifact is for one process, or the other way round.
+    """
+    _check_group(artifact, group)
     method = artifact.manifest.methods[name]
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
     graph = open_graph(artifact, method.graph, device, fixed, group)
@@ -130,6 +135,19 @@ def load_graph(
             "manifest"
         )
     return graph
+
+
+def _check_group(artifact: Artifact, group: str | None) -> None:
+    if artifact.manifest.ranks is not None and group is None:
+        raise Unsupported(
+            f"{artifact.path}: is for {artifact.manifest.ranks.size} ranks, which call its graphs together. Start as "
+            "many processes and give their group: load(ranks=...)"
+        )
+    if artifact.manifest.ranks is None and group is not None:
+        raise Unsupported(
+            f"{artifact.path}: is for one process, and not for the ranks of a group. Load it without ranks=, or export "
+            "with parallel="
+        )
 
 
 def _fits(graph: Compiled, method: Method) -> bool:
