@@ -30,6 +30,8 @@ from rich.table import Table
 
 from weightswap_runtime.engines.choosing import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError, encode_json, visible
+from weightswap_runtime.format.cuts import part_of_rank
+from weightswap_runtime.format.manifest import Cut, Manifest
 from weightswap_runtime.format.names import Keys
 from weightswap_runtime.format.signature import (
     Dict,
@@ -261,6 +263,25 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
 
 
 # Signatures.
+
+
+def ranks_text(manifest: Manifest) -> str:
+    """Return how an artifact of several ranks is split."""
+    assert manifest.ranks
+    size, whole, cuts = manifest.ranks.size, manifest.ranks.whole, manifest.ranks.cuts
+    rows = (part_of_rank(row, cuts[row.name], size) if row.name in cuts else row for row in manifest.weights)
+    each = human_bytes(sum(row.nbytes for row in rows))
+    return (
+        f"{size}, each with {each} of the weights; {len(cuts)} of {len(manifest.weights)} are cut; weight files are "
+        f"packed for the graph {whole[:12]}"
+    )
+
+
+def cut_text(cut: Cut, size: int) -> str:
+    """Return how a weight is cut, such as `dimension 0 in 2`."""
+    text = f"dimension {cut.dim} in {size // cut.repeat}"
+    text += f", in each of {cut.groups} parts" if cut.groups > 1 else ""
+    return text + (f", each on {cut.repeat} ranks" if cut.repeat > 1 else "")
 
 
 def signature_text(name: str, signature: Signature) -> str:

@@ -55,6 +55,13 @@ _LengthOption = Annotated[
     int, typer.Option("--length", help="With --task generate: maximum number of tokens of a prompt and its answer.")
 ]
 _BatchOption = Annotated[int, typer.Option("--batch", help="With --task generate: number of parallel sequences.")]
+_RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        help="Split the model over this many ranks: by its own plan, or by that of the recipe's `parallel`.",
+    ),
+]
 _NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Do not record the goldens of the recipe.")]
 
 
@@ -72,6 +79,7 @@ def export(
     task: _TaskOption = None,
     length: _LengthOption = 2048,
     batch: _BatchOption = 1,
+    ranks: _RanksOption = None,
     engine: _EngineOption = None,
     no_goldens: _NoGoldensOption = False,
     as_json: JsonOption = False,
@@ -88,7 +96,7 @@ def export(
     """
     with errors_as_exit(as_json):
         from weightswap_runtime.format.goldens import artifact_goldens
-        from weightswap_tools.terminal import signature_text
+        from weightswap_tools.terminal import ranks_text, signature_text
 
         from .recipes import export_recipe
 
@@ -103,6 +111,7 @@ def export(
                 caches={"length": length, "batch": batch} if task else None,
                 inputs=inputs,
                 pictures=pictures,
+                ranks=ranks,
             )
         manifest = artifact.manifest
         goldens = artifact_goldens(artifact)
@@ -111,6 +120,7 @@ def export(
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
             counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
+            counts |= {"ranks": manifest.ranks.size} if manifest.ranks else {}
             counts |= {"goldens": 0 if inputs_alone else recorded, "inputs": recorded if inputs_alone else 0}
             print_json(document | counts | {"warnings": messages})
             return
@@ -119,6 +129,8 @@ def export(
         for name, method in manifest.methods.items():
             say(f"method     {signature_text(name, method.signature)}")
         say(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
+        if manifest.ranks:
+            say(f"ranks      {ranks_text(manifest)}")
         if recorded:
             say(f"{'inputs ' if inputs_alone else 'goldens'}    {plural(recorded, 'case')}")
 

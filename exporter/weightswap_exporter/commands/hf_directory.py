@@ -24,6 +24,7 @@ from weightswap_exporter.checkpoints.tensor import dtype_of
 from weightswap_exporter.engines.compiling import Tell, tell_nobody
 from weightswap_exporter.exporting import export, export_decoder
 from weightswap_exporter.modules import libraries as huggingface
+from weightswap_exporter.modules.parallel import Parallel
 from weightswap_exporter.modules.stand_ins import first_line, restored, skeleton
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
@@ -78,15 +79,17 @@ def export_directory(
     out: str | os.PathLike[str],
     pictures: bool = False,
     inputs: InputFunction | None = None,
+    parallel: Parallel | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
     """Export the model of a directory with as many dynamic sizes as `torch.export` can keep.
 
     Every size is tried first, then the batch alone, then none; a UserWarning names the sizes that had to be fixed.
-    tell: a callback that gets the name of each step.
+    parallel: as for `export`. tell: a callback that gets the name of each step.
     Raises what `directory_recipe` and `export` raise.
     """
-    arguments = directory_recipe(directory, pictures=pictures, inputs=inputs, tell=tell) | {"tell": tell}
+    arguments = directory_recipe(directory, pictures=pictures, inputs=inputs, tell=tell)
+    arguments |= {"tell": tell, "parallel": parallel}
     shapes = describe(arguments["kwargs"])
     try:
         artifact, fixed = _export_first(arguments, fallbacks(arguments["dynamic_shapes"]), out)

@@ -11,15 +11,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weightswap_exporter import compile_engines, export
+from weightswap_exporter import Parallel, compile_engines, export
 from weightswap_exporter import skeleton as skeleton_context
 from weightswap_exporter.engines.compiling import Tell
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import ExportError, RecipeError
+from weightswap_runtime.errors import ExportError, RecipeError, Unsupported
 
 _FORM = "give file.py:function, module:function or hf:DIR"
 _HF = "hf:"
@@ -37,12 +38,14 @@ def export_recipe(
     caches: Mapping[str, int] | None,
     inputs: str | None,
     pictures: bool,
+    ranks: int | None = None,
 ) -> Artifact:
     """Export the model of a recipe. The model of `hf:DIR` is always a skeleton.
 
     goldens: whether to record the recipe's. engines: engines to compile the graphs for, besides the recipe's. tell: as
     for `export()`. inputs, pictures: as for `load_recipe`. caches: `length` and `batch` for `export_generating`, if the
-    model is an `hf:DIR` language model that is to generate.
+    model is an `hf:DIR` language model that is to generate. ranks: their number, for a model that is split: by its own
+    plan, or by that of the recipe's `parallel`.
 
     Raises RecipeError, and the errors of `export()`.
     """
@@ -52,13 +55,21 @@ def export_recipe(
 
         directory = recipe.removeprefix(_HF)
         with _quiet_libraries():
+            if caches is not None and ranks is not None:
+                raise Unsupported(f"{recipe}: what generates is not split over ranks; leave --task or --ranks out")
             if caches is not None:
                 return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
-            artifact = export_directory(directory, out=out, inputs=_input_fn(inputs), pictures=pictures, tell=tell)
+            parallel = None if ranks is None else Parallel(ranks)
+            artifact = export_directory(
+                directory, out=out, inputs=_input_fn(inputs), pictures=pictures, parallel=parallel, tell=tell
+            )
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
     arguments = _with_goldens(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
+    if ranks is not None:
+        given = arguments.get("parallel")
+        arguments["parallel"] = replace(given, size=ranks) if isinstance(given, Parallel) else Parallel(ranks)
     all_engines = [*arguments.get("engines", ()), *engines]
     return export(**arguments | {"tell": tell, "engines": all_engines}, out=out)
 

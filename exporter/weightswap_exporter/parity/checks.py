@@ -26,7 +26,7 @@ from weightswap_exporter.modules.tensors import ModelView, named_tensors, unwrap
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 from weightswap_runtime.engines.torch_cpu import environment_here
-from weightswap_runtime.errors import CheckpointError, ParityError, RecordingError, WeightFileError, listed
+from weightswap_runtime.errors import CheckpointError, ParityError, RecordingError, Unsupported, WeightFileError, listed
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside, open_goldens
 from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.format.weight_set import open_weights
@@ -37,6 +37,16 @@ from weightswap_runtime.tensors import Tolerance, digest_of
 
 from .executions import CallCase, Cases, PathLike, calls_to_compare, eager_side, recorded_calls, repeatable_outputs
 from .report import compared
+
+
+def check_one_process(artifact: Artifact) -> None:
+    """Raise Unsupported for an artifact of several ranks, whose graphs no single process can run."""
+    if ranks := artifact.manifest.ranks:
+        raise Unsupported(
+            f"{artifact.path}: is for {ranks.size} ranks, and this check runs in one process. Check an artifact of the "
+            "model without parallel=, which takes the same weight files. Goldens are checked on the ranks themselves: "
+            "export(parallel=..., goldens=...)"
+        )
 
 
 def record_outputs(

@@ -22,7 +22,7 @@ from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.tensors import Tolerance
 
-from .checks import check_request, checked_model, other_values, recorded_inputs, servable
+from .checks import check_one_process, check_request, checked_model, other_values, recorded_inputs, servable
 from .divergence import locate_divergence
 from .executions import (
     CallCase,
@@ -76,6 +76,7 @@ def compare(
         if isinstance(value, str):
             raise ParityError([f"{name}: expected a list of names, got {value!r}"], f"Pass {name}=[{value!r}].")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    check_one_process(opened)
     eager = None if model is None else checked_model(unwrapped(model), opened)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))

@@ -29,7 +29,7 @@ from weightswap_runtime.live.residency import RESIDENCIES, ResidencyName
 from weightswap_runtime.tensors import TensorBytes, Tolerance, difference
 from weightswap_tools.inputs import write_random_weights
 
-from .checks import checked_model, fill_model, recorded_inputs, servable
+from .checks import check_one_process, checked_model, fill_model, recorded_inputs, servable
 from .compare import compare_calls
 from .executions import CallCase, PathLike, call, calls_to_compare
 from .report import ParityReport
@@ -59,10 +59,12 @@ def verify(
     None, all that the artifact and this machine offer. before: weights to swap from; None: random ones, if they take at
     most 2 GB. tolerance, seed: as for `parity.compare`. tell: a callback that gets the name of each step.
 
-    Raises ParityError as `parity.compare` does, and the errors of `load`, `pack` and loading the model's weights.
+    Raises ParityError as `parity.compare` does, Unsupported for an artifact of several ranks, and the errors of `load`,
+    `pack` and loading the model's weights.
     """
     start = time.perf_counter()
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    check_one_process(opened)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
         model = unwrapped(recipe["model"]) if recipe is not None else None

@@ -15,6 +15,7 @@ from weightswap_runtime.format.names import by_fqn
 from weightswap_runtime.format.signature import Signature
 from weightswap_runtime.tensors import TensorType
 from weightswap_tools.tensor_set import natural
+from weightswap_tools.terminal import cut_text
 
 from .documents import DiffDocument, Level, SetInfo, TensorDiff
 from .streaming import Side
@@ -38,16 +39,24 @@ class ArtifactsDiff(DiffDocument, frozen=True):
     sources: tuple[SourceDiff, ...]
     transforms_changed: bool  # whether the graph that computes weights from a checkpoint is another
     engines: dict[str, str]  # name -> "added", "removed" or "changed"
+    ranks: tuple[CutDiff, ...] = ()  # what ranks share in another way
 
     @property
     def same_graph(self) -> bool:
         return self.before.graph_id == self.after.graph_id
 
     @property
+    def same_files(self) -> bool:
+        """Whether weight files of both are packed for the same graph, as those of one model on any number of ranks."""
+        return self.before.packed_for == self.after.packed_for
+
+    @property
     def verdict(self) -> str:
         """A sentence that says whether weight files of one artifact fit the other."""
         if self.same_graph:
             return "The same graph: weight files of one fit the other."
+        if self.same_files:
+            return "The same model, split over ranks in another way: weight files of one fit the other."
         if self.fits and (self.transforms_changed or any(s.computed_before or s.computed_after for s in self.sources)):
             return (
                 "Another graph, which computes its weights from a checkpoint in another way: pack each checkpoint for "
@@ -75,6 +84,7 @@ class ArtifactInfo(DiffDocument, frozen=True):
     where: str
     graph_id: str
     torch: str
+    packed_for: str  # the graph id in weight files
 
 
 class MethodDiff(DiffDocument, frozen=True):
@@ -108,6 +118,14 @@ class RowDiff(DiffDocument, frozen=True):
     after: TensorType | None
 
 
+class CutDiff(DiffDocument, frozen=True):
+    """A weight that ranks share in another way; the name is empty for the number of ranks."""
+
+    weight: str
+    before: str
+    after: str
+
+
 class SourceDiff(DiffDocument, frozen=True):
     """A weight whose checkpoint keys changed. It is computed from the keys, or else is the tensor of one of them."""
 
@@ -127,8 +145,12 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
     old, new = one.manifest, other.manifest
     misfits = (*_misfits("old weights, new graph", old, new), *_misfits("new weights, old graph", new, old))
     return ArtifactsDiff(
-        before=ArtifactInfo(where=str(one.path), graph_id=one.graph_id, torch=old.producer.torch),
-        after=ArtifactInfo(where=str(other.path), graph_id=other.graph_id, torch=new.producer.torch),
+        before=ArtifactInfo(
+            where=str(one.path), graph_id=one.graph_id, torch=old.producer.torch, packed_for=old.packed_for
+        ),
+        after=ArtifactInfo(
+            where=str(other.path), graph_id=other.graph_id, torch=new.producer.torch, packed_for=new.packed_for
+        ),
         fits=not misfits,
         misfits=misfits,
         methods=tuple(_method_changes(one, other)),
@@ -137,6 +159,7 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
         sources=tuple(_source_changes(old.adapter.sources, new.adapter.sources)),
         transforms_changed=old.files.get(ADAPTER_NAME) != new.files.get(ADAPTER_NAME),
         engines=_engine_changes(old.files, new.files),
+        ranks=tuple(_rank_changes(old, new)),
     )
 
 
@@ -213,6 +236,22 @@ def _source_changes(before: Iterable[WeightSource], after: Iterable[WeightSource
         )
         if diff.before != diff.after or diff.computed_before != diff.computed_after:
             yield diff
+
+
+def _rank_changes(before: Manifest, after: Manifest) -> Iterator[CutDiff]:
+    old, new = (_shares(manifest) for manifest in (before, after))
+    for name in sorted(old.keys() | new.keys(), key=natural):
+        one, other = old.get(name, "whole"), new.get(name, "whole")
+        if one != other:
+            yield CutDiff(weight=name, before=one, after=other)
+
+
+def _shares(manifest: Manifest) -> dict[str, str]:
+    """Return how each weight is cut, as text; under an empty name, the number of ranks."""
+    if manifest.ranks is None:
+        return {"": "one process"}
+    size = manifest.ranks.size
+    return {"": f"{size} ranks"} | {name: cut_text(cut, size) for name, cut in manifest.ranks.cuts.items()}
 
 
 def _engine_changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:

@@ -326,10 +326,13 @@ def _artifact_tables(diff: ArtifactsDiff) -> Iterator[tuple[str, str, list[str],
         [source.weight, _keys(source.before, source.computed_before), _keys(source.after, source.computed_after)]
         for source in diff.sources
     ]
+    ranks = [[share.weight or "all", share.before, share.after] for share in diff.ranks]
     if rows:
         yield "tables", "Weights, state and constants", ["table", "name", "before", "after"], rows
     if constants:
         yield "constants and initial state", "Values of constants and initial state", _TENSOR_HEADS, constants
+    if ranks:
+        yield "ranks", "Ranks", ["weight", "before", "after"], ranks
     if sources:
         yield "checkpoints", "Checkpoints", ["weight", "came from", "comes from"], sources
 

@@ -35,6 +35,7 @@ from .subject import (
     Subject,
     WeightsSubject,
     artifact_facts,
+    cut_of,
     document_of,
     goldens_facts,
     open_subject,
@@ -116,10 +117,11 @@ def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manif
             human_bytes(tensor.nbytes),
             ", ".join(tensor.aliases),
             origin(tensor, sources.get(tensor.name)),
+            cut_of(tensor, manifest),
         ]
         for tensor in tensors
     ]
-    _print_table(title, ["name", "type", "size", "tied to", "in checkpoints"], rows)
+    _print_table(title, ["name", "type", "size", "tied to", "in checkpoints", "on ranks"], rows)
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

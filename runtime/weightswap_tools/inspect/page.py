@@ -36,6 +36,7 @@ from .subject import (
     Subject,
     WeightsSubject,
     artifact_facts,
+    cut_of,
     exactness,
     goldens_facts,
     machine,
@@ -116,7 +117,7 @@ def _weights_section(manifest: Manifest) -> Section:
     blocks = (
         _weights_map(sizes, details, "all weights"),
         _modules_table(sizes),
-        _tensor_table(manifest.weights, "Weights"),
+        _tensor_table(manifest.weights, "Weights", {row.name: cut_of(row, manifest) for row in manifest.weights}),
     )
     return Section("Weights", blocks, "The contents of a weight file: parameters, and buffers that no call changes.")
 
@@ -128,12 +129,15 @@ def _other_tensors(manifest: Manifest) -> Iterator[Section]:
         yield Section("Constants", (_tensor_table(manifest.constants, "Constants"),), _CONSTANTS)
 
 
-def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str) -> Table:
+def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str, cuts: Mapping[str, str] | None = None) -> Table:
     heads = (*columns("name", "dtype", "shape"), Column("size", "bytes"))
     rows: list[tuple[str | int, ...]] = [(t.name, t.dtype, _shape_text(t.shape), t.nbytes) for t in tensors]
     if any(tensor.aliases for tensor in tensors):
         heads = (*heads, Column("tied to"))
         rows = [(*row, ", ".join(tensor.aliases)) for row, tensor in zip(rows, tensors, strict=True)]
+    if cuts and any(cuts.values()):
+        heads = (*heads, Column("on ranks"))
+        rows = [(*row, cuts[tensor.name]) for row, tensor in zip(rows, tensors, strict=True)]
     return Table(heads, tuple(rows), caption)
 
 

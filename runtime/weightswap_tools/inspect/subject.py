@@ -20,7 +20,7 @@ from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.hash_tree import BLOCK_BYTES
 from weightswap_runtime.tensors import BLOCK, TensorType, describe
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, natural, open_set, totals
-from weightswap_tools.terminal import human_bytes, signature_sentence, signature_text
+from weightswap_tools.terminal import cut_text, human_bytes, ranks_text, signature_sentence, signature_text
 
 Fact = tuple[str, str]  # a name and a text
 Document = dict[str, Any]
@@ -205,6 +205,8 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
         for name, methods in _engine_methods(manifest).items()
     ]
     yield "engines", ", ".join(engines)
+    if manifest.ranks:
+        yield "ranks", ranks_text(manifest)
     if size := subject.hash_trees_bytes:
         yield "hash trees", f"at most {human_bytes(size)} of a server's memory, if rows of all weights are updated"
     yield from _record_facts(subject.record)
@@ -301,6 +303,12 @@ def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
 def size_fact(count: int, nbytes: int) -> str:
     """Return a number of tensors and their size, as `3 tensors, 1.2 MB`."""
     return f"{plural(count, 'tensor')}, {human_bytes(nbytes)}"
+
+
+def cut_of(tensor: NamedTensor, manifest: Manifest) -> str:
+    """Return how ranks share a weight; empty if each has the whole."""
+    ranks = manifest.ranks
+    return cut_text(ranks.cuts[tensor.name], ranks.size) if ranks and tensor.name in ranks.cuts else ""
 
 
 def origin(tensor: NamedTensor, source: WeightSource | None) -> str:
