@@ -32,6 +32,7 @@ NAMED = (
     "diff",
     "rows",
     "memory",
+    "ranks",
     "state",
     "variants",
     "generate",

@@ -9,15 +9,16 @@ import torch
 from network import DigitsNet
 from torch.export import Dim
 
-from weightswap_exporter import Packed, export, pack, skeleton
+from weightswap_exporter import Packed, Parallel, export, pack, skeleton
 from weightswap_runtime import Artifact
 
 
-def export_topology(out: Path) -> Artifact:
-    """Export the network from a skeleton, which has shapes but no weights."""
+def export_topology(out: Path, parallel: Parallel | None = None) -> Artifact:
+    """Export the network from a skeleton, which has shapes but no weights. parallel: for several ranks."""
     with skeleton():
         model = DigitsNet().eval()
-    return export(model, (torch.zeros(2, 1, 8, 8),), out=out, dynamic_shapes={"images": {0: Dim("batch", max=256)}})
+    dims = {"images": {0: Dim("batch", max=256)}}
+    return export(model, (torch.zeros(2, 1, 8, 8),), out=out, dynamic_shapes=dims, parallel=parallel)
 
 
 def pack_checkpoint(checkpoint: Path, artifact: Artifact, out: Path, epoch: int) -> Packed:

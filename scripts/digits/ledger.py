@@ -98,6 +98,7 @@ class Ledger:
     """All observations. `strays` are answers that claim a generation that was never committed."""
 
     unit: str = "epoch"  # what versions count
+    precision: str = "bit for bit"  # of the comparison with the eager model
     generations: list[Generation] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     strays: int = 0

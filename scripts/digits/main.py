@@ -1,7 +1,7 @@
 """The demo: a CNN learns to read digits, and a server takes each checkpoint live, under traffic.
 
 With `--live` the trainer sends its weights from memory, every few steps, is killed once while it sends, and diverges
-once.
+once. With `--ranks` two processes have the model together, each a part of the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import FrameType
 
 from live import Live
 from processes import Children, DemoError
+from ranks import Ranks
 from report import Document, summarise, write_summary
 from screen import Screen
 from story import Options, Outcome, Story
@@ -33,10 +34,13 @@ def _parse() -> Options:
     parser.add_argument("--pace", type=float, default=2.5, help="minimum seconds of an epoch (2.5)")
     parser.add_argument("--rate", type=float, default=150.0, help="requests per second of each client (150)")
     parser.add_argument("--live", action="store_true", help="the trainer sends from memory, every few steps; no files")
+    parser.add_argument("--ranks", action="store_true", help="two processes have the model together, under torchrun")
     parser.add_argument("--serve", action="store_true", help="serve over HTTP, too, and keep the operator's page up")
     options = parser.parse_args()
     if options.serve and not importlib.util.find_spec("starlette"):
         parser.error("--serve: needs the extra `serve`; scripts/setup demo,serve (or: pip install 'weightswap[serve]')")
+    if options.ranks and (options.live or options.serve):
+        parser.error("--ranks: not together with --live or --serve")
     if options.epochs < 1:
         parser.error("--epochs: must be at least 1, or there is nothing to roll back to")
     if options.pace <= 0 or options.rate <= 0:
@@ -49,9 +53,15 @@ def _played(options: Options, started: float) -> Iterator[Outcome]:
     """Play the story; a server with an operator's page stays up during the block."""
     with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name, Children(Path(name)) as children:
         with Screen(started) as screen:
-            outcome = (Live if options.live else Story)(options, Path(name), children, screen).play()
+            outcome = _story(options)(options, Path(name), children, screen).play()
             screen.close(outcome.ledger)
         yield outcome
+
+
+def _story(options: Options) -> type[Story]:
+    if options.ranks:
+        return Ranks
+    return Live if options.live else Story
 
 
 def _keep_up(page: dict[str, str]) -> None:

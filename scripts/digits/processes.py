@@ -33,11 +33,15 @@ class Children(AbstractContextManager["Children"]):
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._killed: list[subprocess.Popen[str]] = []
 
-    def start(self, name: str, script: str, arguments: Sequence[str]) -> None:
-        """Run a script of this folder with this process's interpreter."""
+    def start(self, name: str, script: str, arguments: Sequence[str], ranks: int = 0) -> None:
+        """Run a script of this folder with this process's interpreter; with `ranks`, as so many processes of torchrun.
+
+        These have the same standard output, on which one of them reports.
+        """
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve().parent / script), *arguments],
+                [sys.executable, *torchrun, str(Path(__file__).resolve().parent / script), *arguments],
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

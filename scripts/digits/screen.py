@@ -88,4 +88,4 @@ class Screen(AbstractContextManager["Screen"]):
         """End the live table, and print the final one."""
         self.__exit__()
         self._console.print()
-        self._console.print(table(ledger, "every answer was checked bit for bit against the eager model"))
+        self._console.print(table(ledger, f"every answer was checked {ledger.precision} against the eager model"))

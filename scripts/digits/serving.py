@@ -38,9 +38,17 @@ class Inbox:
         self._folder = folder
         self._next = 0
 
+    def _find(self) -> Path | None:
+        return next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
+
+    @property
+    def has_next(self) -> bool:
+        """True if the next file has arrived."""
+        return self._find() is not None
+
     def take(self) -> Path | None:
         """Return the next file if it has arrived. Files get such a name only when they are complete."""
-        path = next(self._folder.glob(f"{self._next:03d}-*.safetensors"), None)
+        path = self._find()
         if path is not None:
             self._next += 1
         return path
@@ -130,13 +138,13 @@ def _next(commands: SimpleQueue[str]) -> str | None:
         return None
 
 
-def _listen(commands: SimpleQueue[str]) -> None:
+def listen(commands: SimpleQueue[str]) -> None:
     for line in sys.stdin:
         commands.put(line.strip())
     commands.put("stop")  # the parent has ended
 
 
-def _loaded(names: tuple[str, ...]) -> list[str]:
+def loaded(names: tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if name in sys.modules)
 
 
@@ -154,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     commands: SimpleQueue[str] = SimpleQueue()
-    Thread(target=_listen, args=(commands,), daemon=True).start()
+    Thread(target=listen, args=(commands,), daemon=True).start()
     # allows a rollback in either residency, and after a damaged file
     model = load(options.artifact, residency=options.residency, keep_previous="host")
     with np.load(options.images) as file:
@@ -171,7 +179,7 @@ def main() -> None:
             model.receive(options.receive)
         emit("ready", graph_id=model.graph_id, page=page)
         answers = server.run(commands)
-        emit("done", answers=answers, forbidden_imports=_loaded(FORBIDDEN))
+        emit("done", answers=answers, forbidden_imports=loaded(FORBIDDEN))
         if options.operated:
             commands.get()
 

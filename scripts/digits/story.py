@@ -37,6 +37,7 @@ class Options:
     rate: float
     serve: bool = False
     live: bool = False
+    ranks: bool = False
 
 
 @dataclass

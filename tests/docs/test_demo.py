@@ -94,6 +94,25 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("residency", ["double", "single"])
+def test_two_ranks_answer_together(tmp_path: Path, residency: str) -> None:
+    arguments = ["--ranks", f"--epochs={EPOCHS}", "--pace=0.6", f"--residency={residency}", f"--out={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ok"]
+    assert summary["server_imports_clean"]
+    assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == summary["totals"]["stale"] == 0
+    assert summary["totals"]["requests"] > 50
+    assert [row["epoch"] for row in summary["generations"]] == [*range(EPOCHS + 1), EPOCHS - 1]
+    assert [refused["error"] for refused in summary["refused"]] == ["TruncatedFile", "DigestMismatch"]
+    assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
+
+
+@pytest.mark.slow
 def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
     done = subprocess.run(
         [warm.python(), "-c", JUDGE, str(tmp_path)], cwd=DIGITS, capture_output=True, text=True, check=False

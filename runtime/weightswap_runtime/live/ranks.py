@@ -104,7 +104,7 @@ class Ranks:
             except BaseException as interrupt:
                 self._gather(Vote(step, refusal=f"was interrupted ({type(interrupt).__name__})"))
                 raise
-            refusal = "" if error is None else f"{type(error).__name__}: {text_of(error)}"
+            refusal = "" if error is None else f"{type(error).__name__}: {' '.join(text_of(error).split())}"
             votes = self._gather(Vote(step, dict(facts or {}), refusal, waits=facts is None and error is None))
             if reasons := _reasons(votes):
                 try:

@@ -30,7 +30,7 @@ class Opened(NamedTuple):
 
     raw: bytes
     path: Path = Path("x.artifact")
-    manifest: Any = SimpleNamespace(producer=SimpleNamespace(torch="2.0"))
+    manifest: Any = SimpleNamespace(producer=SimpleNamespace(torch="2.0"), ranks=None)
 
     def read(self, name: str) -> bytes:
         return self.raw
