@@ -129,9 +129,11 @@ def split_artifact(path: Path, size: int = 2, scale: float = 1.0) -> Path:
     return path
 
 
-def write_set(path: Path, seed: int, size: int = 2, *, with_blocks: bool = True) -> Path:
-    """Write a weight file of the whole model."""
+def write_set(path: Path, seed: int, size: int = 2, *, with_blocks: bool = True, bias: float | None = None) -> Path:
+    """Write a weight file of the whole model. bias: another one, which every rank has whole."""
     content = values(seed) | {"mark": values(seed)["mark"][:size]}
+    if bias is not None:
+        content["bias"] = torch.full((WIDTH,), bias)
     rows = canonical_order(TensorRow(row.name, row.dtype, row.shape) for row in weights(size))
     data = {row.name: [content[row.name].numpy().data.cast("B")] for row in rows}
     writing = new_weight_file(path, rows, data, graph_id=WHOLE, labels={}, cast={}, with_blocks=with_blocks)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -20,6 +22,7 @@ from blake3 import blake3
 
 from weightswap_runtime.errors import RanksLost, RanksRefused, Unsupported, is_number, text_of
 from weightswap_runtime.process_groups import Members
+from weightswap_runtime.threads import Background
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,6 +116,27 @@ class Ranks:
                     del error  # else the cycle with its traceback would keep this frame
             if not any(vote.waits for vote in votes):
                 return
+
+    def agree_after(self, step: str, work: Callable[[], Mapping[str, str]]) -> None:
+        """Agree as `agree` does, on what some work returns that may take long, as it does on a cold disk."""
+        outcome: Future[Mapping[str, str]] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:  # which the vote tells of
+                outcome.set_exception(error)
+
+        def prepare() -> Mapping[str, str] | None:
+            try:
+                return outcome.result(self.patience)
+            except FutureTimeout:
+                if outcome.done():  # the work raised one
+                    raise
+                return None
+
+        Background(run, "weightswap-ranks", lambda: None).start()
+        self.agree(step, prepare)
 
     def call(
         self, step: str, check: Callable[[], list[Any]], weights_id: Callable[[], str], run: Callable[[list[Any]], T]

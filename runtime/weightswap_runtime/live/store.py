@@ -183,9 +183,8 @@ class Store:
         delta = delta_stamp(weights)
         if self.admit is not None:
             request = admitted(self.admit, weights, delta, request)
-        if self.ranks is not None and (delta or weights.comes_once):
-            what = "a delta" if delta else "a file that arrives"
-            raise Unsupported(f"{weights.where}: {what}, which ranks do not take; give them a full set of weights")
+        if self.ranks is not None and weights.comes_once:
+            raise Unsupported(f"{weights.where}: a file that arrives, which ranks do not take; give them a path")
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
         staging = Staging(

@@ -139,7 +139,7 @@ def _open_together(ranks: Ranks, open_model: Callable[[], Model]) -> Model:
         }
 
     with ranks.turn("load"):
-        ranks.agree("load", prepare)
+        ranks.agree_after("load", prepare)
     return opened[0]
 
 

@@ -13,7 +13,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from weightswap_runtime.byte_ranges import ByteRanges, Layers, scatter
-from weightswap_runtime.errors import BaseMismatch, DigestMismatch, Unsupported, WeightsMismatch, plural
+from weightswap_runtime.errors import BaseMismatch, DigestMismatch, Unsupported, WeightsMismatch, listed, plural
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, parts_of
 from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
@@ -118,7 +118,8 @@ def stage_chain(
     full, *deltas = staging.request.onto
     first = _staging_of(full, staging)
     with open_weights(full.path, staging.job.check, staging.manifest.most_header) as opened:
-        identity, report = stage_full(plan(opened, first.manifest, first.request), arena, first)
+        planned = plan(opened, first.manifest, first.request, arena.layout.shares)
+        identity, report = stage_full(planned, arena, first)
     *earlier, through = _groups(deltas, _size(weights), staging)
     for *others, each in earlier:
         step = _staging_of(each, staging)
@@ -233,7 +234,12 @@ def overlay(
     workers: WorkerThreads,
     job: Job,
 ) -> Overlay:
-    """Lay parts over an arena's weights, which is only read. Raises MemoryError and StageCancelled."""
+    """Lay parts over an arena's weights, which is only read. Raises MemoryError, StageCancelled, and Unsupported for
+    weights of which a rank has a part: it could not tell the digest of the whole."""
+    if shared := [name for name in parts if name in arena.layout.shares]:
+        raise Unsupported(
+            f"a delta changes {listed(shared)}, of which each rank has a part; swap a full set of weights"
+        )
     changes = [
         _Change(arena.layout.weights[name], part, arena.layout.slots[name], list(before.digests[name]))
         for name, part in parts.items()

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
-from weightswap_runtime import Model, Ranks, load
+from weightswap_runtime import Model, Ranks, load, write_delta
 from weightswap_runtime.errors import (
     InputMismatch,
     ModelFailed,
@@ -27,6 +27,7 @@ from weightswap_runtime.errors import (
     Unsupported,
     WeightswapError,
 )
+from weightswap_runtime.model import loading
 
 RESIDENCIES = ("double", "single")
 
@@ -235,6 +236,26 @@ def test_one_rank_may_take_longer_than_the_timeout_to_stage(files: Files) -> Non
     assert on_ranks(2, run, timeout=0.8) == [True, True]
 
 
+def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = loading.open_engine
+
+    def open_late(*arguments: Any) -> Any:
+        if getattr(arguments[-1], "group", "") in slow:
+            threading.Event().wait(2.0)
+        return opened(*arguments)
+
+    slow: set[str] = set()
+    monkeypatch.setattr(loading, "open_engine", open_late)
+
+    def run(ranks: Ranks) -> bool:
+        if ranks.rank:
+            slow.add(ranks.group_name)
+        with load(files.artifact, files.sets[1], ranks=ranks) as model:
+            return serves(model, 1)
+
+    assert on_ranks(2, run, timeout=0.8) == [True, True]
+
+
 def test_nothing_to_roll_back_is_the_refusal_of_all(files: Files) -> None:
     def work(model: Model, _: Ranks) -> None:
         error = caught(model.rollback)
@@ -315,17 +336,33 @@ def test_what_one_rank_would_do_alone_is_refused(what: str, files: Files) -> Non
     together(files, work)
 
 
-def test_a_delta_is_refused(files: Files, tmp_path: Path) -> None:
-    from weightswap_runtime import write_delta
-
-    write_delta(files.sets[1], files.sets[2], out=tmp_path / "d.safetensors")
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_a_delta_of_what_every_rank_has_is_taken_and_others_are_refused(
+    residency: str, files: Files, tmp_path: Path
+) -> None:
+    parts = write_delta(files.sets[1], files.sets[2], out=tmp_path / "parts.safetensors")
+    other = write_set(tmp_path / "other.safetensors", 1, bias=7.0)
+    write_delta(files.sets[1], other, out=tmp_path / "whole.safetensors")
+    expected = whole(values(1) | {"bias": torch.full((4,), 7.0)}, X)
+    assert set(parts.changed) > {"first"}
 
     def work(model: Model, _: Ranks) -> None:
-        error = caught(lambda: model.swap(tmp_path / "d.safetensors"))
-        assert "a delta, which ranks do not take" in str(error)
+        error = caught(lambda: model.swap(tmp_path / "parts.safetensors"))
+        assert "of which each rank has a part; swap a full set" in str(error)
         assert serves(model, 1)
+        receipt = model.swap(tmp_path / "whole.safetensors")
+        assert receipt.kind == "delta"
+        assert torch.allclose(model(X)[0], expected, atol=1e-4)
+        model.rollback()
+        assert serves(model, 1)
+        assert model.swap(other).weights_id == receipt.weights_id
+        onto = [(files.sets[1], model.history[0].weights_id)]
+        model.swap(files.sets[0])
+        with model.stage(tmp_path / "whole.safetensors", onto=onto, background=True) as staged:
+            assert staged.commit().weights_id == receipt.weights_id
+        assert torch.allclose(model(X)[0], expected, atol=1e-4)
 
-    together(files, work)
+    together(files, work, residency=residency, keep_previous="host" if residency == "single" else None)
 
 
 def test_an_in_place_commit_that_fails_on_one_rank_stops_all(files: Files) -> None:
