@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import warm
 from weightswap_runtime.errors import DamagedFile
 from weightswap_runtime.format.cuts import Rank
 from weightswap_runtime.format.identity import identify
@@ -182,3 +184,37 @@ def test_digests_of_blocks_that_are_none_are_refused(how: str, tmp_path: Path) -
     path.write_bytes(length.to_bytes(8, "little") + broken[8:])
     with pytest.raises(DamagedFile, match="digest for each block of rows"):
         open_weights(path)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from weightswap_runtime.format.cuts import Rank
+from weightswap_runtime.format.manifest import Cut, NamedTensor, Split
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.staging.shares import read_shares
+from weightswap_runtime.threads import WorkerThreads
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+cut, row = Cut(dim=1), NamedTensor(name="w", dtype="F32", shape=(4096, 6144))
+workers = WorkerThreads(2)
+before = status("VmRSS")
+arena = HostArena(ArenaLayout([row], Rank(Split(4, "", {"w": cut}), 1)))
+with open_weights(sys.argv[1]) as weights:
+    read_shares(weights, {"w": "w"}, arena, workers, Job())
+print(arena.layout.nbytes, status("VmHWM") - before)
+"""
+
+
+def test_a_rank_needs_memory_for_its_part_and_a_few_blocks(tmp_path: Path) -> None:
+    """Of a tensor of 101 MB it has a quarter, and reads all."""
+    path = tmp_path / "w.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(4096, 6144)}, path)
+    done = subprocess.run([warm.python(), "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
+    part, grown = map(int, done.stdout.split())
+    assert part == 4096 * 6144
+    assert grown < part + 2 * 4 * BLOCK + (16 << 20)  # two threads, four blocks each, and what imports leave behind
