@@ -192,7 +192,13 @@ class Ranks:
 def _registered(group: Any) -> str:
     """Return the name under which graphs find a group; it is registered if it is not yet."""
     c10d: Any = import_module("torch._C._distributed_c10d")
-    name = str(group.group_name)
+    try:
+        name = str(group.group_name)
+    except (AttributeError, RuntimeError) as error:  # a backend alone
+        raise Unsupported(
+            f"{group!r:.200}: has no name, by which graphs find it; make it with torch.distributed.new_group(), or with "
+            "weightswap_runtime.process_group()"
+        ) from error
     try:
         c10d._resolve_process_group(name)
     except RuntimeError:

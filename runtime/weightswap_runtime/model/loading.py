@@ -230,5 +230,5 @@ def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, o
     except Unsupported as error:
         if requested != AUTO or chosen == "torch":
             raise
-        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=5)
         return open_engine("torch", artifact, device, options)
