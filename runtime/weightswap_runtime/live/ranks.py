@@ -196,8 +196,8 @@ def _registered(group: Any) -> str:
         name = str(group.group_name)
     except (AttributeError, RuntimeError) as error:  # a backend alone
         raise Unsupported(
-            f"{group!r:.200}: has no name, by which graphs find it; make it with torch.distributed.new_group(), or with "
-            "weightswap_runtime.process_group()"
+            f"{group!r:.200}: has no name, by which graphs find it; make it with torch.distributed.new_group(), or "
+            "with weightswap_runtime.process_group()"
         ) from error
     try:
         c10d._resolve_process_group(name)
