@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MOST_TOLD = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
+_EXCHANGE = 1  # the tag of these messages, apart from others between two ranks
 _SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -115,6 +117,28 @@ class Members:
         all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
         self.wait(self._begin(lambda: self._group.allgather([all_ranks], [mine])), self.check)
         return [bytes(each.cpu().numpy()) for each in all_ranks]
+
+    def exchange(self, raw: bytes, timeout: float) -> list[bytes]:
+        """Do what `gather` does, with each rank by itself: if one dies, all know at once, not only its neighbours.
+
+        timeout: seconds to wait for all; on a device, the group's own is used.
+        """
+        if self.device.type != "cpu":
+            return self.gather(raw)
+        import torch
+
+        mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        others = {rank: torch.empty_like(mine) for rank in range(self.size) if rank != self.rank}
+        works = [self._begin(partial(self._group.send, [mine], rank, _EXCHANGE)) for rank in others]
+        works += [self._begin(partial(self._group.recv, [one], rank, _EXCHANGE)) for rank, one in others.items()]
+        deadline = time.monotonic() + timeout
+        for work in works:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                work.wait(left)
+            except RuntimeError as error:
+                raise self.fail(error) from error
+        return [bytes(others.get(rank, mine).numpy()) for rank in range(self.size)]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send rank 0's tensor of bytes to the same of all others; return what to wait for."""

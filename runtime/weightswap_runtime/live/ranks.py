@@ -170,7 +170,7 @@ class Ranks:
         if self.lost is not None:
             raise RanksLost(str(self.lost))
         try:
-            votes = self._members.gather(_encoded(vote))
+            votes = self._members.exchange(_encoded(vote), self.timeout)
             return [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in votes]
         except BaseException as error:
             lost = self._lose(error)
