@@ -184,7 +184,9 @@ def _overload(parts: list[str], target: str) -> Operator:
     if namespace in OF_TORCH and (why := _problem(torch_operator)):
         raise ForeignFunction(f"{target!r}, {why}")
     return Operator(
-        _SAFE.get(torch_operator) or _FASTER.get(torch_operator, torch_operator._op),
+        _exchanged
+        if name == f"{_FUNCTIONAL}::all_to_all_single"
+        else _SAFE.get(torch_operator) or _FASTER.get(torch_operator, torch_operator._op),
         name,
         pure=name in _SIZES,
         # a keyword of Python cannot be written in a call
@@ -203,6 +205,23 @@ def _import_collectives() -> None:
         importlib.import_module("torch.distributed._functional_collectives")
     except ImportError as error:
         raise Unsupported(f"torch {torch.__version__} was built without torch.distributed ({error})") from error
+
+
+def _exchanged(
+    input: torch.Tensor,  # noqa: A002 (as in the schema)
+    output_split_sizes: list[int],
+    input_split_sizes: list[int],
+    group_name: str,
+) -> torch.Tensor:
+    """Exchange parts of a tensor between ranks. Raises IndexError for parts of less than none.
+
+    gloo checks the sum of the lengths alone, so that another part would reach beyond the end of the tensor.
+    """
+    if any(length < 0 for length in (*output_split_sizes, *input_split_sizes)):
+        raise IndexError(f"all_to_all_single: parts of {output_split_sizes} and {input_split_sizes} elements")
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    result: torch.Tensor = exchange(input, output_split_sizes, input_split_sizes, group_name)
+    return result
 
 
 def _is_dispatched(name: str) -> bool:
