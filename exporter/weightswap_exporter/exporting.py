@@ -32,7 +32,7 @@ from weightswap_exporter.engines.compiling import (
     write_files,
 )
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
-from weightswap_exporter.modules.parallel import Parallel, as_rank
+from weightswap_exporter.modules.parallel import Parallel, as_rank, check_plan
 from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrapped
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.engines.choosing import ENGINES
@@ -189,7 +189,7 @@ def _export(
 ) -> Artifact:
     method_engines = _engines_of(specs, engines)
     if parallel is not None:
-        _check_parallel(parallel, method_engines, variants)
+        _check_parallel(model, parallel, method_engines, variants)
     check_writable(out)
     path = _check_out(Path(out))
     view = ModelView(model)
@@ -312,13 +312,16 @@ def _graphs(
     return described, archives
 
 
-def _check_parallel(parallel: Parallel, engines: Mapping[str, Sequence[str]], variants: Declared | None) -> None:
+def _check_parallel(
+    model: nn.Module, parallel: Parallel, engines: Mapping[str, Sequence[str]], variants: Declared | None
+) -> None:
     if not isinstance(parallel, Parallel):
         raise ExportError(f"parallel={parallel!r:.80}: expected weightswap_exporter.Parallel(size, plan)")
     if variants:
         raise Unsupported("variants= with parallel=: calls of several ranks choose no variants; export one of the two")
     if compiled := sorted({name for names in engines.values() for name in names if ENGINES[name].compiled}):
         raise Unsupported(f"engines={compiled} with parallel=: several ranks need the engine 'torch'; leave them out")
+    check_plan(ModelView(model), parallel)  # before anything is captured
 
 
 def _for_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.export import Dim
 
-from weightswap_runtime import Artifact
-from weightswap_runtime.engines.graph import open_graph
-from weightswap_runtime.format.manifest import Cut
+from weightswap_runtime import Ranks, load
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 LENGTHS = {"max_position_embeddings": 64, "intermediate_size": 96}
@@ -54,7 +51,9 @@ def llama(**settings: Any) -> nn.Module:
 def gpt2(**settings: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_head=8, n_layer=2, n_positions=64, **settings))
+    return GPT2LMHeadModel(
+        GPT2Config(**{"vocab_size": 96, "n_embd": 64, "n_head": 8, "n_layer": 2, "n_positions": 64} | settings)
+    )
 
 
 def sample(model: nn.Module) -> dict[str, Any]:
@@ -65,20 +64,14 @@ def sample(model: nn.Module) -> dict[str, Any]:
     return {"kwargs": {"input_ids": torch.zeros(2, 5, dtype=torch.long)}, "dynamic_shapes": {"input_ids": sizes}}
 
 
-def part(whole: torch.Tensor, cut: Cut, size: int, rank: int) -> torch.Tensor:
-    """Return what a rank has of a tensor, by torch alone."""
-    parts = [group.chunk(size // cut.repeat, cut.dim)[rank // cut.repeat] for group in whole.chunk(cut.groups, cut.dim)]
-    return torch.cat(parts, cut.dim).contiguous()
-
-
 class Job(NamedTuple):
-    """A graph to run on some ranks of the world."""
+    """An artifact to load and call on some ranks of the world."""
 
     artifact: str
-    weights: str  # a safetensors file, by FQN, of the whole model
-    inputs: Mapping[int, list[torch.Tensor]]  # those of each rank
+    weights: list[str]  # weight files, one after the other
+    inputs: dict[str, torch.Tensor]
     ranks: tuple[int, ...]  # of the world, in the order of the model's
-    out: str  # where each rank saves its outputs: FOLDER/RANK.safetensors
+    out: str  # where each rank saves its outputs, one for each weight file: FOLDER/RANK.safetensors
 
 
 def run_jobs(world: int, jobs: list[Job], folder: Path) -> None:
@@ -89,49 +82,17 @@ def run_jobs(world: int, jobs: list[Job], folder: Path) -> None:
 def _worker(rank: int, world: int, jobs: list[Job], rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(job.ranks for job in jobs)}
-    # all are opened before the first is run: each keeps its own group
-    calls = [
-        (job, opened(Artifact.open(job.artifact), job.weights, job.ranks.index(rank), groups[job.ranks].group_name))
-        for job in jobs
-        if rank in job.ranks
-    ]
-    for job, call in calls:
-        outputs = call(job.inputs[rank])
+    groups = [dist.new_group(list(job.ranks)) for job in jobs]
+    mine = [(job, group) for job, group in zip(jobs, groups, strict=True) if rank in job.ranks]
+    # all are loaded before the first is called: each keeps its own group
+    models = [load(job.artifact, job.weights[0], ranks=Ranks(group)) for job, group in mine]
+    for (job, _), model in zip(mine, models, strict=True):
+        outputs = {}
+        for number, weights in enumerate(job.weights):
+            if number:
+                model.swap(weights)
+            output = model(**job.inputs)
+            outputs[str(number)] = output["logits"] if isinstance(output, dict) else output
         Path(job.out).mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(outputs, f"{job.out}/{rank}.safetensors")
     dist.destroy_process_group()
-
-
-Run = Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
-
-
-def opened(artifact: Artifact, weights: str, rank: int, group: str) -> Run:
-    """Return the only method of an artifact, over one rank's part of the weights."""
-    manifest = artifact.manifest
-    (method,) = manifest.methods.values()
-    assert manifest.ranks
-    whole = safetensors.torch.load_file(weights)
-    constants = {row.name: row for row in manifest.constants}
-    contents = artifact.constants()
-    tensors: dict[str, torch.Tensor] = {
-        name: torch.frombuffer(bytearray(contents[name].data), dtype=torch.float32).reshape(row.shape)
-        for name, row in constants.items()
-    }
-    for row in manifest.weights:
-        cut = manifest.ranks.cuts.get(row.name)
-        value = part(whole[row.name], cut, manifest.ranks.size, rank) if cut else whole[row.name]
-        tensors |= dict.fromkeys(row.names, value)
-    fixed = [item.kind in ("weight", "constant") for item in method.inputs]
-    graph = open_graph(artifact, method.graph, torch.device("cpu"), fixed, group)
-    bound = [tensors[item.name] for item in method.inputs if item.kind != "input"]
-
-    @torch.no_grad()
-    def run(inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        hoisted = graph.prologue(*bound) if graph.prologue else ()
-        values = iter(inputs)
-        rest = [tensors[item.name] if item.kind != "input" else next(values) for item in method.inputs]
-        outputs = graph.call(*hoisted, *rest)
-        return {str(index): value.clone() for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
-
-    return run

@@ -1,23 +1,23 @@
 """`Parallel`: a model as one of several ranks has it, with its part of the weights, and what the ranks do together.
 
 A plan names layers and how each is split, in the words of transformers. Within `as_rank`, each of these layers has the
-part of its weights that every rank has, in shape, and calls the ranks' collectives: a capture then gives the graph of
-all ranks. Only the plan decides a cut, never a shape: a contiguous part of two matrices in one tensor would have the
-right shape, too.
+part of its weights that a rank has, and calls the ranks' collectives: a capture then gives the graph of all ranks. Only
+the plan decides a cut, never a shape: a contiguous part of two matrices in one tensor would have the right shape, too.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weightswap_runtime.engines.operators import RANKS
 from weightswap_runtime.errors import ExportError, listed
@@ -27,10 +27,12 @@ from .libraries import is_pretrained
 from .stand_ins import restored
 from .tensors import ModelView, is_composed, tie_key
 
-_OLDER = {"colwise_rep": "colwise_gather_output"}
+# other names of what is the same without gradients
+_SAME = {"colwise_rep": "colwise_gather_output", "replicated_with_grad_allreduce": "replicate"}
 _STYLES = ("colwise", "rowwise", "packed_colwise", "colwise_gather_output", "replicate")
 _PACKED = re.compile(r"packed_colwise:([2-9]|[1-9]\d+)")
 _KEYS, _QUERIES = ("k_proj", "v_proj"), "q_proj"
+_HEADS = re.compile(r"(num|n|nr|local|total)_(\w*_)?heads?|n?heads|nhead")
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class Parallel:
     - "packed_colwise": as "colwise", for several layers in one tensor, each cut by itself: two, as gate and up; with
       "packed_colwise:3" three of the same size, as queries, keys and values. That of GPT-2's `c_attn` is three
     - "colwise_gather_output" (in older plans "colwise_rep"): as "colwise", and every rank gets all outputs
-    - "replicate": every rank has the whole, as of all layers that the plan does not name
+    - "replicate" (where there are gradients, "replicated_with_grad_allreduce"): every rank has the whole, as of all
+      layers that the plan does not name
 
     Layers are nn.Linear, and transformers' Conv1D. Keys and values of fewer heads than ranks are on several ranks each.
     A layer whose weight is tied to another's stays whole, if its style is "colwise_gather_output"; so does an embedding
-    that a model's own plan splits by vocabulary ("embedding_rowwise"). What reads the sizes of a layer beside it, such
-    as a number of heads, must take them from the tensors' shapes (`view(..., -1, head_dim)`); GPT-2 is handled.
+    that a model's own plan splits by vocabulary ("embedding_rowwise"). An attention must take its number of heads from
+    the tensors' shapes (`view(..., -1, head_dim)`), as those of transformers do, or is refused; GPT-2's is handled. A
+    plan of your own is proven by goldens, which all ranks must reproduce: `export(goldens=)`.
     """
 
     size: int
@@ -65,16 +69,18 @@ class Rank(NamedTuple):
     cuts: dict[str, Cut]  # by the names of weights
 
 
+def check_plan(view: ModelView, parallel: Parallel) -> None:
+    """Raise ExportError with everything in a plan that cannot be done."""
+    _layers(view, parallel)
+
+
 @contextmanager
 def as_rank(view: ModelView, parallel: Parallel) -> Iterator[Rank]:
     """Give the view's model the parts and the calls of one rank in the block; its end restores the model.
 
-    All ranks have the same shapes. Parts have no values, but only memory that nothing touches. Raises ExportError with
-    everything in the plan that cannot be done.
+    All ranks have the same shapes; the values are those of rank 0. Raises ExportError as `check_plan` does.
     """
-    if type(parallel.size) is not int or parallel.size < 2:
-        raise ExportError(f"parallel: size={parallel.size!r}: expected the number of ranks, 2 or more")
-    layers = _layers(view, _plan_of(view.model, parallel.plan), parallel.size)
+    layers = _layers(view, parallel)
     with restored(view.model):
         for layer in layers:
             layer.install(parallel.size)
@@ -118,30 +124,39 @@ class _Layer(NamedTuple):
 
     @property
     def repeat(self) -> int:
+        """The number of ranks that have the same part."""
         return self.cuts[f"{self.name}.weight"].repeat
 
     def install(self, size: int) -> None:
-        """Give the module the parts of its weights, and the calls of the ranks."""
-        module, forward = self.module, self.module.forward
+        """Give the module the parts of its weights, and the calls of the ranks.
+
+        Its attributes stay those of the whole: what reads a number of outputs beside the tensors then has one that does
+        not fit them, and fails, instead of computing something else.
+        """
+        module = self.module
         for name, cut in self.cuts.items():
             leaf = name.rpartition(".")[2]
             module._parameters[leaf] = _part(module._parameters[leaf], cut, size)
-        for attribute in ("in_features", "nx") if self.style == "rowwise" else ("out_features", "nf"):
-            if hasattr(module, attribute):
-                setattr(module, attribute, getattr(module, attribute) // (size // self.repeat))
         if self.style == "rowwise":
-            module.forward = lambda x: _summed(_product(module, x), module.bias)
+            module.forward = lambda x: _plus(_summed(_product(module, x, None)), module.bias)
         elif self.style == "colwise_gather_output":
-            module.forward = lambda x: _gathered(forward(x), size)
+            module.forward = lambda x: _gathered(_product(module, x, module.bias), size)
+        else:
+            module.forward = lambda x: _product(module, x, module.bias)
 
 
 class _Refused(Exception):
     """Why a layer cannot be split as the plan says."""
 
 
-def _layers(view: ModelView, plan: Mapping[str, str], size: int) -> list[_Layer]:
-    """Return the layers of a plan that are cut. Raises ExportError with everything that cannot be done."""
+def _layers(view: ModelView, parallel: Parallel) -> list[_Layer]:
+    """Return the layers that are cut. Raises ExportError with everything that cannot be done."""
+    size = parallel.size
+    if type(size) is not int or size < 2:
+        raise ExportError(f"parallel: size={size!r}: expected the number of ranks, 2 or more")
+    plan = _plan_of(view.model, parallel.plan)
     problems: list[str] = []
+    refused: dict[tuple[str, str], list[str]] = {}  # names by the key of the plan, and why
     layers: list[_Layer] = []
     for name, styles in _planned(view, plan, problems).items():
         (key, style), *others = styles.items()
@@ -151,9 +166,12 @@ def _layers(view: ModelView, plan: Mapping[str, str], size: int) -> list[_Layer]
             try:
                 layers.append(_layer(view, name, style, size))
             except _Refused as reason:
-                problems.append(f"{name}: {reason}")
+                refused.setdefault((key, str(reason)), []).append(name)
     layers = [layer for layer in layers if layer.cuts]
+    problems += [f"{listed(names, 2)}: {reason}" for (_, reason), names in refused.items()]
     problems += _attention_problems(layers)
+    if parallel.plan != "auto":
+        problems += _head_problems(layers)
     if problems:
         raise ExportError("the plan of parallel= cannot be carried out:", *(f"  - {text}" for text in problems))
     return layers
@@ -163,7 +181,7 @@ def _planned(view: ModelView, plan: Mapping[str, str], problems: list[str]) -> d
     """Return, for each layer that a plan names, the key of each style that it has."""
     planned: dict[str, dict[str, str]] = {}
     for key, given in plan.items():
-        style = _OLDER.get(given, given)
+        style = _SAME.get(given, given)
         pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
         found = [name for name, _ in view.model.named_modules() if pattern.fullmatch(name)]
         if style not in _STYLES and not _PACKED.fullmatch(str(style)):
@@ -217,9 +235,9 @@ def _weights(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a layer's weight and bias, by FQN."""
     kind = type(module).__qualname__
     if not (_is_conv(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)):
-        raise _Refused(f"is a {kind}, and only nn.Linear and transformers' Conv1D are cut")
+        raise _Refused(f"{kind} is not cut, only nn.Linear and transformers' Conv1D are")
     if "weight" not in module._parameters or set(module._parameters) - {"weight", "bias"} or module._modules:
-        raise _Refused(f"is a {kind} whose weight is computed from other tensors")
+        raise _Refused(f"{kind} has a weight that is computed from other tensors")
     weights = {f"{name}.{key}": value for key, value in module._parameters.items() if value is not None}
     if odd := [key for key, value in weights.items() if is_composed(value) or not value.is_contiguous()]:
         raise _Refused(f"{odd[0]} is no plain row-major tensor")
@@ -282,12 +300,34 @@ def _attention_problems(layers: list[_Layer]) -> Iterator[str]:
                 yield f"{layer.name}: is cut, but {whole[0]} beside it is not"
 
 
+def _head_problems(layers: list[_Layer]) -> Iterator[str]:
+    """Yield modules around layers that pass parts on, and whose code reads a number of heads, which is the whole's.
+
+    `view(..., num_heads, -1)` of a part would give as many, smaller heads, and other numbers.
+    """
+    parents = {type(layer.parent): layer for layer in layers if layer.style not in ("rowwise", "colwise_gather_output")}
+    for kind, layer in parents.items():
+        if not _is_gpt2(layer.parent) and (name := _head_name(kind)):
+            yield (
+                f"{layer.name}: {kind.__qualname__} reads {name}, which is that of the whole model; take the number of "
+                "heads from the shapes, as view(..., -1, head_dim) does"
+            )
+
+
+def _head_name(kind: type) -> str:
+    """Return the name of a number of heads that the methods of a class read, except its constructor; empty for none."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    methods = [inspect.unwrap(member) for each in own for name, member in vars(each).items() if name != "__init__"]
+    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    codes += [const for code in codes for const in code.co_consts if isinstance(const, CodeType)]
+    return next((name for code in codes for name in code.co_names if _HEADS.fullmatch(name)), "")
+
+
 def _set_sizes(module: Any, layers: list[_Layer], size: int) -> None:
     """Set the sizes that an attention has beside its layers as they are on a rank."""
     cut = {id(layer.module): layer for layer in layers}
     if _is_gpt2(module) and id(module.c_attn) in cut:
-        for name in ("num_heads", "split_size", "embed_dim"):
-            setattr(module, name, getattr(module, name) // size)
+        module.split_size //= size
     keys = cut.get(id(module._modules.get(_KEYS[0])))
     if keys is not None and keys.repeat > 1:
         # all heads of queries that a rank has use its one head of keys
@@ -298,31 +338,31 @@ def _set_sizes(module: Any, layers: list[_Layer], size: int) -> None:
 
 
 def _part(whole: nn.Parameter | None, cut: Cut, size: int) -> nn.Parameter:
+    """Return what rank 0 has of a parameter; all ranks have as much."""
     assert whole is not None
-    shape = list(whole.shape)
-    shape[cut.dim] //= size // cut.repeat
-    if isinstance(whole, FakeTensor):
-        with whole.fake_mode:
-            values = torch.empty(shape, dtype=whole.dtype)
-    else:
-        values = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+    groups = whole.detach().chunk(cut.groups, cut.dim)
+    values = torch.cat([group.chunk(size // cut.repeat, cut.dim)[0] for group in groups], cut.dim).contiguous()
     part = nn.Parameter(values, whole.requires_grad)
     vars(part).update(vars(whole))
     return part
 
 
-def _product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return what a layer gives without its bias."""
+def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
+    """Return what a layer gives."""
     weight: Any = module.weight
-    return torch.matmul(x, weight) if _is_conv(module) else nn.functional.linear(x, weight)
+    return _plus(torch.matmul(x, weight), bias) if _is_conv(module) else nn.functional.linear(x, weight, bias)
 
 
-def _summed(part: torch.Tensor, bias: Any) -> torch.Tensor:
+def _plus(product: torch.Tensor, bias: Any) -> torch.Tensor:
+    return product if bias is None else product + bias
+
+
+def _summed(part: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_exporting():
+        return part  # what is called besides, to look for caches for example, has no other ranks
     functional = torch.ops._c10d_functional
-    # what is called besides, to look at a cache for example, has no other ranks
-    exports = torch.compiler.is_exporting()
-    whole: torch.Tensor = functional.wait_tensor(functional.all_reduce(part, "sum", RANKS)) if exports else part
-    return whole if bias is None else whole + bias
+    whole: torch.Tensor = functional.wait_tensor(functional.all_reduce(part, "sum", RANKS))
+    return whole
 
 
 def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
