@@ -15,15 +15,16 @@ from torch import nn
 
 from tests import ROOT
 from tests.support.split import PACKED_PLAN, Packed, llama, sample
-from weightswap_exporter import Parallel, compile_engines, export, pack, skeleton
+from weightswap_exporter import Parallel, compile_engines, export, pack, publish, skeleton
 from weightswap_exporter.modules.tensors import named_tensors
 from weightswap_exporter.parity import compare, verify
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine, open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.engines.graph_archive import read_argument, read_program
-from weightswap_runtime.format.goldens import GOLDENS_NAME, artifact_goldens
+from weightswap_runtime.format.goldens import GOLDENS_NAME, artifact_goldens, record_beside
 from weightswap_runtime.format.manifest import RANKS_VERSION, Cut
+from weightswap_runtime.format.weight_set import open_weights
 from weightswap_tools.diff.artifacts import compare_artifacts
 from weightswap_tools.inspect.subject import ArtifactSubject, artifact_facts, cut_of
 
@@ -143,6 +144,26 @@ def test_a_transformers_model_has_its_own_plan(tmp_path: Path) -> None:
     )  # and no cut of the embedding, which the plan splits by vocabulary
 
 
+class Around(nn.Module):
+    """Module around a transformers model, as many are that return logits alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama(num_hidden_layers=1)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, use_cache=False).logits
+
+
+def test_a_model_in_a_module_keeps_its_plan(tmp_path: Path) -> None:
+    with skeleton():
+        model = Around()
+    ranks = exported(model, tmp_path / "a.artifact", Parallel(2)).manifest.ranks
+    assert ranks
+    assert ranks.cuts["inner.lm_head.weight"] == Cut(dim=0)
+    assert len(ranks.cuts) == 8
+
+
 def test_tied_embeddings_stay_whole(tmp_path: Path) -> None:
     manifest = exported(
         llama(num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "a.artifact", Parallel(2)
@@ -180,6 +201,19 @@ def test_goldens_of_the_whole_model_have_a_tolerance(
     assert goldens
     assert goldens.record.tolerance == expected
     assert goldens.record.graph_id == artifact.manifest.packed_for
+
+
+def test_packed_and_published_goldens_have_it_too(packed: dict[int, Artifact], tmp_path: Path) -> None:
+    model, calls = Packed().eval(), [(torch.rand(2, 8),)]
+    file = pack(model, packed[2].path, out=tmp_path / "w.safetensors", goldens=calls)
+    published = publish(model, tmp_path / "place", packed[2].path, step=1, goldens=calls).wait()
+    for path in (file.path, published.path):
+        with open_weights(path) as weights:
+            assert weights.stamp
+            assert weights.stamp.graph_id == packed[1].graph_id
+            record = record_beside(weights.location)
+        assert record
+        assert (record.graph_id, record.tolerance) == (packed[1].graph_id, (1e-4, 1e-5))
 
 
 def test_what_runs_in_one_process_says_what_to_do(packed: dict[int, Artifact], tmp_path: Path) -> None:

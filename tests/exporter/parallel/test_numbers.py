@@ -36,8 +36,8 @@ CASES = {
     "two heads of keys on 4": Case(llama, SHORT | {"num_key_value_heads": 2}, 4),
     "one head of keys on 4": Case(llama, SHORT | {"num_key_value_heads": 1, "attention_bias": True}, 4),
     "tied embeddings on 2": Case(llama, SHORT | {"tie_word_embeddings": True}, 2),
-    "gpt2 on 2": Case(gpt2, {}, 2, GPT2_PLAN),
-    "gpt2 on 4": Case(gpt2, {"tie_word_embeddings": False}, 4, GPT2_PLAN),
+    "gpt2 on 2": Case(gpt2, {"n_layer": 1}, 2, GPT2_PLAN),
+    "gpt2 on 4": Case(gpt2, {"n_layer": 1, "tie_word_embeddings": False}, 4, GPT2_PLAN),
 }
 ANOTHER = "packed on 2, in one more group"
 
