@@ -392,22 +392,23 @@ class _RowPublishing:
         self._rows: list[ChangedRows] = []
         self._unknown: list[str] = []
         self._expected = Expected({}, {})
-
-    @property
-    def onto(self) -> Places:
-        """The files that lead to the weights before."""
-        return self._updates.last.files if self._updates.last else ()
+        self._taken = tracker.taken
+        self.onto: Places = ()  # the files that lead to the weights since which rows were taken
 
     def prepare(self, model: nn.Module) -> Checkpoint | RowUpdate | WeightswapError:
         """Return the update, or a copy of the model if a full file is due; or the error that `wait` shall raise."""
         self._rows, self._unknown = self._tracker.take()
+        self._taken = self._tracker.taken
+        last = self._updates.last
+        if last is not None and last.weights_id == self._taken.since:
+            self.onto = last.files
         try:
             weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
             if not self._is_full_due():
                 update = self._updates.prepare(weights, self._rows, check=self._options.check)
                 if not self._would_replace(update):
                     return update
-            self._expected = self._updates.expect(weights, self._rows, is_known=not self._unknown)
+            self._expected = self._updates.expect(weights, self._rows, is_known=bool(self.onto) and not self._unknown)
         except WeightswapError as error:
             return error
         return _copied(model)
@@ -424,6 +425,7 @@ class _RowPublishing:
             bool(self._unknown)
             or self._options.full
             or last is None
+            or not self.onto
             or last.graph_id != self._artifact.manifest.packed_for
             or len(last.files) > self._options.full_every
             or not all(path.parent == self._directory and path.is_file() for path, _ in last.files)
@@ -445,12 +447,14 @@ class _RowPublishing:
         self._tracker.give_back(self._rows)
         if self._unknown:
             self._updates.last = None
+        else:
+            self._tracker.led_to(self._taken.since, self._taken)
 
     def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
         """Take a file as the base of the next."""
-        onto, self._updates.last = self.onto, None
+        self._updates.last = None
         if isinstance(content, RowUpdate):
-            files, blocks = (*onto, (packed.path, packed.weights_id)), content.blocks
+            files, blocks = (*self.onto, (packed.path, packed.weights_id)), content.blocks
         else:
             files = ((packed.path, packed.weights_id),)
             if missed := self._updates.learn(self._expected, content, blocks):
@@ -462,6 +466,7 @@ class _RowPublishing:
                 )
         # deltas from weights that nobody serves would be refused
         if not packed.refusal:
+            self._tracker.led_to(packed.weights_id, self._taken)
             self._updates.last = Last(files, packed.graph_id, blocks)
 
 

@@ -7,11 +7,13 @@ changes the table in place, it is found out, as tensors count such changes.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +49,14 @@ _FUSED = {
     "PARTIAL_ROWWISE_LAMB",
 }
 Ids = torch.Tensor | Sequence[int] | np.ndarray[Any, Any]
+_log = logging.getLogger("weightswap")
 
 
 class RowTracker:
-    """Knows which rows of a model's tables have changed since the last publication: `publish(rows=tracker)`.
+    """Knows which rows of a model's tables have changed since they were last published, or swapped in.
+
+    For `publish(rows=tracker)`, or from memory: `Model.swap(model, rows=tracker)`, `Sender.send(model, rows=tracker)`.
+    Each takes the rows, so each begins with all of the weights after another one, or with another server.
 
     model: the tables are the weights of its `nn.Embedding` and `nn.EmbeddingBag`, so also of torchrec's
       EmbeddingBagCollection and EmbeddingCollection; those that torchrec has sharded are known through torchrec's own
@@ -81,6 +87,11 @@ class RowTracker:
         self._names = {name: table for table in self._tables for name in table.names}
         self._given_back: list[ChangedRows] = []
         self.updates = RowUpdates()
+        self._lock = Lock()  # of what follows
+        self._lent: Lent | None = None  # rows that were lent last, unless they have been served
+        self._base = ""  # the weights id since which all changes are known, or lent
+        self._takings = 0  # by publications, and by what was served
+        self.taken = Taken("", 0)
         for optimizer in optimizers:
             for inner in _inner(optimizer):
                 self._refuse(inner)
@@ -114,15 +125,57 @@ class RowTracker:
         table.leave()
 
     def changed(self) -> dict[str, Offsets]:
-        """Return the ids of the rows, ascending, that have changed since the last publication, for each table."""
+        """Return the ids of the rows, ascending, that have changed since the last publication or swap, by table."""
         self._collect()
-        return {table.names[0]: table.ids() for table in self._tables}
+        lent = {rows.name: rows.ids for rows in self._lent.rows} if self._lent else {}
+        found = {table.names[0]: table.ids() for table in self._tables}
+        return {name: np.union1d(ids, lent[name]) if name in lent else ids for name, ids in found.items()}
 
     def take(self) -> tuple[list[ChangedRows], list[str]]:
         """Return the rows that have changed, and forget them; and the tables of which other rows may have changed."""
+        with self._lock:
+            self.taken = Taken(self._base, self._takings + 1)
+            self._base, self._takings = "", self._takings + 1
+            return self._take()
+
+    def _take(self) -> tuple[list[ChangedRows], list[str]]:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._given_back += lent.rows
         self._collect()
-        unknown = [table.names[0] for table in self._tables if not table.is_known()]
+        unknown = [
+            table.names[0]
+            for table in self._tables
+            if not table.is_known() or (lent is not None and table.names[0] in lent.unknown)
+        ]
         return [ChangedRows(table.names[0], table.tensor, table.take()) for table in self._tables], unknown
+
+    def led_to(self, weights_id: str, taken: Taken) -> None:
+        """Say which weights have all changes up to a `take`; that is of no use if others were taken meanwhile."""
+        with self._lock:
+            if taken.number == self._takings:
+                self._base = weights_id
+
+    def lend(self) -> Lent:
+        """Return the rows that have changed, for a swap or a sender. Those that are not served are lent again."""
+        with self._lock:
+            rows, unknown = self._take()
+            if unknown and self._base:
+                _log.warning(
+                    "%s changed otherwise than by an optimizer's step, so all weights are given; RowTracker.mark() "
+                    "says which rows did",
+                    ", ".join(unknown),
+                )
+            self._lent = Lent(self, rows, unknown, "" if unknown else self._base, self._takings)
+            return self._lent
+
+    def _served(self, lent: Lent, weights_id: str) -> None:
+        with self._lock:
+            if lent.takings != self._takings:  # others have taken the rows, too
+                return
+            self._base, self._takings = weights_id, self._takings + 1
+            if self._lent is lent:
+                self._lent = None
 
     def give_back(self, rows: Iterable[ChangedRows]) -> None:
         """Remember rows that were taken but not published. In any thread: they are only added by the next `take`."""
@@ -189,6 +242,28 @@ class RowTracker:
             for name, ids in sharded.take():
                 if (table := self._names.get(name)) is not None:
                     table.add(ids)
+
+
+class Taken(NamedTuple):
+    """The last `take` of a tracker. since: the weights id since which it has all changes; empty if there is none."""
+
+    since: str
+    number: int
+
+
+class Lent:
+    """Rows for one swap, or one sending, which are all that has changed in the tables since the weights `base`."""
+
+    def __init__(
+        self, tracker: RowTracker, rows: list[ChangedRows], unknown: list[str], base: str, takings: int
+    ) -> None:
+        """unknown: tables of which other rows may have changed; `base` is empty then."""
+        self.rows, self.unknown, self.base, self.takings = rows, unknown, base, takings
+        self._tracker = tracker
+
+    def led_to(self, weights_id: str) -> None:
+        """Say that the weights with these rows, and all else, are served."""
+        self._tracker._served(self, weights_id)
 
 
 class _Table:

@@ -31,10 +31,21 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.native import Offsets
 from weightswap_runtime.sources.location import Location, Url, check_writable
 from weightswap_runtime.sources.writing import companion
-from weightswap_runtime.tensors import BLOCK, DIGEST, TensorHasher, TensorType, describe, is_valid, nbytes
+from weightswap_runtime.tensors import (
+    BLOCK,
+    DIGEST,
+    TensorBytes,
+    TensorHasher,
+    TensorType,
+    block_digests,
+    describe,
+    is_valid,
+    nbytes,
+    tensor_digest,
+)
 
 from .goldens import goldens_behind
-from .safetensors import Stamp, StampedFile, TensorRow, WeightFile, canonical_order, label_problem
+from .safetensors import Stamp, StampedFile, TensorRow, WeightFile, canonical_order, encode_tensors, label_problem
 from .weight_set import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
@@ -112,7 +123,9 @@ def ranges_of(name: str, changed: TensorType, tensors: Mapping[str, memoryview])
     if (content := tensors.get(ROWS + name)) is not None:
         ids = np.frombuffer(content, "<i8")
         count = changed.shape[0] if changed.shape else 0
-        _check_rows(ids, count, size, len(data))
+        check_rows(ids, count, size)
+        if len(data) != len(ids) * (size // count):
+            raise ValueError(f"{len(ids)} rows have {len(data)} bytes, a row of the table has {size // count}")
         return ByteRanges.of_rows(ids, size // count if count else 0, data)
     ranges = ByteRanges.of(np.frombuffer(tensors[RUNS + name], "<i8").reshape(-1, 2), data)
     if not ranges.fit(size):
@@ -120,8 +133,8 @@ def ranges_of(name: str, changed: TensorType, tensors: Mapping[str, memoryview])
     return ranges
 
 
-def _check_rows(ids: Offsets, count: int, size: int, data: int) -> None:
-    """Raise ValueError for ids that are not rows of a table with so many, or that do not fit the data."""
+def check_rows(ids: Offsets, count: int, size: int) -> None:
+    """Raise ValueError for ids that are not ascending rows of a table with so many, of `size` bytes."""
     if not len(ids) or not size:
         raise ValueError("it has no rows")
     odd = np.flatnonzero((ids < 0) | (ids >= count))
@@ -130,8 +143,6 @@ def _check_rows(ids: Offsets, count: int, size: int, data: int) -> None:
     odd = np.flatnonzero(ids[1:] <= ids[:-1])
     if len(odd):
         raise ValueError(f"row {ids[odd[0] + 1]} comes after row {ids[odd[0]]}: rows have to be in ascending order")
-    if data != len(ids) * (size // count):
-        raise ValueError(f"{len(ids)} rows have {data} bytes, a row of the table has {size // count}")
 
 
 @dataclass(frozen=True)
@@ -349,6 +360,21 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Offsets:
     one, other = (np.frombuffer(side[:whole], kind) for side in (mine, theirs))
     units = np.flatnonzero(one != other)
     return np.append(units, whole // grain) if mine[whole:] != theirs[whole:] else units
+
+
+def encode_delta(contents: Mapping[str, tuple[Changed, memoryview]], blank: DeltaStamp) -> list[memoryview]:
+    """Return a delta file in memory: its header, and then its tensors in pieces, which share the memory of `contents`.
+
+    contents: what differs of each weight, and its new bytes end to end. blank: the stamp without digests. Raises
+    WeightFileError.
+    """
+    tensors: dict[str, TensorBytes] = {}
+    for name, (change, data) in contents.items():
+        prefix, places = change.places()
+        tensors[DATA + name] = TensorBytes("U8", (len(data),), data)
+        tensors[prefix + name] = TensorBytes("I64", places.shape, memoryview(places.astype("<i8").tobytes()))
+    digests = {name: tensor_digest(block_digests(tensor.data)) for name, tensor in tensors.items()}
+    return encode_tensors(tensors, {DELTA_KEY: msgspec.json.encode(replace(blank, digests=digests)).decode()})
 
 
 @contextmanager

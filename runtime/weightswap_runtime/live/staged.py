@@ -13,6 +13,7 @@ from typing import Any
 from weightswap_runtime.errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy, check_timeout
 from weightswap_runtime.format.identity import Identity, Nonfinite
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, renew_in_children
+from weightswap_runtime.staging.given import GivenWeights
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Kind, StagingReport, SwapRequest
 from weightswap_runtime.threads import Background, forget_frames, in_thread, stop_at_end
 
@@ -395,7 +396,10 @@ class _Work:
         return weights
 
     def commit(self, weights: StagedWeights, timeout: float | None) -> SwapReceipt:
-        return self.store.commit(self._member, weights, self._request.by, timeout, self.job.check)
+        receipt = self.store.commit(self._member, weights, self._request.by, timeout, self.job.check)
+        if isinstance(source := self._request.source, GivenWeights):
+            source.led_to(receipt.weights_id)
+        return receipt
 
     def emit_discarded(self, report: StagingReport) -> None:
         self._emit_staged("discarded", report, 0.0)

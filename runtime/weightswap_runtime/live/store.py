@@ -47,6 +47,8 @@ from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.staging.delta import files_after, stage_chain, stage_delta
+from weightswap_runtime.staging.given import GivenRows
+from weightswap_runtime.staging.given_rows import stage_rows
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full, stage_part
@@ -242,6 +244,9 @@ class Store:
                 return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
             with self._residency.target(request.timeout, staging.job) as (session, staged_in):
                 identity, report = stage_chain(weights, delta, session.arena, staging)
+        elif isinstance(weights, GivenRows) and weights.start_from(self._current_id):
+            identity, report, patch, _ = stage_rows(weights, *self._base(weights.where), staging)
+            return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
         else:
             planned = plan(weights, staging.manifest, request, self.layout.shares)
             if request.only:

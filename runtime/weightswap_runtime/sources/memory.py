@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightswap_runtime.byte_ranges import ByteRanges, gather
 from weightswap_runtime.errors import SourceChanged
-from weightswap_runtime.native import copy_bytes, same_bytes
+from weightswap_runtime.native import Offsets, copy_bytes, same_bytes
 from weightswap_runtime.tensors import Blocks, TensorType, array_content, block_digests, nbytes, safetensors_name
 
 if TYPE_CHECKING:
@@ -58,14 +59,18 @@ class MemorySource:
             return array_content(self.value).data
         from weightswap_runtime.torch_tensors import tensor_bytes
 
-        value = self.value.detach()  # what is assigned to its `.data` from now on is another tensor's
+        return tensor_bytes(self._checked())
+
+    def _checked(self) -> torch.Tensor:
+        """Return torch's tensor without its gradient. Raises SourceChanged if it is no longer of this type."""
+        value: torch.Tensor = self.value.detach()  # what is assigned to its `.data` from now on is another tensor's
         try:
             is_same = _type_of_tensor(value) == self.type
         except ValueError as error:  # such as memory that was freed meanwhile
             raise self.changed() from error
         if not is_same:
             raise self.changed()
-        return tensor_bytes(value)
+        return value
 
     def _close(self, nbytes: int) -> None:
         with self._lock:
@@ -92,6 +97,39 @@ class MemorySource:
         digests = block_digests(self._open()[start:stop])
         self._close(stop - start)
         return digests
+
+    def rows(self, ids: Offsets) -> memoryview:
+        """Return a copy of rows of the first dimension, end to end. Nothing else is copied. Raises SourceChanged."""
+        if self._is_row_major():
+            width = self.size // self.type.shape[0]
+            copy = np.empty(len(ids) * width, np.uint8).data
+            gather(self._content(), ByteRanges.of_rows(ids, width, copy))
+            return copy
+        if not self.is_torchs:
+            return array_content(self.value[ids]).data
+        import torch
+
+        from weightswap_runtime.torch_tensors import tensor_bytes
+
+        value = self._checked()
+        return tensor_bytes(value.index_select(0, torch.from_numpy(ids).to(value.device)))
+
+    def _is_row_major(self) -> bool:
+        """Return whether the host's memory has the bytes in their order."""
+        value = self.value
+        if not self.is_torchs:
+            return bool(value.flags.c_contiguous and value.dtype.newbyteorder("<") == value.dtype)
+        return bool(value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg())
+
+    def is_of(self, value: Any) -> bool:
+        """Return whether the tensor is, or views, the same memory in the same order as another of its library."""
+
+        def place(each: Any) -> tuple[object, ...]:
+            if self.is_torchs:
+                return each.data_ptr(), each.device, each.shape, each.stride()
+            return each.ctypes.data, each.shape, each.strides
+
+        return place(self.value) == place(value)
 
     def await_stable_mtime(self) -> None:
         """Do nothing: there is no time by which writes are known."""

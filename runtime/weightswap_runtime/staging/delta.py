@@ -85,15 +85,36 @@ def stage_delta(
     layers.add(_read_parts(weights, stamp, staging))
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
-    staging.job.begin("verifying")
-    changed = overlay(layers.merged(), arena, served, staging.trees, staging.workers, staging.job)
-    digests = {**served.digests, **changed.digests}
-    identity = identify(staging.manifest.weights, digests, stamp.labels, changed.nonfinite)
+    identity, patch = lay_over(layers.merged(), stamp.labels, arena, served, staging)
     if identity.weights_id != stamp.weights_id:
         text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it claims"
         others = f", after {plural(len(through), 'other delta')}" if through else ""
         raise DigestMismatch(weights.where, [text + others], "Write the delta again, or copy it again.")
-    report = StagingReport(
+    return identity, report_of(identity, weights, stamp.base, size, staging, start, staged), patch
+
+
+def lay_over(
+    parts: Mapping[str, ByteRanges], labels: Mapping[str, str], arena: Arena, served: Identity, staging: Staging
+) -> tuple[Identity, HostPatch]:
+    """Return the weights that an arena would have with parts laid over it, and the patch. No arena is written to.
+
+    Raises MemoryError and StageCancelled.
+    """
+    staging.job.begin("verifying")
+    changed = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
+    digests = {**served.digests, **changed.digests}
+    identity = identify(staging.manifest.weights, digests, labels, changed.nonfinite)
+    return identity, HostPatch(changed.parts)
+
+
+def report_of(
+    identity: Identity, weights: WeightSet, base: str, size: int, staging: Staging, start: float, staged: float
+) -> StagingReport:
+    """Return the report of a delta. size: the bytes that were read, from the time `start` to `staged`.
+
+    Raises NonFiniteWeights.
+    """
+    return StagingReport(
         weights_id=identity.weights_id,
         labels=dict(identity.labels),
         kind="delta",
@@ -103,9 +124,8 @@ def stage_delta(
         bytes_read=size,
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
-        base=stamp.base,
+        base=base,
     )
-    return identity, report, HostPatch(changed.parts)
 
 
 def stage_chain(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 
-from weightswap_runtime.errors import WeightFileError, WeightsMismatch
+from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
 from weightswap_runtime.format.safetensors import WeightFile
 from weightswap_runtime.format.weight_set import FileSet, StoredTensor, WeightSet
+from weightswap_runtime.native import Offsets
 from weightswap_runtime.sources.arriving import Arriving, Receive
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url
@@ -36,16 +37,83 @@ class GivenWeights(NamedTuple):
     """Weights that are in no file which others could open.
 
     keys: "fqn" where their names are those of a module; None where that is open. can_change: whether their owner may
-    write to them while they are read.
+    write to them while they are read. has_rows: whether `open` returns `GivenRows`. led_to: called with the weights id
+    once they are served.
     """
 
     where: str
     keys: Keys | None
     open: Callable[[Check, int], WeightSet]  # takes the arguments of `open_weights`; raises what is wrong with them
     can_change: bool = True
+    has_rows: bool = False
+    led_to: Callable[[str], object] = lambda _: None
 
     def __str__(self) -> str:
         return self.where
+
+
+class ChangedRows(Protocol):
+    """Rows of a table that may have changed. ids: ascending. tensor: the table; None: the one that has the name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tensor(self) -> Any: ...
+
+    @property
+    def ids(self) -> Offsets: ...
+
+
+class LentRows(Protocol):
+    """What a tracker says of its tables for one try. base: the weights id since which `rows` are all that has changed;
+    empty if that is not known."""
+
+    base: str
+    rows: Sequence[ChangedRows]
+
+    def led_to(self, weights_id: str) -> None:
+        """Called once the rows are served, with all else; without it they are lent again."""
+        ...
+
+
+class Tracker(Protocol):
+    """Knows which rows have changed, as `weightswap_exporter.RowTracker` does."""
+
+    def lend(self) -> LentRows: ...
+
+
+Ids: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[int]"
+Rows = Mapping[str, Ids] | Tracker
+
+
+class NamedRows(NamedTuple):
+    """Rows of the table of a name."""
+
+    name: str
+    ids: Offsets
+    tensor: None = None
+
+
+class GivenRows(WeightSet):
+    """Tensors of this process, of which the changed rows are known: those of all others are found by comparison."""
+
+    def __init__(self, weights: WeightSet, rows: Sequence[ChangedRows], base: str | None, is_tracked: bool) -> None:
+        """base: the weights id that the rows start from; None: whichever is served."""
+        super().__init__(weights.where, weights.tensors, weights.sources)
+        self.rows, self._base, self._is_tracked = rows, base, is_tracked
+
+    def start_from(self, served: str | None) -> bool:
+        """Return whether the rows are those since the served weights; else all tensors have to be read.
+
+        Raises BaseMismatch where the caller has named other weights.
+        """
+        if self._base in (None, served) or self._is_tracked:
+            return self._base in (None, served)
+        raise BaseMismatch(
+            f"{self.where}: rows that have changed since the weights {self._base!s:.12}, but "
+            f"{f'{served[:12]} are' if served else 'none are'} served. Give all tensors: leave out rows= and base="
+        )
 
 
 class Stream(WeightSet):
@@ -78,7 +146,7 @@ def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
     torch = sys.modules.get("torch")
     if isinstance(weights, str | os.PathLike | Url | GivenWeights):
         return weights
-    if torch is not None and isinstance(weights, torch.nn.Module):
+    if _is_module(weights):
         return _at_once(f"{MEMORY}:{type(weights).__qualname__}", "fqn", _of_module(weights))
     if isinstance(weights, Mapping):
         return _at_once(MEMORY, None, dict(weights))
@@ -92,6 +160,59 @@ def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
         )
     items = iter(weights)
     return GivenWeights(MEMORY, None, lambda *_: Stream(items))
+
+
+def with_rows(weights: object, rows: object, base: str | None) -> GivenWeights:
+    """Return tensors of which only some rows have changed. rows: ids by name, or a tracker, of which they are taken.
+
+    base: the weights id that ids by name start from. Raises Unsupported and WeightsMismatch.
+    """
+    if not (isinstance(weights, Mapping) or _is_module(weights)):
+        raise Unsupported(
+            f"rows: of a module's tensors, or of a mapping's; got a {type(weights).__qualname__}. A file with rows is "
+            "a delta (write_delta, publish(rows=))"
+        )
+    source = as_given(weights)
+    assert isinstance(source, GivenWeights)
+    # now, as sources know of each write that torch counts from here on: rows that are changed later are in no ids
+    opened = source.open(lambda: None, 0)
+    led_to, is_tracked = source.led_to, hasattr(rows, "lend")
+    changed: Sequence[ChangedRows]
+    if is_tracked:
+        if base is not None:
+            raise Unsupported("base: of ids by name; a tracker knows which weights its rows start from")
+        lent: LentRows = rows.lend()  # type: ignore[attr-defined]
+        changed, base, led_to = lent.rows, lent.base, lent.led_to
+    elif isinstance(rows, Mapping):
+        changed = _named_rows(rows, source.where)
+    else:
+        raise Unsupported(f"rows: expected ids by name, or a RowTracker; got a {type(rows).__qualname__}")
+
+    given = GivenRows(opened, changed, base, is_tracked)
+    return source._replace(open=lambda *_: given, has_rows=True, led_to=led_to)
+
+
+def _named_rows(rows: Mapping[Any, Any], where: str) -> list[NamedRows]:
+    """Return copies of ids. Raises WeightsMismatch for what are none."""
+    found = [(name, _ids(ids)) for name, ids in rows.items()]
+    if problems := [f"{name}: {ids}" for name, ids in found if isinstance(ids, str)]:
+        raise WeightsMismatch(where, problems, "Give the ascending ids of the rows that have changed, by name.")
+    return [NamedRows(str(name), ids) for name, ids in found if not isinstance(ids, str)]
+
+
+def _ids(given: Any) -> Offsets | str:
+    """Return a copy of ids, or what is wrong with them."""
+    torch = sys.modules.get("torch")
+    try:
+        is_torchs = torch is not None and isinstance(given, torch.Tensor)
+        array = np.array(given.detach().cpu().numpy() if is_torchs else given)
+    except (TypeError, ValueError, OverflowError) as error:
+        return f"expected the ids of rows ({error})"
+    if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
+        return f"expected the ids of rows, got {array.dtype} of the shape {list(array.shape)}"
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        return f"row {array.max()}: is no row of a table"
+    return array.astype(np.int64)
 
 
 def as_file(where: str, open_source: Callable[[Check], ByteSource]) -> GivenWeights:
@@ -117,12 +238,16 @@ def as_arriving(where: str, size: int, receive: Receive) -> GivenWeights:
 
 def tensors_of(weights: object) -> dict[str, Any]:
     """Return a mapping's or a module's tensors by name. Raises WeightFileError for anything else."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(weights, torch.nn.Module):
+    if _is_module(weights):
         return _of_module(weights)
     if not isinstance(weights, Mapping):
         raise WeightFileError(f"expected tensors by name, or a module; got a {type(weights).__qualname__}")
     return dict(weights)
+
+
+def _is_module(weights: object) -> TypeGuard[nn.Module]:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(weights, torch.nn.Module)
 
 
 def _of_module(module: nn.Module) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from weightswap_runtime.sources.location import Location, Url, printable
 from weightswap_runtime.tensors import DIGEST, tensor_digest
 from weightswap_runtime.threads import WorkerThreads
 
-from .given import GivenWeights, as_given
+from .given import GivenWeights, Rows, as_given, with_rows
 
 if TYPE_CHECKING:
     from .given import Given
@@ -81,6 +81,8 @@ class SwapOptions(WatchOptions, total=False):
     only: Patterns | None
     expect: str | None
     busy: Busy
+    rows: Rows | None
+    base: str | None
 
 
 class BaseFile(NamedTuple):
@@ -136,7 +138,7 @@ class SwapRequest(NamedTuple):
         given["ignore"] = patterns(given["ignore"], "ignore") if given.get("ignore") else ()
         given["allow_nonfinite"] = as_allowed(given.get("allow_nonfinite"), manifest)
         given["labels"] = dict(given.get("labels") or {})
-        source = as_given(weights)
+        source = _source_of(weights, given)
         if isinstance(source, GivenWeights):
             given["keys"] = given.get("keys") or source.keys
         request = cls(source, **given, onto=tuple(starmap(BaseFile, onto)))
@@ -194,6 +196,20 @@ class SwapRequest(NamedTuple):
     def patience(self) -> float | None:
         """Seconds to wait for another staging; None: do not wait."""
         return patience(self.busy, self.timeout)
+
+
+def _source_of(weights: Given, options: dict[str, Any]) -> PathLike | Url | GivenWeights:
+    """Return what to read, by options that are taken out. Raises WeightFileError, Unsupported and WeightsMismatch."""
+    rows, base = options.pop("rows", None), options.pop("base", None)
+    if rows is None:
+        if base is not None:
+            raise Unsupported("base: the weights that rows= start from; without rows= all tensors are read")
+        return as_given(weights)
+    if options.get("only"):
+        raise Unsupported("only: rows of some tables, and whatever else has changed, are given by rows= as a whole")
+    if base is not None and not (isinstance(base, str) and DIGEST.fullmatch(base)):
+        raise Unsupported(f"base={base!r:.100}: a weights id has 64 hexadecimal digits")
+    return with_rows(weights, rows, base)
 
 
 def check_labels(labels: Mapping[str, str]) -> None:

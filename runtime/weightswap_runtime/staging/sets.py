@@ -105,7 +105,7 @@ def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity,
     then undefined.
     """
     start = time.perf_counter()
-    planned, findings, read_at = _fill(planned, arena, staging)
+    planned, findings, read_at = fill(planned, arena, staging)
     stamp, where = planned.weights.stamp, planned.weights.where
     labels = stamp.labels if stamp else staging.request.labels
     identity = identify(planned.manifest.weights, findings.digests, labels, findings.nonfinite)
@@ -124,7 +124,7 @@ def stage_part(
     """
     part = HostArena(ArenaLayout(planned.manifest.weights, arena.layout.rank))
     start = time.perf_counter()
-    planned, findings, read_at = _fill(planned, part, staging)
+    planned, findings, read_at = fill(planned, part, staging)
     kept = {name: counts for name, counts in served.nonfinite.items() if name not in findings.digests}
     digests = {**served.digests, **findings.digests}
     # the served labels are kept: they still describe most of the weights
@@ -137,7 +137,7 @@ def stage_part(
     return identity, report, HostPatch(map(ByteRanges.of, places, contents))
 
 
-def _fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings, float]:
+def fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings, float]:
     """Read the weights into an arena laid out for the plan's, and verify digests and ties.
 
     Returns the plan, which of a stream is made only now; the findings by weight; and the `perf_counter` time at which

@@ -4,6 +4,9 @@ What is sent is a packed weight file in memory that has no name: the sender copi
 swap stages into an arena, and passes its descriptor or its bytes; the receiver swaps it as a file, and so verifies
 every byte. All versions have one layout, so the memory is written over and over, in turn with a second one while the
 first is read.
+
+Row updates are laid over the memory that was sent last, so that it always is a full set, and travel as a delta; whoever
+serves other weights than those gets the full set after all.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import Superseded, TransferFailed, Unsupported, check_timeout
+from weightswap_runtime.errors import BaseMismatch, Superseded, TransferFailed, Unsupported, check_timeout
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.delta import DeltaStamp, encode_delta
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Keys
@@ -37,9 +41,11 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
 from weightswap_runtime.process_groups import Members
+from weightswap_runtime.staging.given import GivenRows, GivenWeights
+from weightswap_runtime.staging.given_rows import stage_rows
 from weightswap_runtime.staging.request import PathLike, Patterns, Staging, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full
-from weightswap_runtime.tensors import tensor_digest
+from weightswap_runtime.tensors import TensorType, tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
 from .links import NoLink, link_to
@@ -48,16 +54,17 @@ from .ranks import send_together
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from weightswap_runtime.staging.given import Given
+    from weightswap_runtime.staging.given import Given, Rows
     from weightswap_runtime.staging.transforms import Transforms
 
 
 class Sending:
     """Weights on their way to a receiver. Made by `Sender.send(wait=False)`."""
 
-    def __init__(self, memory: _FileInMemory, identity: Identity) -> None:
-        self.weights_id = identity.weights_id
-        self._memory = memory
+    def __init__(self, memory: _FileInMemory, weights_id: str, delta: _DeltaInMemory | None, given: object) -> None:
+        self.weights_id = weights_id
+        self._memory, self._delta = memory, delta  # a delta that leads to the same weights
+        self._given = given
         self._receipt: SwapReceipt | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -80,6 +87,12 @@ class Sending:
             assert self._error is not None
             raise self._error
         return self._receipt
+
+    def _close(self) -> None:
+        """Free what is not needed once it was delivered."""
+        if self._delta is not None:
+            self._delta.close()
+        self._delta = self._given = None
 
     def _end(self, receipt: SwapReceipt | None, error: BaseException | None = None) -> None:
         self._receipt, self._error = receipt, error
@@ -133,6 +146,8 @@ class Sender(AbstractContextManager["Sender"]):
         self._changed = threading.Condition()  # of all below
         self._free: list[_FileInMemory] = []
         self._waiting: Sending | None = None
+        self._latest: Sending | None = None  # under `_staging`, too
+        self._trees = HashTrees(None)
         self._closed = False
         self._thread = Background(self._run, "weightswap-sender", self._stop)
         self._thread.start()
@@ -145,19 +160,29 @@ class Sender(AbstractContextManager["Sender"]):
         keys: Keys | None = None,
         ignore: Patterns = (),
         wait: bool = True,
+        rows: Rows | None = None,
     ) -> SwapReceipt | Sending:
         """Copy weights, send them, and return the receipt of their commit.
 
         weights, labels, keys, ignore: as in `Model.stage`. When this returns or raises, the tensors may change.
         wait: False: return as soon as they are copied and hashed, with a handle. While others are on their way they
         wait for these; of several that wait only the latest is sent.
+        rows: as in `Model.stage`, but those that have changed since the weights that this sender has sent last. They
+        travel as a delta, with whatever else has changed. All weights travel if they are this sender's first, if the
+        send before has failed or is still under way, and if the receiver serves other weights than that has sent, as
+        after a rollback: the copy that this sender keeps has them. `wait` must be True.
 
         With `trainers` the weights are a mapping or a module, whose tensors may be DTensors that are cut into rows, and
         all ranks get the receipt or the same error; `wait` must be True.
 
         Raises what `Model.stage` raises for the weights, here or at the receiver, and TransferFailed.
         """
-        options = {"labels": labels, "keys": keys, "ignore": ignore}
+        options: dict[str, Any] = {"labels": labels, "keys": keys, "ignore": ignore}
+        if rows is not None:
+            if not wait or self._trainers is not None:
+                other = "trainers=" if wait else "wait=False"
+                raise Unsupported(f"rows: cannot be sent with {other}; leave one of both out")
+            options["rows"] = rows
         if self._process != os.getpid():
             raise TransferFailed(f"{self.to}: this sender was made before a fork; make one in the child")
         if self._staging._is_owned():  # type: ignore[attr-defined]
@@ -178,9 +203,12 @@ class Sender(AbstractContextManager["Sender"]):
             return self._stage(request)
 
     def _stage(self, request: SwapRequest) -> Sending:
-        memory = self._take()
+        is_by_rows = isinstance(request.source, GivenWeights) and request.source.has_rows
+        memory = (self._take_latest() if is_by_rows else None) or self._take()
         try:
-            sending = Sending(memory, memory.fill(request, self._staging_of(request)))
+            delta = memory.fill(request, self._staging_of(request))
+            assert memory.identity is not None
+            self._latest = sending = Sending(memory, memory.identity.weights_id, delta, request.source)
             with self._changed:
                 self._check_open()
                 before, self._waiting = self._waiting, sending
@@ -189,13 +217,14 @@ class Sender(AbstractContextManager["Sender"]):
             self._give_back(memory)
             raise
         if before is not None:
-            before._end(None, Superseded("later weights were sent before these had left"))
+            before._close()
             self._give_back(before._memory)
+            before._end(None, Superseded("later weights were sent before these had left"))
         return sending
 
     def _staging_of(self, request: SwapRequest) -> Staging:
-        job = Job()
-        return Staging(request, self._layout.manifest, None, self._open_transforms, HashTrees(0), self._workers, job)
+        manifest = self._layout.manifest
+        return Staging(request, manifest, None, self._open_transforms, self._trees, self._workers, Job())
 
     def _open_transforms(self) -> Transforms:
         if self._transforms is None:
@@ -208,7 +237,21 @@ class Sender(AbstractContextManager["Sender"]):
         """Return memory that nobody reads. There are three at most: one is read, weights wait in another."""
         with self._changed:
             self._check_open()
-            return self._free.pop() if self._free else _FileInMemory(self._layout)
+            memory = self._free.pop() if self._free else _FileInMemory(self._layout)
+        memory.identity = None
+        return memory
+
+    def _take_latest(self) -> _FileInMemory | None:
+        """Return the memory of the last weights that were sent, if they were served; else None."""
+        with self._changed:
+            self._check_open()
+            latest = self._latest
+            if latest is None or latest._receipt is None or latest._memory not in self._free:
+                return None
+            if latest._memory.identity is None or latest._memory.identity.weights_id != latest.weights_id:
+                return None
+            self._free.remove(latest._memory)
+            return latest._memory
 
     def _check_open(self) -> None:
         if self._closed:
@@ -223,14 +266,28 @@ class Sender(AbstractContextManager["Sender"]):
 
     def _run(self) -> None:
         while (sending := self._next()) is not None:
-            try:
-                sending._end(self._link.deliver(sending.weights_id, sending._memory, time.monotonic() + self._timeout))
-            except BaseException as error:
-                self._link.reset()
-                sending._end(None, error)
-            finally:
-                self._give_back(sending._memory)
+            outcome = self._outcome_of(sending)
+            sending._close()
+            self._give_back(sending._memory)  # first, as the next rows are laid over it
+            sending._end(*outcome)
         self._link.close()
+
+    def _outcome_of(self, sending: Sending) -> tuple[SwapReceipt | None, BaseException | None]:
+        try:
+            receipt = self._deliver(sending)
+            if isinstance(sending._given, GivenWeights):
+                sending._given.led_to(receipt.weights_id)
+            return receipt, None
+        except BaseException as error:
+            self._link.reset()
+            return None, error
+
+    def _deliver(self, sending: Sending) -> SwapReceipt:
+        deadline = time.monotonic() + self._timeout
+        if sending._delta is not None:
+            with suppress(BaseMismatch):  # others are served: they need all weights
+                return self._link.deliver(sending.weights_id, sending._delta, deadline)
+        return self._link.deliver(sending.weights_id, sending._memory, deadline)
 
     def _next(self) -> Sending | None:
         while True:
@@ -301,27 +358,81 @@ class _FileInMemory:
             with suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._arena = HostArena(layout, memory)
+        self.identity: Identity | None = None  # of the weights in it; None while it has none
 
-    def fill(self, request: SwapRequest, staging: Staging) -> Identity:
-        """Write weights and their header, and return their identity. Raises what a staging of them raises."""
+    def fill(self, request: SwapRequest, staging: Staging) -> _DeltaInMemory | None:
+        """Write weights and their header; return a delta from what was there to them, where rows say what has changed.
+
+        Raises what a staging of them raises; of wrong rows before anything is written.
+        """
+        before, delta = self.identity, None
         with request.open(staging.job.check, staging.manifest.most_header) as weights:
-            planned = plan(weights, staging.manifest, request)
-            identity, _ = stage_full(planned, self._arena, staging)
+            if before and isinstance(weights, GivenRows) and weights.start_from(before.weights_id):
+                identity, delta = self._lay_rows(weights, before, staging._replace(replaces=before))
+            else:
+                planned = plan(weights, staging.manifest, request)
+                self.identity = None
+                identity, _ = stage_full(planned, self._arena, staging)
+        self._write_header(identity, staging.manifest.graph_id)
+        self.identity = identity
+        return delta
+
+    def _lay_rows(self, weights: GivenRows, before: Identity, staging: Staging) -> tuple[Identity, _DeltaInMemory]:
+        manifest = staging.manifest
+        identity, _, patch, contents = stage_rows(weights, self._arena, before, staging)
+        types = {weight.name: TensorType.of(weight) for weight in manifest.weights}
+        blank = DeltaStamp(
+            graph_id=manifest.graph_id,
+            base=before.weights_id,
+            weights_id=identity.weights_id,
+            changes={name: types[name] for name in contents},
+            digests={},
+            labels=dict(identity.labels),
+        )
+        delta = _DeltaInMemory(encode_delta(contents, blank))
+        self.identity = None
+        patch.write_to(self._arena, staging.workers, staging.job)
+        return identity, delta
+
+    def _write_header(self, identity: Identity, graph_id: str) -> None:
         stamp = Stamp(
-            graph_id=staging.manifest.graph_id,
+            graph_id=graph_id,
             weights_id=identity.weights_id,
             digests={name: tensor_digest(blocks) for name, blocks in identity.digests.items()},
             labels=dict(identity.labels),
         )
         header = self._layout.header(stamp)
         os.pwrite(self.descriptor, _padded(header, self._layout.header_size), 0)
-        return identity
 
     def pieces(self, most: int) -> Iterator[memoryview]:
         """Yield the header, and then the rest in pieces of at most so many bytes."""
         yield memoryview(bytearray(os.pread(self.descriptor, self._layout.header_size, 0)))
         for part in self._layout.whole.split(most):
             yield self._arena.fetch(part.offset, part.nbytes)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class _DeltaInMemory:
+    """A delta file without a name, written once."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        """pieces: its header, and then the rest."""
+        self.size, self._header_size = sum(map(len, pieces)), len(pieces[0])
+        self.descriptor = os.memfd_create("weightswap-delta", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.size)
+        self._memory = memoryview(mmap.mmap(self.descriptor, self.size))
+        place = 0
+        for piece in pieces:
+            self._memory[place : place + len(piece)] = piece
+            place += len(piece)
+
+    def pieces(self, most: int) -> Iterator[memoryview]:
+        """Yield the header, and then the rest in pieces of at most so many bytes."""
+        yield self._memory[: self._header_size]
+        for start in range(self._header_size, self.size, most):
+            yield self._memory[start : start + most]
 
     def close(self) -> None:
         os.close(self.descriptor)
