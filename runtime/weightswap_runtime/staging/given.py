@@ -69,8 +69,11 @@ class LentRows(Protocol):
     """What a tracker says of its tables for one try. base: the weights id since which `rows` are all that has changed;
     empty if that is not known."""
 
-    base: str
-    rows: Sequence[ChangedRows]
+    @property
+    def base(self) -> str: ...
+
+    @property
+    def rows(self) -> Sequence[ChangedRows]: ...
 
     def led_to(self, weights_id: str) -> None:
         """Called once the rows are served, with all else; without it they are lent again."""

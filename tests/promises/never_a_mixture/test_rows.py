@@ -24,6 +24,7 @@ from weightswap_runtime import (
     Model,
     NothingToRollBack,
     Unsupported,
+    WeightsMismatch,
     load,
     native,
     write_delta,
@@ -130,6 +131,16 @@ class Beside:
         self.model.swap(delta)
         self.committed(new, path)
 
+    def given(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        rows = {name: (new[name] != self.now[name]).any(1).nonzero().flatten() for name in TABLES}
+        receipt = self.model.swap(new, rows=rows, base=self.model.weights_id)
+        assert receipt.kind == "delta"
+        self.committed(new, path)
+
+    def refuse_given(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
+        with pytest.raises(WeightsMismatch, match="row 70000: the table has 70000 rows"):
+            self.model.swap(new, rows={"users.weight": [0, 70_000], "wide.weight": []})
+
     def full(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
         self.model.swap(path)
         self.committed(new, path)
@@ -162,7 +173,8 @@ class Beside:
             self.model.swap(delta)
 
 
-STEPS = ("rows", "rows", "rows", "full", "part", "roll_back", "discard", "cancel", "refuse")
+TABLES = ("users.weight", "wide.weight")
+STEPS = ("rows", "rows", "given", "given", "full", "part", "roll_back", "discard", "cancel", "refuse", "refuse_given")
 
 
 @on_every_device
