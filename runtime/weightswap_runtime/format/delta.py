@@ -45,10 +45,18 @@ from weightswap_runtime.tensors import (
 )
 
 from .goldens import goldens_behind
-from .safetensors import Stamp, StampedFile, TensorRow, WeightFile, canonical_order, encode_tensors, label_problem
+from .safetensors import (
+    DELTA_KEY,
+    Stamp,
+    StampedFile,
+    TensorRow,
+    WeightFile,
+    canonical_order,
+    encode_tensors,
+    label_problem,
+)
 from .weight_set import WeightSet, goldens_path
 
-DELTA_KEY = "weightswap_delta"
 # Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension
 DATA, RUNS, ROWS = "data:", "runs:", "rows:"
 _AGAIN = "Write the delta again, or copy it again."

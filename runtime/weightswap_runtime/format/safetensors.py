@@ -44,6 +44,7 @@ from weightswap_runtime.tensors import (
 MAX_HEADER = 100_000_000  # as in the safetensors library
 LEAST_HEADER = 4 << 20  # bytes that any reader accepts
 METADATA_KEY = "weightswap"
+DELTA_KEY = "weightswap_delta"  # of the stamp of a delta, which has the digests of its tensors, too
 MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and name them in their answers
 ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
 FOREIGN_HEAD = 512  # bytes that `foreign_kind` looks at
@@ -134,7 +135,9 @@ class WeightFile(AbstractContextManager["WeightFile"]):
             self.header = read_header(self.source, most_header)
             self.tensors = self.header.tensors
             self.stamp = _read_stamp(self.header, self.where)
-            if self.stamp is None:  # without digests, only the file's times show that it changed
+            if (
+                self.stamp is None and DELTA_KEY not in self.header.metadata
+            ):  # without digests, only the file's times show that it changed
                 self.source.await_stable_mtime()
                 if read_header(self.source) != self.header:  # it may have changed before they were looked at
                     raise WeightFileError(
