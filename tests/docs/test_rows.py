@@ -12,7 +12,7 @@ from tests.support.pages import page, python
 
 @pytest.mark.slow
 def test_the_page_on_rows(tmp_path: Path) -> None:
-    train, serve = re.findall(r"```python\n(.*?)```", page("rows"), re.DOTALL)
+    train, serve, memory = re.findall(r"```python\n(.*?)```", page("rows"), re.DOTALL)
     full, *deltas = python(tmp_path, train).splitlines()
     assert re.fullmatch(r"step-000000001-[0-9a-f]{12}\.safetensors 6400068", full)
     assert [re.sub("-[0-9a-f]{12}", "", line).split()[0] for line in deltas] == [
@@ -21,3 +21,5 @@ def test_the_page_on_rows(tmp_path: Path) -> None:
     ]
     assert all(int(line.split()[1]) < 8_000 for line in deltas)
     assert python(tmp_path, serve) == "delta\ndelta\n"
+    said = python(tmp_path, train, serve.partition("\n\n")[0], memory)
+    assert said.splitlines()[-3:] == ["delta", "full", "delta"]

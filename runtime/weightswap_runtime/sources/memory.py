@@ -122,14 +122,8 @@ class MemorySource:
         return bool(value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg())
 
     def is_of(self, value: Any) -> bool:
-        """Return whether the tensor is, or views, the same memory in the same order as another of its library."""
-
-        def place(each: Any) -> tuple[object, ...]:
-            if self.is_torchs:
-                return each.data_ptr(), each.device, each.shape, each.stride()
-            return each.ctypes.data, each.shape, each.strides
-
-        return place(self.value) == place(value)
+        """Return whether the tensor is another one, or views the same memory in the same order."""
+        return _place_of(self.value) == _place_of(value)
 
     def await_stable_mtime(self) -> None:
         """Do nothing: there is no time by which writes are known."""
@@ -145,6 +139,14 @@ class MemorySource:
 
     def close(self) -> None:
         self._bytes = self.value = None
+
+
+def _place_of(value: Any) -> tuple[object, ...]:
+    """Return which bytes a tensor of torch or numpy has, in which order."""
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data, "cpu", value.shape, value.strides
+    strides = tuple(step * value.element_size() for step in value.stride())
+    return value.data_ptr(), str(value.device), tuple(value.shape), strides
 
 
 def _type_of_array(value: object) -> TensorType:

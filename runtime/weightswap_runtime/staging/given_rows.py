@@ -144,7 +144,7 @@ def _source(weights: GivenRows, key: str) -> MemorySource:
 
 def _problem(table: _Table, others: Iterable[MemorySource]) -> str:
     """Return why rows are none of a table's; empty if they are. others: those of tensors that are tied to it."""
-    if not all(other.is_torchs == table.source.is_torchs and table.source.is_of(other.value) for other in others):
+    if not all(table.source.is_of(other.value) for other in others):
         return "the graph's weight is held by several tensors, of which rows change apart"
     weight = table.weight
     if len(table.ids):

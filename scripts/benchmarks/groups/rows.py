@@ -111,6 +111,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             yield from _swaps(subject, settings.rounds)
             if width == WIDTHS[0]:
                 yield from _calls(subject, settings.rounds)
+            yield from _from_memory(subject, settings.rounds)
             yield from _publications(subject, settings.rounds)
         del subject
         gc.collect()
@@ -174,6 +175,25 @@ def _report(what: str, figures: Figures, full: list[float], share: float) -> Ite
         yield compared(f"rollback of {what}", "ms", figures.rollbacks, "index_copy_", figures.copies, PAUSE)
     else:
         yield spread(f"rollback of {what}", "ms", figures.rollbacks, AT_ONCE)
+
+
+def _from_memory(subject: Subject, rounds: int) -> Iterator[Row]:
+    """Measure swaps of a live table's rows; the first one, which builds the trees, does not count."""
+    for residency in ("double", "single"):
+        model = subject.load(residency)
+        model.swap(subject.eager)
+        for share in SHARES:
+            count = int(subject.rows * share)
+            copies, swaps = [], []
+            for _ in range(rounds + 1):
+                ids, values = torch.randperm(subject.rows)[:count].sort()[0], torch.rand(count, subject.width)
+                copies.append(seconds(partial(subject.table.index_copy_, 0, ids, values)) * 1e3)
+                swaps.append(seconds(partial(model.swap, subject.eager, rows={"table.weight": ids})) * 1e3)
+            what = f"swap of {share:.2%} of the rows from memory, {subject.name}, {residency} residency"
+            yield compared(what, "ms", swaps[1:], "index_copy_", copies[1:], AGAINST_COPY[residency])
+        subject.check(model)
+        model.close()
+        gc.collect()
 
 
 def _publications(subject: Subject, rounds: int) -> Iterator[Row]:

@@ -467,7 +467,11 @@ def test_a_tracker_is_of_the_model_that_is_given(artifact: Artifact) -> None:
         with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
             served.swap(Recommender(), rows=training.tracker)
         served.swap(nn.DataParallel(training.model), rows=training.tracker)
-        assert served.swap(training.model.state_dict(), rows=training.tracker).kind == "delta"
+        arrays = {name: value.numpy() for name, value in training.model.state_dict().items()}
+        for given in (training.model.state_dict(), arrays):
+            training.train()
+            assert served.swap(given, rows=training.tracker).kind == "delta"
+            assert torch.equal(served(X), training.model(X).detach())
 
 
 @pytest.mark.parametrize("seed", range(6))
