@@ -436,6 +436,12 @@ class _Sharded:
                 f"RowTracker: torchrec's tracker of this model has no consumer {CONSUMER!r}; initialize it with "
                 f"DeltaTrackerConfig(consumers=[..., {CONSUMER!r}])"
             )
+        if (other := getattr(tracker, "_weightswap", None)) is not None and other() is not None:
+            raise CheckpointError(
+                f"RowTracker: there is one of this model already, and torchrec's tracker tells {CONSUMER!r} each "
+                "change once; use that one"
+            )
+        tracker._weightswap = weakref.ref(self)
         self._tracker, self._path = tracker, path
         self.names = [self._name(table) for table in tracker.fqn_to_feature_names()]
         _check_fused(model)

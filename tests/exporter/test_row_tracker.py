@@ -451,6 +451,26 @@ def test_tables_that_torchrec_has_sharded_are_published(optimizer: str, one_proc
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_tables_that_torchrec_has_sharded_are_swapped_from_memory(one_process: None, tmp_path: Path) -> None:
+    from tests.support.sharded import Jagged, Sharded
+
+    plain = Jagged(is_pooled=True)
+    artifact = export(plain.eval(), plain.batch(), out=tmp_path / "jagged.artifact")
+    sharded = Sharded(FUSED[0])
+    tracker = RowTracker(sharded.model, sharded.model.fused_optimizer)
+    served = load(artifact)
+    for kind in ("full", "delta", "delta"):
+        sharded.train(2)
+        receipt = served.swap(sharded.model, rows=tracker)
+        assert receipt.kind == kind
+        assert receipt.weights_id == pack(sharded.model, artifact, out=tmp_path / "e.safetensors").weights_id
+    with pytest.raises(CheckpointError, match="there is one of this model already"):
+        RowTracker(sharded.model)
+    del tracker
+    RowTracker(sharded.model)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_tracker_of_torchrec_that_is_there_needs_our_consumer(one_process: None) -> None:
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 

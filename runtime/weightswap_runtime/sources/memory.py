@@ -182,7 +182,9 @@ def _problem_of(value: torch.Tensor) -> str:
         return f"a {kind.__qualname__}, which has a part of the values; give what its full_tensor() returns"
     if value.is_meta or hasattr(value, "fake_mode") or kind.__qualname__.startswith("Uninitialized"):
         return "has no values; load or initialize the model first"
-    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    # torchrec's is a view of the memory that several tables share, and has nothing of its own but its gradient
+    is_view = kind.__module__.startswith("torchrec.") and kind.__qualname__ == "TableBatchedEmbeddingSlice"
+    if not is_view and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return (
             f"a {kind.__qualname__}, not a plain tensor; give its parts under their names in the artifact, or pack the "
             "model (weightswap_exporter.pack) and give the file"
