@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.recommender import ITEMS, USERS, Recommender, sparse_optimizers, train
+from tests.support.tiny import TinyArtifact
 from weightswap_exporter import RowTracker, export, pack, publish
 from weightswap_runtime import (
     Artifact,
@@ -359,6 +360,37 @@ def test_rows_of_tied_tensors(tmp_path: Path) -> None:
         apart["outer.weight"][3] += 1
         with pytest.raises(WeightsMismatch, match="are one tensor in the graph, but have different values"):
             served.swap(apart, rows={})
+
+
+class Turned(nn.Module):
+    """Keeps its table column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 300).t())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[ids]
+
+
+def test_rows_of_a_table_in_another_order(tmp_path: Path, residency: Any) -> None:
+    model, ids = Turned(), torch.arange(4)
+    artifact = export(model.eval(), (ids,), out=tmp_path / "a.artifact")
+    assert artifact.manifest.weights[0].stride is not None
+    with load(artifact, model, residency=residency) as served, torch.no_grad():
+        for _ in range(2):
+            model.table[[1, 299]] += 1
+            assert served.swap(model, rows={"table": [1, 299]}).weights_id == id_of(model, artifact, tmp_path)
+            assert torch.equal(served(ids), model(ids))
+
+
+def test_a_single_number_has_no_rows(tiny: TinyArtifact) -> None:
+    with load(tiny.path, tiny.values(0)) as served:
+        with pytest.raises(WeightsMismatch, match="steps: row 0: the table has 0 rows"):
+            served.swap(tiny.values(0), rows={"steps": [0]})
+        values = tiny.values(1)
+        receipt = served.swap(values, rows={"weight": [0, 1, 2], "bias": range(5), "steps": []})
+        assert receipt.weights_id == load(tiny.path, values | {"steps": torch.tensor(0)}).weights_id
 
 
 class Joined(nn.Module):
