@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -31,6 +32,7 @@ from weightswap_exporter.engines.compiling import (
     with_files,
     write_files,
 )
+from weightswap_exporter.engines.rank_check import try_ranks
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
 from weightswap_exporter.modules.parallel import Parallel, as_rank, check_plan
 from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrapped
@@ -199,9 +201,10 @@ def _export(
     with without_garbage_collection(), plain_buffers(model), base_alone(view, groups):
         tell(f"capturing {', '.join(specs)}")
         manifest, files, texts = _artifact(view, specs, load, example, groups)
+        whole = manifest, files
         if parallel is not None:
             tell(f"capturing {', '.join(specs)} as one of {parallel.size} ranks")
-            manifest, files = _for_ranks(view, specs, parallel, manifest, files)
+            manifest, files = _for_ranks(view, specs, parallel, *whole)
         for text in texts:  # before anything is written: a warning may be an error
             warnings.warn(text, stacklevel=3)
         manifest = msgspec.structs.replace(manifest, generation=generation)
@@ -213,6 +216,9 @@ def _export(
             decode_manifest(encode_manifest(manifest), str(path))
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
+        if parallel is not None:
+            tell("trying the ranks")
+            _try_ranks(whole, (manifest, files))
         previous = _compiled_for(path)
         _write(path, manifest, files, method_engines, tell)
     if lost := sorted(previous - _compiled_for(path)):
@@ -352,6 +358,15 @@ def _for_ranks(
         ranks=split,
     )
     return with_graph_id(manifest), files
+
+
+def _try_ranks(*artifacts: tuple[Manifest, dict[str, bytes]]) -> None:
+    """Compare what the whole model and its ranks compute. Raises CaptureError."""
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as name:
+        folders = [Path(name) / number for number in ("whole", "ranks")]
+        for folder, (manifest, files) in zip(folders, artifacts, strict=True):
+            write_files(folder, manifest, files)
+        try_ranks(*map(Artifact.open, folders))
 
 
 def _check_signature(name: str, whole: Signature, rank: Signature) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -53,14 +54,26 @@ def process_group(address: str, rank: int, size: int, *, timeout: float = 60.0) 
         limit = timedelta(seconds=timeout)
         store = distributed.TCPStore(parts.hostname, parts.port, size, rank == 0, limit)
         store = distributed.PrefixStore("weightswap", store)
-        backend = distributed.ProcessGroupGloo(store, rank, size, limit)
+        return _named(store, rank, size, limit)
     except RuntimeError as error:
         raise TransferFailed(f"{address}: the group of {size} did not come together ({_brief(error)})") from error
-    torch: Any = import_module("torch")
-    group: Any = distributed.ProcessGroup(store, rank, size)  # which has a name, by which graphs find it
+
+
+def groups_of_threads(size: int) -> list[ProcessGroup]:
+    """Return a gloo group for each of several threads of this process, which are its ranks."""
+    distributed: Any = import_module("torch.distributed")
+    store, limit = distributed.HashStore(), timedelta(seconds=60.0)
+    with ThreadPoolExecutor(size) as pool:  # each waits for the others
+        return list(pool.map(lambda rank: _named(store, rank, size, limit), range(size)))
+
+
+def _named(store: Any, rank: int, size: int, limit: timedelta) -> ProcessGroup:
+    """Return a group that has a name, by which graphs find it. Raises torch's errors."""
+    torch, distributed = import_module("torch"), import_module("torch.distributed")
     kind = distributed.ProcessGroup.BackendType.GLOO
+    group: Any = distributed.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    group._register_backend(torch.device("cpu"), kind, distributed.ProcessGroupGloo(store, rank, size, limit))
     group._set_group_name(f"weightswap-{next(_numbers)}")
     made: ProcessGroup = group
     return made

@@ -125,7 +125,7 @@ def _one_call(
         expected, again = (call_flat(ours, name, flat, variants) for _ in range(2))
     except Exception:  # the model may not accept random inputs
         return
-    if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
+    if not ours.artifact.manifest.state and any(map(differ, expected, again)):
         return  # the model draws random numbers
     try:
         found, again = (call_flat(theirs, name, flat, variants) for _ in range(2))
@@ -133,15 +133,17 @@ def _one_call(
         yield f"{where}: raised {type(error).__name__}: {error}"
         return
     for leaf, one, other in zip(leaves(ours.signatures[name].output), expected, found, strict=True):
-        if text := _problem(one, other):
+        if text := problem_of(one, other):
             yield f"{where}: {leaf.name}: {text}"
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two outputs are not the same bits."""
     return bool(one.data != other.data if isinstance(one, TensorBytes) else one != other)
 
 
-def _problem(expected: Any, found: Any) -> str | None:
+def problem_of(expected: Any, found: Any) -> str | None:
+    """Return how an output differs from the expected one by more than rounding; None if it does not."""
     if not isinstance(expected, TensorBytes):
         return None if expected == found else f"{found}, expected {expected}"
     if not same_type(expected, found):

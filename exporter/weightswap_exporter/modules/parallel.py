@@ -54,8 +54,12 @@ class Parallel:
     Layers are nn.Linear, and transformers' Conv1D. Keys and values of fewer heads than ranks are on several ranks each.
     A layer whose weight is tied to another's stays whole, if its style is "colwise_gather_output"; so does an embedding
     that a model's own plan splits by vocabulary ("embedding_rowwise"). An attention must take its number of heads from
-    the tensors' shapes (`view(..., -1, head_dim)`), as those of transformers do, or is refused; GPT-2's is handled. A
-    plan of your own is proven by goldens, which all ranks must reproduce: `export(goldens=)`.
+    the tensors' shapes (`view(..., -1, head_dim)`), as those of transformers do, or is refused; GPT-2's is handled.
+
+    Shapes do not show whether a plan is right, as a softmax over a part of the features is no softmax. So the export
+    runs all ranks, as threads, on random weights and inputs, and refuses a plan with which they compute something else
+    than the whole model. Models of more than 1 GB are not tried, with a warning: goldens prove them
+    (`export(goldens=)`).
     """
 
     size: int

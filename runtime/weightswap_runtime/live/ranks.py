@@ -8,6 +8,7 @@ it cannot. If all say the same, all go on; else all raise the same error, and no
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -63,7 +64,7 @@ class Ranks:
         self._members = Members(group)
         self.rank, self.size = self._members.rank, self._members.size
         self.timeout, self.check_calls = timeout, check_calls
-        self.group_name = _registered(group)
+        self.group_name = _registered(group, self)
         self.lost: RanksLost | None = None
         group.set_timeout(timedelta(seconds=timeout))
         self._lock = threading.Lock()
@@ -189,8 +190,8 @@ class Ranks:
         return self.lost
 
 
-def _registered(group: Any) -> str:
-    """Return the name under which graphs find a group; it is registered if it is not yet."""
+def _registered(group: Any, user: Ranks) -> str:
+    """Return the name under which graphs find a group; it is registered if it is not yet, until the user is dropped."""
     c10d: Any = import_module("torch._C._distributed_c10d")
     try:
         name = str(group.group_name)
@@ -203,6 +204,7 @@ def _registered(group: Any) -> str:
         c10d._resolve_process_group(name)
     except RuntimeError:
         c10d._register_process_group(name, group)
+        weakref.finalize(user, c10d._unregister_process_group, name).atexit = False
     return name
 
 

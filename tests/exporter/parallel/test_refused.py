@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.split import GPT2_PLAN, PACKED_PLAN, Packed, gpt2, llama, sample
 from weightswap_exporter import Parallel, export, skeleton
+from weightswap_exporter.engines import rank_check
 from weightswap_runtime import CaptureError, ExportError, Unsupported
 
 
@@ -137,7 +138,7 @@ def test_outputs_that_stay_in_parts_are_refused(tmp_path: Path) -> None:
 
 
 class Sized(nn.Module):
-    """Model that reads the sizes of its layer, or holds its weight in a list."""
+    """Model that reads the sizes of its layer, holds its weight in a list, or needs all features between two layers."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -152,6 +153,15 @@ class Sized(nn.Module):
             y = y.view(len(x), self.up.out_features)
         if self.way == "a list":
             y = y + self.held[0].sum()
+        if self.way == "a softmax":
+            y = y.softmax(-1)
+        if self.way == "a mean":
+            y = y - y.mean(-1, keepdim=True)
+        if self.way == "a norm":
+            y = nn.functional.layer_norm(y, y.shape[-1:])
+        if self.way == "two in one":
+            one, other = y.chunk(2, -1)
+            y = torch.cat([one * other, one], -1)
         return self.down(y)
 
 
@@ -161,6 +171,7 @@ class Sized(nn.Module):
         ("a number", "invalid for input of size"),
         ("the layer's", "invalid for input of size"),
         ("a list", "constants of a rank are not those of the whole model"),
+        *((way, "computes something else on random") for way in ("a softmax", "a mean", "a norm", "two in one")),
     ],
 )
 def test_what_reads_a_layer_otherwise_than_by_its_part_is_refused(way: str, says: str, tmp_path: Path) -> None:
@@ -171,6 +182,26 @@ def test_what_reads_a_layer_otherwise_than_by_its_part_is_refused(way: str, says
             out=tmp_path / "a.artifact",
             parallel=Parallel(2, {"up": "colwise", "down": "rowwise"}),
         )
+
+
+class Random(nn.Module):
+    """Model whose answers are at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) + torch.rand_like(x)
+
+
+def test_what_cannot_be_tried_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Parallel(2, {"up": "colwise", "down": "rowwise"})
+    with pytest.warns(UserWarning, match="could not be tried: the whole model answers random inputs .* record goldens"):
+        export(Random().eval(), (torch.zeros(2, 8),), out=tmp_path / "a.artifact", parallel=split)
+    monkeypatch.setattr(rank_check, "MOST_BYTES", 100)
+    with pytest.warns(UserWarning, match="could not be tried: its weights take more than"):
+        export(Sized("").eval(), (torch.zeros(2, 8),), out=tmp_path / "b.artifact", parallel=split)
 
 
 class Heads(nn.Module):
