@@ -341,7 +341,14 @@ def _for_ranks(
         names = listed([row.name for row in whole.state])
         raise Unsupported(f"parallel=: calls change {names}, and ranks keep no state; pass it in and out of the call")
     with as_rank(view, parallel) as rank:
-        captured = _captured(rank.view, specs)
+        try:
+            captured = _captured(rank.view, specs)
+        except CaptureError as error:
+            raise CaptureError(
+                f"as one of {parallel.size} ranks: {error}",
+                "Where it reads a part of the features, a forward has to take sizes from tensors, such as the number "
+                "of heads in view(*x.shape[:-1], -1, head_dim), or the plan leaves the layer before it whole.",
+            ) from error
         tables = classify(rank.view, captured)
         methods, archives = _graphs(captured, tables, RANKS)
     cuts = {row.name: rank.cuts[row.name] for row in whole.weights if row.name in rank.cuts}

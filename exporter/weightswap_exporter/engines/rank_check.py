@@ -46,7 +46,7 @@ def try_ranks(whole: Artifact, split: Artifact) -> None:
         write_random_weights(whole.manifest, weights, rng)
         calls = list(_calls(whole, weights, rng))
         if not calls:
-            _warn("the whole model answers random inputs with an error, or at random")
+            _warn("the whole model answers random inputs with an error")
             return
         problems = list(dict.fromkeys(_problems(split, weights, calls)))
     if problems:
@@ -64,7 +64,7 @@ def _warn(reason: str) -> None:
 
 
 def _calls(whole: Artifact, weights: Path, rng: np.random.Generator) -> Iterator[_Call]:
-    """Yield calls that the whole model answers, with its answers."""
+    """Yield calls that the whole model answers, with its answers. Raises CaptureError for answers at random."""
     model = load(whole, weights, verify="off")
     with model:
         for name, signature in model.signatures.items():
@@ -74,8 +74,12 @@ def _calls(whole: Artifact, weights: Path, rng: np.random.Generator) -> Iterator
                     expected, again = (call_flat(model, name, flat) for _ in range(2))
                 except Exception:  # it may not accept random inputs
                     continue
-                if not any(map(differ, expected, again)):  # else it draws random numbers
-                    yield _Call(name, f"{name} with {dict(sizes)}" if sizes else name, flat, expected)
+                if any(map(differ, expected, again)):
+                    raise CaptureError(
+                        f"method {name!r}: answers the same inputs in different ways, so it draws random numbers, and "
+                        "each rank would draw others. Call model.eval(), or pass random tensors in"
+                    )
+                yield _Call(name, f"{name} with {dict(sizes)}" if sizes else name, flat, expected)
 
 
 def _problems(split: Artifact, weights: Path, calls: Sequence[_Call]) -> Iterator[str]:

@@ -40,6 +40,7 @@ class Vote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     step: str
     facts: dict[str, str] = {}  # that must be the same on all ranks
+    about: str = ""  # more about the facts, for messages
     refusal: str = ""  # why it cannot
     waits: bool = False  # it does not know yet
 
@@ -66,6 +67,7 @@ class Ranks:
         self.timeout, self.check_calls = timeout, check_calls
         self.group_name = _registered(group, self)
         self.lost: RanksLost | None = None
+        self._user: weakref.ref[object] | None = None
         group.set_timeout(timedelta(seconds=timeout))
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose turn it is
@@ -74,6 +76,15 @@ class Ranks:
     def patience(self) -> float:
         """Seconds after which a rank that is busy says so in a vote, so that the others do not take it for lost."""
         return min(_PATIENCE, self.timeout / 4)
+
+    def check_unused(self) -> None:
+        """Raise Unsupported if another model uses the ranks: calls of both could be taken for one another."""
+        if self._user is not None and self._user() is not None:
+            raise Unsupported("ranks: another model has them; make a group of its own for each model")
+
+    def serve(self, user: object) -> None:
+        """Note that something uses the ranks, until it is dropped."""
+        self._user = weakref.ref(user)
 
     @contextmanager
     def turn(self, step: str) -> Iterator[None]:
@@ -93,11 +104,12 @@ class Ranks:
         finally:
             self._owner = before
 
-    def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None]) -> None:
+    def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None], about: str = "") -> None:
         """Return once all ranks are about to do the same step with the same facts.
 
         prepare: returns the facts; None if it has to be called again; it waits `patience` at most. What it raises is
-        the refusal of this rank. Raises RanksRefused, the same on all ranks, and RanksLost.
+        the refusal of this rank. about: where the facts come from, for messages. Raises RanksRefused, the same on all
+        ranks, and RanksLost.
         """
         while True:
             facts, error = None, None
@@ -109,7 +121,8 @@ class Ranks:
                 self._gather(Vote(step, refusal=f"was interrupted ({type(interrupt).__name__})"))
                 raise
             refusal = "" if error is None else f"{type(error).__name__}: {' '.join(text_of(error).split())}"
-            votes = self._gather(Vote(step, dict(facts or {}), refusal, waits=facts is None and error is None))
+            is_waiting = facts is None and error is None
+            votes = self._gather(Vote(step, dict(facts or {}), about, refusal, is_waiting))
             if reasons := _reasons(votes):
                 try:
                     raise RanksRefused(step, reasons) from error
@@ -182,8 +195,10 @@ class Ranks:
     def _lose(self, error: BaseException) -> RanksLost:
         self._members.fail(error)
         if self.lost is None:
+            is_mine = not isinstance(error, Exception)
+            why = "was interrupted" if is_mine else f"another rank is gone, or took more than {self.timeout:g} s"
             self.lost = RanksLost(
-                f"rank {self.rank} of {self.size}: another rank is gone, or took more than {self.timeout:g} s "
+                f"rank {self.rank} of {self.size}: {why} "
                 f"({type(error).__name__}: {text_of(error):.300}). Calls and swaps are refused: start all ranks again, "
                 "and load the weights that shall be served"
             )
@@ -213,7 +228,7 @@ def _encoded(vote: Vote) -> bytes:
     while len(raw := msgspec.json.encode(vote)) > _VOTE:
         most //= 2
         facts = {name: fact[:most] for name, fact in vote.facts.items()}
-        vote = msgspec.structs.replace(vote, refusal=vote.refusal[:most], facts=facts)
+        vote = msgspec.structs.replace(vote, about=vote.about[:most], refusal=vote.refusal[:most], facts=facts)
     return raw.ljust(_VOTE, b"\0")
 
 
@@ -229,7 +244,10 @@ def _reasons(votes: Sequence[Vote]) -> dict[int, str]:
     for name in names:
         found = [vote.facts.get(name, "none") for vote in votes]
         if len(set(found)) > 1:
-            return {rank: f"{name} {fact}" for rank, fact in enumerate(found)}
+            return {
+                rank: f"{name} {fact}" + (f" ({vote.about})" if vote.about else "")
+                for rank, (vote, fact) in enumerate(zip(votes, found, strict=True))
+            }
     return {}
 
 

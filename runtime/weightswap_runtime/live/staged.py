@@ -183,15 +183,19 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         if (ranks := self._work.store.ranks) is None:
             self.wait()
             return self._commit(timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         with ranks.turn("commit"):
-            ranks.agree("commit", lambda: self._facts(ranks.patience))
+            ranks.agree("commit", lambda: self._facts(ranks.patience, deadline), about=self._work.where)
             return self._commit(timeout)
 
-    def _facts(self, patience: float) -> dict[str, str] | None:
-        """Return what must be the same on all ranks of a model; None if that is not known yet. Raises as `wait`."""
+    def _facts(self, patience: float, deadline: float) -> dict[str, str] | None:
+        """Return what must be the same on all ranks of a model; None if that is not known yet, or while a pin holds
+        memory that a commit needs. Raises as `wait`, and LeaseTimeout at the deadline."""
         if not self.done and not self._work.join(patience):
             return None
         weights = self._opened()
+        if not self._work.store.is_free(patience, deadline):
+            return None
         return {"weights": weights.identity.weights_id, "trials": str(weights.trials), "kind": weights.report.kind}
 
     def _commit(self, timeout: float | None) -> SwapReceipt:
@@ -278,6 +282,11 @@ class _Work:
         self._thread: int | None = None
         if request.busy == "refuse":
             self._claim_at_once()
+
+    @property
+    def where(self) -> str:
+        """The source, for messages."""
+        return self._request.where
 
     @property
     def is_mine(self) -> bool:

@@ -6,6 +6,7 @@ one store; each artifact on it is a member.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -23,6 +24,7 @@ from weightswap_runtime.errors import (
     RESTART,
     BaseMismatch,
     DeviceError,
+    LeaseTimeout,
     ModelFailed,
     NothingToRollBack,
     RanksRefused,
@@ -31,6 +33,7 @@ from weightswap_runtime.errors import (
     UnexpectedWeights,
     Unsupported,
     is_of_device,
+    listed,
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.cuts import Rank
@@ -335,7 +338,8 @@ class Store:
         with self._refusal_events(member, by, "rollback", "rollback"), ExitStack() as stack:
 
             def prepare() -> dict[str, str]:
-                stack.enter_context(self.turns.claimed(wait))
+                # ranks do not wait for one another's stagings: none of their threads could end one meanwhile
+                stack.enter_context(self.turns.claimed(wait if self.ranks is None else None))
                 if expect is not None and self.previous_id != expect:
                     raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
                 if self.previous_id is None:
@@ -345,8 +349,7 @@ class Store:
             if self.ranks is None:
                 prepare()
             else:
-                stack.enter_context(self.ranks.turn("rollback"))
-                self.ranks.agree("rollback", prepare)
+                self._agree_on_rollback(self.ranks, stack, prepare, timeout)
             old = self.gate.current
             committed = self._on_all_ranks("rollback", lambda: self._residency.rollback(timeout))
             identity = committed[0].identity
@@ -360,6 +363,21 @@ class Store:
             )
             return self._committed(member, report, committed, old.weights_id if old else None, by)
 
+    def is_free(self, patience: float, deadline: float) -> bool:
+        """Wait until no pin holds memory that a commit in place needs, for `patience` seconds; return whether it is so.
+
+        deadline: of `time.monotonic()`, after which this raises LeaseTimeout.
+        """
+        if self.residency == "double" or self.gate.current is None:
+            return True
+        try:
+            self.gate.wait_idle(self.gate.current.session, min(patience, max(0.0, deadline - time.monotonic())))
+        except LeaseTimeout:
+            if time.monotonic() >= deadline:
+                raise
+            return False
+        return True
+
     def _on_all_ranks(self, what: str, commit: Callable[[], Commit]) -> Commit:
         """Do what all ranks have agreed to do. Where it can still fail, which is in place, all say how it went.
 
@@ -371,12 +389,27 @@ class Store:
         try:
             self.ranks.agree(f"end of the {what}", partial(_done, lambda: made.append(commit())))
         except RanksRefused as error:
-            self.gate.fail(str(error))
+            reasons = [f"rank {rank}: {reason}" for rank, reason in error.reasons.items()]
+            self.gate.fail(f"of the ranks of this model; {listed(reasons, between='; ')}")
             raise ModelFailed(
                 f"the {what} failed on some ranks, and all refuse calls until a swap or a rollback succeeds:",
-                *str(error).splitlines()[1:],
+                *(f"  - {reason}" for reason in reasons),
             ) from error
         return made[0]
+
+    def _agree_on_rollback(
+        self, ranks: Ranks, stack: ExitStack, prepare: Callable[[], dict[str, str]], timeout: float | None
+    ) -> None:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        facts: dict[str, str] = {}
+
+        def ready() -> dict[str, str] | None:
+            if not facts:
+                facts.update(prepare())
+            return facts if self.is_free(ranks.patience, deadline) else None
+
+        stack.enter_context(ranks.turn("rollback"))
+        ranks.agree("rollback", ready)
 
     @property
     def _current_id(self) -> str | None:

@@ -140,6 +140,7 @@ def _open_together(ranks: Ranks, open_model: Callable[[], Model]) -> Model:
 
     with ranks.turn("load"):
         ranks.agree_after("load", prepare)
+    ranks.serve(opened[0]._store)
     return opened[0]
 
 
@@ -211,6 +212,8 @@ def _check_ranks(artifact: Artifact, ranks: Ranks | None, share: Model | None) -
             f"{where}: is for {split.size} ranks, the group has {ranks.size}; export it with "
             f"parallel=Parallel({ranks.size})"
         )
+    if ranks is not None:
+        ranks.check_unused()
     if split is not None and share is not None:
         raise Unsupported(f"{where}: share: not for models on several ranks")
 

@@ -110,7 +110,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         return self._gate.current.weights_id if self._gate.current else None
 
     def _served_id(self) -> str | None:
-        return self.weights_id
+        return "that failed" if self.failed else self.weights_id  # which the call then says, on all ranks
 
     @property
     def ranks(self) -> Ranks | None:

@@ -195,10 +195,14 @@ class Random(nn.Module):
         return self.down(self.up(x)) + torch.rand_like(x)
 
 
+def test_answers_at_random_are_refused(tmp_path: Path) -> None:
+    split = Parallel(2, {"up": "colwise", "down": "rowwise"})
+    with pytest.raises(CaptureError, match=r"each rank would draw others\. Call model\.eval"):
+        export(Random().eval(), (torch.zeros(2, 8),), out=tmp_path / "a.artifact", parallel=split)
+
+
 def test_what_cannot_be_tried_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = Parallel(2, {"up": "colwise", "down": "rowwise"})
-    with pytest.warns(UserWarning, match="could not be tried: the whole model answers random inputs .* record goldens"):
-        export(Random().eval(), (torch.zeros(2, 8),), out=tmp_path / "a.artifact", parallel=split)
     monkeypatch.setattr(rank_check, "MOST_BYTES", 100)
     with pytest.warns(UserWarning, match="could not be tried: its weights take more than"):
         export(Sized("").eval(), (torch.zeros(2, 8),), out=tmp_path / "b.artifact", parallel=split)

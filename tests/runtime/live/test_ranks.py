@@ -5,9 +5,11 @@ Ranks are threads here, with groups of gloo between them; tests/promises/never_a
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -365,24 +367,76 @@ def test_a_delta_of_what_every_rank_has_is_taken_and_others_are_refused(
     together(files, work, residency=residency, keep_previous="host" if residency == "single" else None)
 
 
-def test_an_in_place_commit_that_fails_on_one_rank_stops_all(files: Files) -> None:
+def test_a_pin_on_one_rank_keeps_all_from_a_commit_in_place(files: Files) -> None:
     def work(model: Model, ranks: Ranks) -> None:
-        staged = model.stage(files.sets[2], background=True).wait()
-        pin = model.pin() if ranks.rank else None
-        if pin is not None:
-            pin.__enter__()
-        error = caught(lambda: staged.commit(timeout=0.1))
+        before = model(X)[0]
+        with ExitStack() as pins:
+            if ranks.rank:
+                pins.enter_context(model.pin())
+            error = caught(lambda: model.swap(files.sets[2], timeout=0.1))
+            assert isinstance(error, RanksRefused)
+            assert "LeaseTimeout" in error.reasons[1]
+            assert not model.failed
+        assert torch.equal(model(X)[0], before)
+        model.swap(files.sets[2])
+        assert serves(model, 2)
+
+    together(files, work, residency="single")
+
+
+def test_an_in_place_commit_that_fails_on_one_rank_stops_all(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        if ranks.rank:
+            with monkeypatch.context() as patch:
+                patch.setattr(model._store._residency, "commit", _no_memory)
+                error = caught(lambda: model.swap(files.sets[2]))
+        else:
+            error = caught(lambda: model.swap(files.sets[2]))
         assert isinstance(error, ModelFailed)
-        assert "rank 1: LeaseTimeout" in str(error)
-        if pin is not None:
-            pin.__exit__(None, None, None)
+        assert "rank 1: RuntimeError: no memory for this call" in str(error)
+        assert "nothing was done" not in str(error)
         assert model.failed
-        assert isinstance(caught(lambda: model(X)), RanksRefused | ModelFailed)
-        staged.discard()
+        with pytest.raises(ModelFailed, match="rank 1: RuntimeError"):
+            model(X)
         model.swap(files.sets[0])
         assert serves(model, 0)
 
     together(files, work, residency="single")
+
+
+def test_a_rollback_does_not_wait_for_a_staging(files: Files) -> None:
+    """It would wait for what nobody else can end meanwhile."""
+
+    def work(model: Model, ranks: Ranks) -> None:
+        model.swap(files.sets[2])
+        with ExitStack() as stagings:
+            if ranks.rank:
+                stagings.enter_context(model.stage(files.sets[0], background=True).wait())
+            error = caught(lambda: model.rollback(busy="wait"))
+            assert isinstance(error, RanksRefused)
+            assert "StagingBusy" in error.reasons[1]
+        assert serves(model, 2)
+
+    together(files, work)
+
+
+def test_ranks_are_of_one_model(files: Files) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        error = caught(lambda: load(files.artifact, ranks=ranks))
+        assert "another model has them; make a group of its own for each model" in str(error)
+        assert serves(model, 1)
+
+    together(files, work)
+
+    def again(ranks: Ranks) -> bool:
+        for seed in (1, 2):
+            with load(files.artifact, files.sets[seed], ranks=ranks) as model:
+                assert serves(model, seed)  # type: ignore[arg-type]
+            del model
+            gc.collect()
+        return True
+
+    assert on_ranks(2, again) == [True, True]
 
 
 LOADED: dict[str, Callable[[Files, Path, Ranks], Any]] = {
