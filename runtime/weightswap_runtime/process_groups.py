@@ -5,6 +5,7 @@ Whoever is gone or late is noticed by the group's timeout; a group is of no use 
 
 from __future__ import annotations
 
+import socket
 import time
 import weakref
 from collections import deque
@@ -77,6 +78,12 @@ def _named(store: Any, rank: int, size: int, limit: timedelta) -> ProcessGroup:
     group._set_group_name(f"weightswap-{next(_numbers)}")
     made: ProcessGroup = group
     return made
+
+
+def free_address(host: str) -> str:
+    """Return an address of this machine for `process_group`, with a port that is free now."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 class Members:

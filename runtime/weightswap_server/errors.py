@@ -35,6 +35,7 @@ from weightswap_runtime.errors import (
     NothingToRollBack,
     NoWeights,
     OutOfMemory,
+    RanksLost,
     RevisionConflict,
     StageCancelled,
     StageClosed,
@@ -148,7 +149,7 @@ _FAILURES: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
     (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
     (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
     (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
-    (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed)),
+    (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed, RanksLost)),
     (504, "DEADLINE_EXCEEDED", (TookTooLong,)),
     (400, "INVALID_ARGUMENT", (BadRequest, CallError, Unsupported)),
 )

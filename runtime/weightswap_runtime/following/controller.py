@@ -125,6 +125,10 @@ class Controller:
         gate = self.store.gate
         return gate.current is not None and gate.current.weights_id == weights_id and gate.failure is None
 
+    def keeps(self, weights_id: str) -> bool:
+        """Return whether a rollback would serve exactly these weights."""
+        return self.store.previous_id == weights_id
+
     @property
     def serves_nothing(self) -> bool:
         return self.store.gate.current is None
@@ -289,7 +293,7 @@ class Controller:
         with self.turn():
             if self.serves(weights_id) or not is_wanted():  # changed during the wait for the turn
                 return
-            if self.store.previous_id == weights_id:
+            if self.keeps(weights_id):
                 # suppressed if another thread has staged or committed meanwhile
                 with suppress(NothingToRollBack), self.prepared(Change(weights_id, by=by)) as change:
                     self.commit(change, record)

@@ -26,6 +26,7 @@ from weightswap_runtime.errors import (
     LeaseTimeout,
     ModelFailed,
     OutOfMemory,
+    RanksRefused,
     StageCancelled,
     StagingBusy,
     Superseded,
@@ -49,7 +50,16 @@ MOST_REMEMBERED = 10_000  # files that have disappeared
 PATIENCE = 60.0  # seconds without a change after which a truncated file counts as damaged
 # errors that other bytes under the same header can mend
 _MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
-_TRANSIENT = (BaseMismatch, DesiredError, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
+_TRANSIENT = (
+    BaseMismatch,
+    DesiredError,
+    LeaseTimeout,
+    ModelFailed,
+    OutOfMemory,
+    RanksRefused,  # whatever the reason is on each
+    StagingBusy,
+    WeightFileError,
+)
 
 
 class Intake:

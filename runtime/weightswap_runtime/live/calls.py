@@ -114,9 +114,7 @@ class Caller:
                 self.method(name)
             return check()
 
-        return ranks.call(
-            f"call of {name}", checked, lambda: str(self._served_id()), lambda flat: self._run(name, flat, None, None)
-        )
+        return ranks.call(name, checked, lambda: str(self._served_id()), lambda flat: self._run(name, flat, None, None))
 
     def _served_id(self) -> str | None:
         """Return the id of the weights with which a call would run now."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from math import inf
@@ -104,6 +104,11 @@ class Ranks:
         finally:
             self._owner = before
 
+    def without_changes(self) -> AbstractContextManager[object]:
+        """Return the block of a pin. Whoever calls and changes a model in several threads must keep changes out of it:
+        else its calls would run with other weights than those of ranks that have made the change."""
+        return nullcontext()
+
     def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None], about: str = "") -> None:
         """Return once all ranks are about to do the same step with the same facts.
 
@@ -153,12 +158,13 @@ class Ranks:
         self.agree(step, prepare)
 
     def call(
-        self, step: str, check: Callable[[], list[Any]], weights_id: Callable[[], str], run: Callable[[list[Any]], T]
+        self, name: str, check: Callable[[], list[Any]], weights_id: Callable[[], str], run: Callable[[list[Any]], T]
     ) -> T:
-        """Call the model on all ranks. check: returns its flat inputs; run: calls it with these.
+        """Call a method of the model on all ranks. check: returns its flat inputs; run: calls it with these.
 
         Raises what both raise, if they do so on all ranks; else RanksRefused and RanksLost.
         """
+        step = f"call of {name}"
         with self.turn(step):
             flat: list[Any] = []
 

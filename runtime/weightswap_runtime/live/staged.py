@@ -10,7 +10,15 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from weightswap_runtime.errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy, check_timeout
+from weightswap_runtime.errors import (
+    OutOfMemory,
+    StageCancelled,
+    StageClosed,
+    StageTimeout,
+    StagingBusy,
+    Unsupported,
+    check_timeout,
+)
 from weightswap_runtime.format.identity import Identity, Nonfinite
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, renew_in_children
 from weightswap_runtime.staging.given import GivenWeights
@@ -169,6 +177,22 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def nonfinite(self) -> dict[str, Nonfinite]:
         """The weights with NaN or infinities where the served ones have none, as in `SwapReceipt`."""
         return dict(self.report.nonfinite)
+
+    def try_on_ranks(self) -> None:
+        """Try the weights on all ranks now, as their commit else does: whether all have staged the same, and goldens.
+
+        Every rank calls this at the same place between its calls. Raises RanksRefused for what refuses the weights on
+        any rank, such as a staging that failed, RanksLost, and Unsupported for a model in one process.
+        """
+        if (ranks := self._work.store.ranks) is None:
+            raise Unsupported(
+                "try_on_ranks(): for a model on several ranks; in one process a staging tries the weights"
+            )
+        with ranks.turn("trial"), self._closing:
+            ranks.agree("trial", lambda: self._facts(ranks.patience))
+            weights = self._opened()
+            self._work.store.try_on_ranks(weights)
+            self._work.report = weights.report
 
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve these weights. It waits until they are staged, then for at most `timeout` seconds for calls and pins.

@@ -303,10 +303,15 @@ class Store:
         """Serve staged weights. `check` is called during the wait for calls and pins."""
         with self._refusal_events(member, by, staged.report.kind, staged.report.source):
             before = self._current_id
-            if self.ranks is not None and staged.try_on_ranks is not None:
-                self.ranks.agree("trial", partial(_done, staged.try_on_ranks))
+            self.try_on_ranks(staged)
             committed = self._on_all_ranks("commit", lambda: self._residency.commit(staged, timeout, check))
         return self._committed(member, staged.report, committed, before, by)
+
+    def try_on_ranks(self, staged: StagedWeights) -> None:
+        """Try staged weights on all ranks, unless that was done. Raises RanksRefused and RanksLost."""
+        if self.ranks is not None and staged.try_on_ranks is not None:
+            self.ranks.agree("goldens", partial(_done, staged.try_on_ranks))
+            staged.try_on_ranks = None
 
     @property
     def first_generation(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
 from typing import Any
@@ -178,7 +178,8 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         In single residency a commit waits until the block ends; in double residency the staging after a commit does.
         """
         self._check_open()
-        return Pinned(self._methods, self._gate)
+        ranks = self._store.ranks
+        return Pinned(self._methods, self._gate) if ranks is None else _PinnedOnRanks(self._methods, self._gate, ranks)
 
     def new_context(self, *, on_swap: OnSwap = "invalidate") -> Context:
         """Return a copy of the initial state, for calls with `context=`.
@@ -374,6 +375,25 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         finally:
             if session is not None:
                 self._gate.release(session, lease)
+
+
+class _PinnedOnRanks(Pinned):
+    """A pin on several ranks, which may have to keep changes out."""
+
+    def __init__(self, methods: Methods, gate: Gate[Session], ranks: Ranks) -> None:
+        super().__init__(methods, gate)
+        self._ranks = ranks
+
+    def __enter__(self) -> Pinned:
+        with ExitStack() as entered:
+            entered.enter_context(self._ranks.without_changes())
+            pinned = super().__enter__()
+            self._entered = entered.pop_all()
+        return pinned
+
+    def __exit__(self, *_: object) -> None:
+        with self._entered:
+            super().__exit__()
 
 
 def choice_of(model: ServedModel, names: VariantNames) -> Choice:

@@ -89,7 +89,8 @@ class ModelThread:
         self._busy = self._stopped = False
         self._quick: dict[ServedMethod, int] = {}  # the largest input, in bytes, with which calls are quick
         self._owed: dict[ServedMethod, float] = {}  # excess seconds of slow calls, less what quick ones saved
-        self._inline = model.device == "cpu" and model.residency == "double"  # otherwise a call may block
+        # a call may block otherwise, on several ranks for a change of all
+        self._inline = model.device == "cpu" and model.residency == "double" and model.ranks is None
         self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
         self._thread.start()
 

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 
 from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
+from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, Ranks, load, write_delta
 from weightswap_runtime.errors import (
     InputMismatch,
@@ -516,6 +517,36 @@ def test_goldens_are_tried_by_all_ranks_after_they_have_agreed(files: Files, tmp
         assert serves(model, 0)
 
     together(files, work)
+
+
+def test_staged_weights_are_tried_before_their_commit(files: Files, tmp_path: Path) -> None:
+    """So that whoever decides knows that the commit will not be refused; calls go on in between."""
+    from tests.support.ranks import write_goldens
+
+    good, bad = write_set(tmp_path / "good.safetensors", 2), write_set(tmp_path / "bad.safetensors", 0)
+    write_goldens(good, 2, 2)
+    write_goldens(bad, 0, 1)
+
+    def work(model: Model, ranks: Ranks) -> None:
+        with model.stage(good, background=True) as staged:
+            staged.try_on_ranks()
+            assert staged.verified == "goldens"
+            assert serves(model, 1)
+            assert staged.commit().verified == "goldens"
+        with model.stage(bad, background=True) as staged:
+            assert "GoldenMismatch" in str(caught(staged.try_on_ranks))
+        mine = files.damaged if ranks.rank else files.sets[1]
+        with model.stage(mine, background=True) as staged:
+            assert list(caught(staged.try_on_ranks).reasons) == [1]  # type: ignore[attr-defined]
+        assert serves(model, 2)
+
+    together(files, work)
+
+
+def test_weights_of_one_process_are_not_tried_on_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    staged = load(tiny.path).stage(weight_file(1))
+    with pytest.raises(Unsupported, match="for a model on several ranks"):
+        staged.try_on_ranks()
 
 
 def test_what_is_no_group_or_timeout_is_refused() -> None:
