@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.identity import as_allowed
 from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.model.loading import load
+from weightswap_runtime.process_groups import free_address, process_group
 from weightswap_runtime.sources.location import Url, as_location, fixed, fixed_text, printable
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
@@ -62,6 +65,7 @@ def deployment(
     settings: Settings | None = None,
     interval: float = 1.0,
     relay: bool = True,
+    ranks: int = 1,
 ) -> serve.Application:
     """Return an application for `serve.run`, whose replicas serve the desired weights of a place, and change together.
 
@@ -80,8 +84,10 @@ def deployment(
     settings: limits of the server; ports and timeouts of connections are those of Serve's proxies.
     interval: seconds between two reads of the place. relay: one node reads weights behind a URL and passes them on to
       the others; False: each node reads for itself.
+    ranks: the processes that have the model together, for an artifact that was exported for so many. Each replica has
+      so many, on one node, each with the resources of `ray_actor_options`, and counts as a node of its own in changes.
 
-    Replicas run on the CPU, with the engine "torch"; those of one node share one copy of the weights.
+    Replicas run on the CPU, with the engine "torch"; those of one node share one copy of the weights, without ranks.
 
     The first weights are loaded here once, to verify them, before they become desired. Raises Unsupported,
     ArtifactError, MissingExtra, NoWeights if none are given and none are desired, GraphMismatch for weights of another
@@ -99,6 +105,7 @@ def deployment(
     check_interval(interval)
     path = fixed_text(as_location(artifact))
     opened = Artifact.open(path)
+    placement = _placement(opened.manifest, path, ranks, ray_actor_options or {})
     place = fixed_text(as_location(follow)) if follow is not None else _folder(weights)
     keys = _keys(require_signature)
     limits = settings or Settings(max_batch=batch)
@@ -117,6 +124,7 @@ def deployment(
         relay=relay,
         op_libraries=tuple(op_libraries),
         settings=limits,
+        ranks=ranks,
     )
     scaling: dict[str, Any] = {"num_replicas": 1 if num_replicas is None else num_replicas}
     if autoscaling_config is not None:
@@ -127,9 +135,10 @@ def deployment(
         max_queued_requests=max_queued_requests,
         ray_actor_options=dict(ray_actor_options or {}),
         request_router_config=_ROUTER,
+        **placement,
         **scaling,
     )(Replica)
-    _desire(spec, weights)
+    _desire(spec, weights, opened.manifest)
     return deployed.bind(spec)
 
 
@@ -142,7 +151,24 @@ def _since(name: str) -> float:
     return max(time.time(), known + 0.001)
 
 
-def _desire(spec: Spec, weights: _Path | None) -> None:
+def _placement(manifest: Manifest, path: str, ranks: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the placement of a replica's ranks, each with the resources of a replica, on one node."""
+    size = manifest.ranks.size if manifest.ranks else 1
+    if ranks != size:
+        what = f"exported for {size} ranks" if size > 1 else "for one process"
+        raise Unsupported(f"ranks={ranks!r}: {path} is {what}; give ranks={size}, or an artifact for {ranks!r}")
+    if size == 1:
+        return {}
+    bundle = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    if memory := options.get("memory"):
+        bundle["memory"] = memory
+    needed = {name: amount for name, amount in bundle.items() if amount}
+    if not needed:
+        raise Unsupported("ray_actor_options: each rank needs a resource, such as num_cpus=1, by which it is placed")
+    return {"placement_group_bundles": [needed] * size, "placement_group_strategy": "STRICT_PACK"}
+
+
+def _desire(spec: Spec, weights: _Path | None, manifest: Manifest) -> None:
     """Write the first weights to the place, verified as a replica does.
 
     Raises GraphMismatch if others are desired that no replica could serve, and what `load` raises.
@@ -155,12 +181,12 @@ def _desire(spec: Spec, weights: _Path | None) -> None:
         _check_graph(
             f"{place.where}: the desired weights {printable(state.weights.source)}",
             state.weights.graph_id,
-            spec.graph_id,
+            manifest.packed_for,
         )
     elif weights is not None:
         source = fixed_text(as_location(weights))
         known = known_weights(source)
-        _check_graph(printable(source), known.graph_id, spec.graph_id)
+        _check_graph(printable(source), known.graph_id, manifest.packed_for)
         _verify(spec, source)
         place.set(source, revision=state.revision, why="the fleet's first weights", known=known)
     else:
@@ -168,17 +194,30 @@ def _desire(spec: Spec, weights: _Path | None) -> None:
 
 
 def _verify(spec: Spec, source: str) -> None:
-    """Load weights once, before they are desired. Raises what a replica would."""
-    model = load(
+    """Load weights once, before they are desired. Raises what a replica would, on ranks that of the first of them."""
+    if spec.ranks == 1:
+        _load(spec, source, None)
+        return
+    address = free_address("127.0.0.1")
+
+    def join(number: int) -> None:
+        _load(spec, source, Ranks(process_group(address, number, spec.ranks), check_calls=False))
+
+    with ThreadPoolExecutor(spec.ranks) as pool:  # all ranks at once, which need the memory of one whole model
+        list(pool.map(join, range(spec.ranks)))
+
+
+def _load(spec: Spec, source: str, ranks: Ranks | None) -> None:
+    load(
         spec.artifact,
         source,
+        ranks=ranks,
         residency="single",
         verify=spec.verify,  # type: ignore[arg-type]
         allow_nonfinite=spec.allow_nonfinite,
         admit=requires(*spec.require_signature) if spec.require_signature else None,
         op_libraries=spec.op_libraries,
-    )
-    model.close()
+    ).close()
 
 
 def _check_graph(what: str, graph_id: str, expected: str) -> None:

@@ -31,6 +31,7 @@ class Spec(NamedTuple):
     relay: bool = True  # one node reads a URL for all
     op_libraries: tuple[str, ...] = ()
     settings: Settings = Settings()
+    ranks: int = 1  # processes that have the model together
 
     @property
     def key(self) -> str:
@@ -125,7 +126,10 @@ class Attachment(NamedTuple):
 
 
 class NodeStatus(NamedTuple):
-    """The status of a node. Of one that does not answer, only `node`, `spec` and `error` are known."""
+    """The status of a node, or of a replica with several ranks, which counts as one.
+
+    Of one that does not answer, only `node`, `spec` and `error` are known.
+    """
 
     node: str
     spec: Spec
@@ -141,6 +145,7 @@ class NodeStatus(NamedTuple):
     replicas: tuple[int, ...]  # their process ids
     error: str  # why it does not serve the desired weights, or cannot read the place; else empty
     refused: dict[str, str]  # why it has refused weights that it has not served since, by weights id
+    ranks: tuple[int, ...] = ()  # the process ids of all ranks of a replica that has its model on several
 
     @classmethod
     def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -16,8 +17,10 @@ from ray import serve
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from weightswap_fleet.coordinator.controller import controller_of, keeper_of_this_node, metrics, send
+from weightswap_fleet.coordinator.ranks import RankSeat
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
+from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.worker import join
 from weightswap_runtime.tensors import array_content, as_array
@@ -54,16 +57,12 @@ class Replica:
             import_libraries(spec.op_libraries)
         self._spec = spec
         controller_of(spec.fleet)  # starts it, so that the first change need not wait
-        attaching = send(keeper_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
-        attachment: Attachment = ray.get(attaching, timeout=_FIRST_WEIGHTS)
-        self._memory = NodeMemory.from_process(attachment.keeper, attachment.descriptors, read_only=True)
-        self._model = join(spec.artifact, self._memory.segment, attachment.slot)
+        self._seat = RankSeat(spec) if spec.ranks > 1 else _KeptSeat(spec)
+        self._model: ServedModel = self._seat.model
         self._service = Service({spec.model: self._model}, spec.settings)
         self._service.all_metrics = lambda: metrics(spec).encode()
-        for served in self._service.served:
-            served.switch = Control(self._memory.segment.control)
-        threading.Thread(target=self._report_regularly, name="weightswap-reports", daemon=True).start()
-        self._freshness = Freshness(self._memory.board, self._model)
+        self._seat.serve(self._service)
+        self._freshness = Freshness(self._seat.board, self._model)
         self._await_warm()
 
     def _await_warm(self) -> None:
@@ -72,16 +71,6 @@ class Replica:
             if time.monotonic() >= deadline:
                 raise NoWeights(f"{self._spec.model}: is not ready after {_WARM_UP:g} s")
             time.sleep(0.01)
-
-    def _report_regularly(self) -> None:
-        """Send metrics, measures of trials, and the deployment, which a restarted keeper needs, to the keeper."""
-        trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
-        while True:
-            time.sleep(_REPORT_INTERVAL)
-            text = self._service.metrics.text().decode()
-            sent = [send(keeper, NodeMethods.report, os.getpid(), text, self._spec)]
-            sent += [send(keeper, NodeMethods.add_measures, measures) for measures in trials.take()]
-            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
 
     def __serve_build_asgi_app__(self) -> FreshApp:
         return FreshApp(http_app(self._service), self._freshness)
@@ -111,6 +100,38 @@ class Replica:
         """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
         if self._model.failed:
             raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")
+        await self._seat.check()
+
+
+class _KeptSeat:
+    """What a replica serves: the weights in the memory of its node's keeper."""
+
+    def __init__(self, spec: Spec) -> None:
+        attaching = send(keeper_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
+        attachment: Attachment = ray.get(attaching, timeout=_FIRST_WEIGHTS)
+        memory = NodeMemory.from_process(attachment.keeper, attachment.descriptors, read_only=True)
+        self._spec, self._memory, self.board = spec, memory, memory.board
+        self.model = join(spec.artifact, memory.segment, attachment.slot)
+
+    def serve(self, service: Service) -> None:
+        """Let the keeper switch requests off, and report to it. service: what answers the replica's requests."""
+        for served in service.served:
+            served.switch = Control(self._memory.segment.control)
+        report = partial(self._report_regularly, service)
+        threading.Thread(target=report, name="weightswap-reports", daemon=True).start()
+
+    def _report_regularly(self, service: Service) -> None:
+        """Send metrics, measures of trials, and the deployment, which a restarted keeper needs, to the keeper."""
+        trials, keeper = WorkerTrials(service.served), keeper_of_this_node(self._spec)
+        while True:
+            time.sleep(_REPORT_INTERVAL)
+            text = service.metrics.text().decode()
+            sent = [send(keeper, NodeMethods.report, os.getpid(), text, self._spec)]
+            sent += [send(keeper, NodeMethods.add_measures, measures) for measures in trials.take()]
+            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
+
+    async def check(self) -> None:
+        """Raise StaleReplica if the keeper has other memory. Restarts a keeper that has ended."""
         try:
             asked = send(keeper_of_this_node(self._spec), NodeMethods.status)
             status: NodeStatus = await asyncio.wait_for(asked, _WARM_UP)

@@ -42,16 +42,18 @@ from weightswap_runtime.following.place import DesiredPlace, Known, described, k
 
 from .agreement import DEADLINES, Agreement, Deadlines, FleetTrial, Verdict, reader_of
 
-_NAMESPACE = "weightswap"
+NAMESPACE = "weightswap"
 _KEEPER, _RELAY = "keeper", "relay"
 _SHOWN = 12  # characters of a node's id
 _ACTOR_OPTIONS: dict[str, Any] = {
-    "namespace": _NAMESPACE,
+    "namespace": NAMESPACE,
     "lifetime": "detached",
     "get_if_exists": True,
     "max_restarts": -1,
     "max_concurrency": 16,
     "num_cpus": 0,  # a node that has given all of its CPUs to replicas needs a keeper, too
+    # outside the placement group of the replica that starts it, with which it would end
+    "scheduling_strategy": "DEFAULT",
 }
 _ANSWER = 5.0  # seconds to wait for quick methods
 _CHUNK = 60.0  # seconds to wait for a chunk of weights from another node
@@ -235,6 +237,11 @@ def _known(weights: DesiredWeights) -> Known:
     return Known(weights.weights_id, weights.graph_id, dict(weights.labels), base)
 
 
+def this_node() -> str:
+    """Return the name of this process's node."""
+    return str(ray.get_runtime_context().get_node_id()[:_SHOWN])
+
+
 def controller_of(fleet: str) -> ActorHandle[Controller]:
     """Return the controller of a fleet, started if there is none."""
     return ray.remote(Controller).options(**_ACTOR_OPTIONS, name=_controller_name(fleet)).remote(fleet)
@@ -244,19 +251,21 @@ def keeper_of_this_node(spec: Spec) -> ActorHandle[NodeKeeper]:
     """Return the keeper of this process's node, started if there is none."""
     node = ray.get_runtime_context().get_node_id()
     options = _ACTOR_OPTIONS | {
-        "name": _keeper_name(spec, node[:_SHOWN]),
+        "name": keeper_name(spec, this_node()),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
     }
     actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_KeeperActor)
-    return actor_class.options(**options).remote(spec, node[:_SHOWN])
+    return actor_class.options(**options).remote(spec, this_node())
 
 
 def _controller_name(fleet: str) -> str:
     return f"controller:{fleet}"
 
 
-def _keeper_name(spec: Spec, node: str) -> str:
+def keeper_name(spec: Spec, node: str) -> str:
+    """Return the name of an actor with the `NodeMethods`. node: the beginning of its id, and `.` with more for one of
+    several there."""
     return f"{_KEEPER}:{spec.fleet}:{spec.key}:{node}"
 
 
@@ -279,7 +288,7 @@ class RayNodes:
 
     def names(self) -> list[str]:
         """Return the names of living nodes: the beginnings of their ids."""
-        prefix = _keeper_name(self._spec, "")
+        prefix = keeper_name(self._spec, "")
         return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
 
     def call(
@@ -291,17 +300,19 @@ class RayNodes:
         **options: P.kwargs,
     ) -> dict[str, R | Exception]:
         """Call a method of these nodes concurrently. Returns the answer, or the exception, of each."""
-        keepers = [_keeper_name(self._spec, name) for name in names]
+        keepers = [keeper_name(self._spec, name) for name in names]
         return dict(zip(names, _call(keepers, timeout, method, *arguments, **options), strict=True))
 
 
 def _keepers(fleet: str) -> list[str]:
-    """Return the actor names of keepers on living nodes. fleet: "" for all fleets."""
+    """Return the actor names of keepers on living nodes, and of replicas with ranks. fleet: "" for all fleets."""
     living = {node["NodeID"][:_SHOWN] for node in ray.nodes() if node["Alive"]}
     named = ray.util.list_named_actors(all_namespaces=True)
-    ours = [actor["name"] for actor in named if actor["namespace"] == _NAMESPACE]
+    ours = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
     prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
-    return sorted(name for name in ours if name.startswith(prefix) and name.rpartition(":")[2] in living)
+    return sorted(
+        name for name in ours if name.startswith(prefix) and name.rpartition(":")[2].partition(".")[0] in living
+    )
 
 
 def _call(
@@ -315,7 +326,7 @@ def _call(
     calls: list[ray.ObjectRef[R] | Exception] = []
     for name in keepers:
         try:
-            calls.append(send(ray.get_actor(name, _NAMESPACE), method, *arguments, **options))
+            calls.append(send(ray.get_actor(name, NAMESPACE), method, *arguments, **options))
         except (ValueError, RayError) as error:  # the actor has ended
             calls.append(error)
     if sent := [call for call in calls if not isinstance(call, Exception)]:
@@ -361,7 +372,7 @@ def statuses(fleet: str) -> list[NodeStatus]:
             "or give another name"
         )
     latest = max(specs, key=attrgetter("since"))
-    prefix = _keeper_name(latest, "")
+    prefix = keeper_name(latest, "")
     return [
         answer
         if not isinstance(answer, Exception)
@@ -380,7 +391,7 @@ def end_actors(fleet: str) -> None:
     """End the keepers and the controller of a fleet."""
     for name in (*_keepers(fleet), _controller_name(fleet)):
         with suppress(ValueError):  # the actor has ended
-            ray.kill(ray.get_actor(name, _NAMESPACE))
+            ray.kill(ray.get_actor(name, NAMESPACE))
 
 
 # other nodes wait here for chunks of weights; in the actor's own 16 threads they would block orders
@@ -434,7 +445,7 @@ class _Transfer:
         self._spec = spec
 
     def relay_of(self, node: str) -> RelayMethods:
-        return RemoteRelay(ray.get_actor(_keeper_name(self._spec, node), _NAMESPACE))
+        return RemoteRelay(ray.get_actor(keeper_name(self._spec, node), NAMESPACE))
 
     def put(self, content: bytearray) -> Any:
         return [ray.put(np.frombuffer(content, np.uint8))]  # in a list, as Ray would resolve a bare reference

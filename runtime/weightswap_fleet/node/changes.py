@@ -45,9 +45,11 @@ class NodeChanges:
     second order) does without.
     """
 
-    def __init__(self, weights: NodeWeights, control: Control, clock: Callable[[], float], is_deployed: bool) -> None:
-        """control: the page on which trials are announced to replicas. is_deployed: the deployment is known; without it
-        nothing changes."""
+    def __init__(
+        self, weights: NodeWeights, control: Control | None, clock: Callable[[], float], is_deployed: bool
+    ) -> None:
+        """control: the page on which trials are announced to replicas; None: there are no trials. is_deployed: the
+        deployment is known; without it nothing changes."""
         self._weights, self._control, self._clock = weights, control, clock
         self._node, self._model = weights.node, weights.model
         self._place = _NodePlace(weights.spec.place, clock)
@@ -110,7 +112,8 @@ class NodeChanges:
         if order.is_rollback:
             self._make_way(keep=trial)
         self._check_free()
-        in_memory = order.is_rollback and opened.weights_id in (self._model.weights_id, self._model.previous_weights_id)
+        weights_id = opened.weights_id
+        in_memory = order.is_rollback and (weights_id == self._model.weights_id or self._weights.keeps(weights_id))
         if trial is not None or in_memory:
             return self._changes.prepare(opened)
         begin = partial(self._weights.stage, order.source, order.weights, order.reader)
@@ -181,6 +184,8 @@ class NodeChanges:
         Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
         """
         began = time.perf_counter()
+        if (control := self._control) is None:
+            raise Unsupported(f"{self._node}: has its model on several ranks, on which weights cannot be on trial")
         self._check_free()
         with self._changes.turn():
             self._check_free()
@@ -189,7 +194,7 @@ class NodeChanges:
                     "a trial compares weights with the served ones, but this node serves none, or already serves these"
                 )
             begin = partial(self._weights.stage, order.source, order.weights, order.reader)
-            trial = _NodeTrial(order, self._node, self._clock, self._control)
+            trial = _NodeTrial(order, self._node, self._clock, control)
             self._changes.prepare(trial, begin, lambda: not self._desires_others())
             return Prepared(time.perf_counter() - began, False, trial.weights.verified)
 
@@ -301,6 +306,13 @@ class _NodeController(Controller):
         if trial is not None:
             self.drop(trial)  # its weights are in the memory that is staged into
         super().apply(path, weights, is_wanted, record)
+
+    def keeps(self, weights_id: str) -> bool:
+        return self._weights.keeps(weights_id)
+
+    def _await(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
+        super()._await(staged, is_wanted)
+        self._weights.complete(staged, is_wanted)
 
     def _revision_of(self, weights: DesiredWeights) -> int:
         """Return the place's revision, or 0 for earlier weights, served because the desired ones cannot be."""

@@ -1,4 +1,4 @@
-"""The keeper of a node: it owns the memory that the node's replicas serve, and takes part in the fleet's changes."""
+"""Keepers, which have weights and take part in the fleet's changes; that of a node owns the memory of its replicas."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from weightswap_fleet.metrics import NodeMetrics
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.keeper import keep
 
 from .changes import NodeChanges
 from .memory import NodeMemory, Slots
@@ -23,7 +24,110 @@ _MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")
 
 
-class NodeKeeper(NodeChanges):
+class Keeper(NodeChanges):
+    """What has weights, follows the place with them, and takes part in changes, with the `NodeMethods` of these.
+
+    Every method may be called from any thread; `close` ends it.
+    """
+
+    def __init__(
+        self, weights: NodeWeights, control: Control | None, clock: Callable[[], float], is_deployed: bool
+    ) -> None:
+        """The arguments are those of `NodeChanges`. `start` makes it follow the place."""
+        super().__init__(weights, control, clock, is_deployed)
+        self.node, self.model = weights.node, weights.model
+        self._metrics = NodeMetrics(weights.spec.model, self.model)
+        self._metrics.add_gauge("weightswap_fleet_revision", "The served revision.", lambda: weights.revision)
+        self._metrics.add_gauge(
+            "weightswap_fleet_unread_seconds", "Seconds since the place was read.", lambda: max(0.0, self._place.unread)
+        )
+        self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
+
+    @property
+    def spec(self) -> Spec:
+        """The latest deployment."""
+        return self._weights.spec
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The process ids of the replicas that serve the weights."""
+        raise NotImplementedError
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The process ids of all ranks of a model on several, in their order."""
+        return ()
+
+    def start(self) -> None:
+        """Start the thread that follows the place."""
+        self._thread.start()
+
+    def metrics(self) -> str:
+        """Return the metrics of this node."""
+        return self._metrics.text()
+
+    def status(self) -> NodeStatus:
+        """Return the status of this node."""
+        state, trial = self.reconciler.state, self.trial()
+        return NodeStatus(
+            node=self.node,
+            spec=self.spec,
+            keeper=os.getpid(),
+            weights_id=self.model.weights_id,
+            generation=self.model.generation,
+            revision=self._weights.revision,
+            since=self.model.history[-1].committed_at if self.model.history else None,
+            read=state.revision if state else 0,
+            reachable=self.reconciler.reachable and not self._silence,
+            preparing=self.preparing,
+            trying=trial.weights.weights_id if trial else "",
+            replicas=self.replicas,
+            error=self._error,
+            refused=self._weights.refused,
+            ranks=self.ranks,
+        )
+
+    @property
+    def _silence(self) -> str:
+        return self._place.silence(self.spec.interval)
+
+    @property
+    def _error(self) -> str:
+        if self.reconciler.reachable and (silence := self._silence):
+            return silence
+        error = self.reconciler.last_error
+        return text_of(error) if error is not None else ""
+
+    def _check_serves(self) -> None:
+        """Raise NoWeights unless the desired weights are served, or were once."""
+        if self._weights.revision == 0:
+            raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
+
+    def close(self) -> None:
+        """End the keeper. Replicas in other processes go on serving the weights that they have."""
+        self.stopped.set()
+        self.wakeup.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._changes.close()
+        self._metrics.close()
+        self.model.close()
+
+    def _run(self) -> None:
+        while not self.stopped.is_set():
+            self.wakeup.wait(self.spec.interval)
+            self.wakeup.clear()
+            self._sweep()
+            try:
+                self.reconcile()
+            except Exception:
+                _log.exception("%s: could not follow %s", self.node, self.spec.place)
+
+    def _sweep(self) -> None:
+        """Forget what has ended. Called regularly."""
+
+
+class NodeKeeper(Keeper):
     """The keeper of a node, with the `NodeMethods`. Every method may be called from any thread; `close` ends it."""
 
     def __init__(
@@ -46,27 +150,15 @@ class NodeKeeper(NodeChanges):
         adopted = NodeMemory.adopt(name)
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, _MOST_REPLICAS, name)
         control = Control(self._memory.segment.control)
-        weights = NodeWeights(spec, node, artifact, self._memory, relay)
+        weights = NodeWeights(spec, node, keep(artifact, self._memory.segment), self._memory.board, relay)
         super().__init__(weights, control, clock, is_deployed=adopted is None and not again)
-        self.node, self.model = node, weights.model
         self._relay = relay
         self._slots = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
-        self._metrics = NodeMetrics(spec.model, self.model)
-        self._metrics.add_gauge("weightswap_fleet_revision", "The served revision.", lambda: weights.revision)
-        self._metrics.add_gauge(
-            "weightswap_fleet_unread_seconds", "Seconds since the place was read.", lambda: max(0.0, self._place.unread)
-        )
-        self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
         self.reconcile()
 
     @property
-    def spec(self) -> Spec:
-        """The latest deployment."""
-        return self._weights.spec
-
-    def start(self) -> None:
-        """Start the thread that follows the place."""
-        self._thread.start()
+    def replicas(self) -> tuple[int, ...]:
+        return self._slots.processes
 
     def attach(self, pid: int, spec: Spec) -> Attachment:
         """Give a replica of this node a slot, and adopt its deployment if it is the latest.
@@ -76,8 +168,7 @@ class NodeKeeper(NodeChanges):
         self.deploy(spec)
         if self._weights.revision == 0:
             self.reconcile()  # again, with the deployment
-        if self._weights.revision == 0:
-            raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
+        self._check_serves()
         return Attachment(os.getpid(), self._memory.descriptors, self._slots.take(pid))
 
     def report(self, pid: int, metrics: str, spec: Spec) -> None:
@@ -86,62 +177,13 @@ class NodeKeeper(NodeChanges):
             self._metrics.update(pid, metrics)
         self.deploy(spec)
 
-    def metrics(self) -> str:
-        """Return the metrics of this node."""
-        return self._metrics.text()
-
-    def status(self) -> NodeStatus:
-        """Return the status of this node."""
-        state, trial = self.reconciler.state, self.trial()
-        return NodeStatus(
-            node=self.node,
-            spec=self.spec,
-            keeper=os.getpid(),
-            weights_id=self.model.weights_id,
-            generation=self.model.generation,
-            revision=self._weights.revision,
-            since=self.model.history[-1].committed_at if self.model.history else None,
-            read=state.revision if state else 0,
-            reachable=self.reconciler.reachable and not self._silence,
-            preparing=self.preparing,
-            trying=trial.weights.weights_id if trial else "",
-            replicas=self._slots.processes,
-            error=self._error,
-            refused=self._weights.refused,
-        )
-
-    @property
-    def _silence(self) -> str:
-        return self._place.silence(self.spec.interval)
-
-    @property
-    def _error(self) -> str:
-        if self.reconciler.reachable and (silence := self._silence):
-            return silence
-        error = self.reconciler.last_error
-        return text_of(error) if error is not None else ""
-
     def close(self) -> None:
-        """End the keeper. Replicas go on serving the weights that they have."""
-        self.stopped.set()
-        self.wakeup.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._changes.close()
-        self._metrics.close()
-        self.model.close()
+        super().close()
         self._slots.close()
         self._memory.close()
 
-    def _run(self) -> None:
-        while not self.stopped.is_set():
-            self.wakeup.wait(self.spec.interval)
-            self.wakeup.clear()
-            self._slots.sweep()
-            self._metrics.end_others(self._slots.processes)
-            if self._relay is not None:
-                self._relay.sweep(time.monotonic())
-            try:
-                self.reconcile()
-            except Exception:
-                _log.exception("%s: could not follow %s", self.node, self.spec.place)
+    def _sweep(self) -> None:
+        self._slots.sweep()
+        self._metrics.end_others(self._slots.processes)
+        if self._relay is not None:
+            self._relay.sweep(time.monotonic())

@@ -97,8 +97,9 @@ class Board:
     right as long as its weights are served.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._words = memoryview(mmap.mmap(descriptor, 0)).cast("Q")
+    def __init__(self, descriptor: int = -1) -> None:
+        """descriptor: of shared memory; -1: this process alone has the board."""
+        self._words = memoryview(mmap.mmap(descriptor, 0 if descriptor >= 0 else mmap.PAGESIZE)).cast("Q")
 
     def revision(self, generation: int | None) -> int:
         """Return the revision of a generation, or of the later one in its arena; 0 before the first."""

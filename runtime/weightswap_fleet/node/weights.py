@@ -5,32 +5,32 @@ They are staged here, from sources that another node may read; when they are com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from weightswap_fleet.documents import Spec
 from weightswap_runtime.errors import text_of
 from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.following.intake import refused_weights
-from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.shared.keeper import keep
-from weightswap_runtime.sources.location import Url
+from weightswap_runtime.model.model import Model
 from weightswap_server.signed_weights import requires
 
-from .memory import NodeMemory
+from .memory import Board
 from .relay import Relay
 
 _MOST_REFUSED = 20  # ids of refused weights that are remembered, with why
 
 
 class NodeWeights:
-    """The model in a node's memory, and the memory's board. One commit at a time."""
+    """The model of a node, and the board of its revisions. One commit at a time."""
 
-    def __init__(self, spec: Spec, node: str, artifact: Artifact, memory: NodeMemory, relay: Relay | None) -> None:
+    def __init__(self, spec: Spec, node: str, model: Model, board: Board, relay: Relay | None = None) -> None:
         self.node = node
-        self.model = keep(artifact, memory.segment)
-        self.board = memory.board
+        self.model = model
+        self.board = board
         self._relay = relay
         self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
         self.model.listen(self._note)
@@ -53,23 +53,30 @@ class NodeWeights:
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
-        spec = self.spec
         onto = [(self._routed(base.source, reader), base.weights_id) for base in weights.bases or ()]
-        return self.model.stage(
-            self._routed(path, reader),  # type: ignore[arg-type]  # all that `open_source` takes
-            onto=onto,  # type: ignore[arg-type]
-            expect=weights.weights_id,
-            allow_other_graph=weights.graph_id not in ("", spec.graph_id),
-            verify=spec.verify,  # type: ignore[arg-type]
-            allow_nonfinite=spec.allow_nonfinite,
-            by=weights.by,
-            background=True,
-        )
+        return self.model.stage(self._routed(path, reader), onto=onto, background=True, **self._options(weights))
 
-    def _routed(self, path: str | Path, reader: str) -> str | Path | Url:
+    def _options(self, weights: DesiredWeights) -> dict[str, Any]:
+        """Return the options of `Model.stage`."""
+        return {
+            "expect": weights.weights_id,
+            "allow_other_graph": weights.graph_id not in ("", self.model.artifact.manifest.packed_for),
+            "verify": self.spec.verify,
+            "allow_nonfinite": self.spec.allow_nonfinite,
+            "by": weights.by,
+        }
+
+    def complete(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
+        """Do what is left to do once weights are staged here. Raises what refuses them."""
+
+    def keeps(self, weights_id: str) -> bool:
+        """Return whether a rollback would serve exactly these weights."""
+        return self.model.previous_weights_id == weights_id
+
+    def _routed(self, path: str | Path, reader: str) -> Any:
         if self._relay is not None and self.spec.relay and isinstance(path, str):
             return self._relay.route(path, reader)
-        return path
+        return path  # all that `open_source` takes
 
     def mark_next(self, revision: int) -> None:
         """Write the next revision before its commit, so that no replica answers with new weights and an older one.

@@ -168,6 +168,9 @@ def deploy(
     relay: Annotated[
         bool, typer.Option("--relay/--no-relay", help="Read URLs on one node and relay them, or on each node.")
     ] = True,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="The processes of each replica that have the model together, as exported.")
+    ] = 1,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -192,6 +195,7 @@ def deploy(
             require_signature=require_signature,
             allow_nonfinite=allow_nonfinite or False,
             relay=relay,
+            ranks=ranks,
             **scaling,
         )
         _run_application(application, name, route)

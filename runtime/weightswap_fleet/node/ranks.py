@@ -1,0 +1,170 @@
+"""The ranks of a replica, which have its model together.
+
+The first rank is the replica's own process. Whatever it begins there, a call or a change, it tells the others just
+before, in one order, which is the order in which they do it. Nobody else tells them anything.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from weightswap_fleet.documents import Spec
+from weightswap_runtime.errors import StageClosed
+from weightswap_runtime.live.ranks import Ranks
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.model.loading import load
+from weightswap_runtime.model.model import Model
+from weightswap_runtime.process_groups import process_group
+from weightswap_server.signed_weights import requires
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TOGETHER = 300.0  # seconds within which all processes have started
+_TIMEOUT = 30.0  # seconds after which a rank that does not come is lost: busy machines are late, and a restart is slow
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Others(Protocol):
+    """The ranks after the first. Each does what it is told, one after another."""
+
+    def tell(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+        """Tell all to call a method, and do not wait."""
+        ...
+
+    def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
+        """Let all call a method, and return what they return."""
+        ...
+
+
+class LeadingRanks(Ranks):
+    """The ranks of a model, of which this process is the first, and tells the others what they do together.
+
+    The model may be used from any thread; what is collective waits for its turn.
+    """
+
+    def __init__(self, group: ProcessGroup, others: Others, *, timeout: float = _TIMEOUT) -> None:
+        # calls need no comparison: one process, this one, has told all of them what their inputs are
+        super().__init__(group, timeout=timeout, check_calls=False)
+        self._others = others
+        self._alone = threading.RLock()
+        self._steps: dict[str, Callable[[Rank], object]] = {
+            "trial": Rank.try_staged,
+            "commit": Rank.commit,
+            "rollback": Rank.rollback,
+        }
+
+    @contextmanager
+    def turn(self, step: str) -> Iterator[None]:
+        with self._alone, super().turn(step):
+            yield
+
+    def without_changes(self) -> AbstractContextManager[object]:
+        return self._alone
+
+    def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None]) -> None:
+        if step in self._steps:
+            self._others.tell(self._steps[step])
+        super().agree(step, prepare)
+
+    def call(
+        self, name: str, check: Callable[[], list[Any]], weights_id: Callable[[], str], run: Callable[[list[Any]], R]
+    ) -> R:
+        with self.turn(f"call of {name}"):
+            flat = check()  # first: inputs that are refused are nobody else's concern
+            self._others.tell(Rank.call, name, weights_id(), flat)
+            return super().call(name, lambda: flat, weights_id, run)
+
+
+def open_first(spec: Spec, address: str, others: Others) -> Model:
+    """Open the model without weights on the first rank, while the others start. Raises what `load` raises."""
+    return _open(spec, address, 0, lambda group: LeadingRanks(group, others))
+
+
+def _open(spec: Spec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
+    return load(
+        spec.artifact,
+        ranks=ranks(process_group(address, number, spec.ranks, timeout=_TOGETHER)),
+        admit=requires(*spec.require_signature) if spec.require_signature else None,
+        op_libraries=spec.op_libraries,
+    )
+
+
+class RankState(NamedTuple):
+    """The state of a rank."""
+
+    pid: int
+    weights_id: str | None
+    previous_weights_id: str | None
+    has_staged: bool  # the last staging has ended, successfully or not
+
+
+class Rank:
+    """A rank after the first. Its methods are called one after another, as the first tells."""
+
+    def __init__(self, spec: Spec, address: str, number: int) -> None:
+        """address: of the group. Waits for the others. Raises what `load` raises."""
+        self._model = _open(spec, address, number, lambda group: Ranks(group, timeout=_TIMEOUT, check_calls=False))
+        self._staged: Staged | None = None
+        self._failure: Exception | None = None
+
+    def state(self) -> RankState:
+        model, staged = self._model, self._staged
+        return RankState(os.getpid(), model.weights_id, model.previous_weights_id, staged is None or staged.done)
+
+    def stage(self, path: str, onto: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> None:
+        """Begin to stage, and discard what was staged before. An error is this rank's vote at the next change."""
+        self._discard()
+        try:
+            self._staged = self._model.stage(path, onto=onto, background=True, **options)
+        except Exception as error:
+            self._failure = error
+
+    def try_staged(self) -> None:
+        """Try what is staged, with all other ranks."""
+        if self._staged is not None:
+            self._staged.try_on_ranks()
+        else:
+            self._refuse("trial")
+
+    def commit(self) -> None:
+        """Serve what is staged, with all other ranks."""
+        if self._staged is not None:
+            self._staged.commit()
+        else:
+            self._refuse("commit")
+
+    def rollback(self) -> None:
+        """Serve the previous weights, with all other ranks."""
+        self._discard()
+        self._model.rollback()
+
+    def call(self, name: str, weights_id: str, flat: list[Any]) -> None:
+        """Call a method with all other ranks, of which the first answers. weights_id: of those that it calls."""
+        if weights_id != self._model.weights_id:  # no answer, after which all begin again, rather than a mixture
+            raise StageClosed(
+                f"{name}: the first rank calls {weights_id[:12]}, here {self._model.weights_id} are served"
+            )
+        self._model.call_flat(name, flat)
+
+    def _refuse(self, step: str) -> None:
+        def prepare() -> None:
+            raise self._failure or StageClosed("nothing is staged here")
+
+        ranks = self._model.ranks
+        assert ranks is not None
+        with ranks.turn(step):
+            ranks.agree(step, prepare)
+
+    def _discard(self) -> None:
+        if self._staged is not None:
+            self._staged.discard()
+        self._staged = self._failure = None
+
+    def close(self) -> None:
+        self._model.close()

@@ -1,0 +1,141 @@
+"""Replicas of two ranks in one process: each rank after the first is a thread, which does what it is told in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from tests.support.ports import free_port
+from tests.support.ranks import split_artifact, write_goldens, write_set
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetReceipt, NodeMethods, Spec
+from weightswap_fleet.node.ranks import Rank, open_first
+from weightswap_fleet.node.ranks_keeper import RanksKeeper
+from weightswap_runtime import DesiredPlace
+from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.format.manifest import decode_manifest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ThreadOthers:
+    """The second rank of a replica, as a thread."""
+
+    def __init__(self, spec: Spec, address: str) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.rank = self._pool.submit(Rank, spec, address, 1)
+        self.told: list[str] = []
+        self.before: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] = lambda method, arguments: arguments
+
+    def _send(self, method: Callable[..., R], *arguments: Any) -> Future[R]:
+        self.told.append(method.__name__)
+        arguments = self.before(method.__name__, arguments)
+        return self._pool.submit(lambda: method(self.rank.result(), *arguments))
+
+    def tell(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+        self._send(method, *arguments)
+
+    def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
+        return [self._send(method, *arguments).result()]
+
+    def close(self) -> None:
+        self._send(Rank.close).result()
+        self._pool.shutdown()
+
+
+class Replicas:
+    """Replicas of two ranks, their place, and files by their seeds. It is the `agreement.Nodes` of these replicas."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        self.folder, self.where = folder, folder / "place"
+        self.where.mkdir()
+        artifact = split_artifact(folder / "two.artifact")
+        manifest = decode_manifest((artifact / "manifest.json").read_bytes(), "two")
+        self.spec = Spec("fleet", str(artifact), manifest.graph_id, str(self.where), "two", 0.0, ranks=2)
+        self.place = DesiredPlace(self.where)
+        self.place.set(self.file(0), revision=0)
+        self.keepers: dict[str, RanksKeeper] = {}
+        self.others: dict[str, ThreadOthers] = {}
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> RanksKeeper:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        others = self.others[name] = ThreadOthers(self.spec, address)
+        model = open_first(self.spec, address, others)
+        keeper = self.keepers[name] = RanksKeeper(self.spec, name, model, others)
+        return keeper
+
+    def file(self, seed: int) -> Path:
+        path = self.folder / f"{seed}.safetensors"
+        return path if path.exists() else write_set(path, seed)
+
+    def with_goldens(self, seed: int, outputs_of: int) -> Path:
+        write_goldens(self.file(seed), seed, outputs_of)
+        return self.file(seed)
+
+    def damaged(self, seed: int) -> Path:
+        path = self.folder / f"damaged{seed}.safetensors"
+        raw = bytearray(self.file(seed).read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        return path
+
+    def weights_id(self, seed: int) -> str:
+        return known_weights(self.file(seed)).weights_id
+
+    def served(self) -> set[str | None]:
+        """The weights of all ranks of all replicas."""
+        first = {keeper.model.weights_id for keeper in self.keepers.values()}
+        return first | {state.weights_id for others in self.others.values() for state in others.ask(Rank.state)}
+
+    def swap(self, path: Path) -> FleetReceipt:
+        deadlines = Deadlines(prepare=60.0, commit=10.0)
+        return Agreement(self.place, self).swap(str(path), known_weights(path), "ana", "", deadlines)
+
+    def rollback(self) -> FleetReceipt:
+        return Agreement(self.place, self).rollback(None, "eve", "", False, Deadlines(prepare=60.0, commit=10.0))
+
+    # as `agreement.Nodes`
+
+    def names(self) -> list[str]:
+        return list(self.keepers)
+
+    def call(
+        self,
+        names: Any,
+        timeout: float,
+        method: Callable[Concatenate[NodeMethods, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, R | Exception]:
+        answers: dict[str, R | Exception] = {}
+        for name in names:
+            try:
+                answers[name] = getattr(self.keepers[name], method.__name__)(*arguments)
+            except Exception as error:
+                answers[name] = error
+            if method.__name__ == "reconcile_soon":
+                self.keepers[name].reconcile()
+        return answers
+
+    def close(self) -> None:
+        for keeper in self.keepers.values():
+            keeper.close()
+        for others in self.others.values():
+            with suppress(Exception):
+                others.close()
+
+
+@contextmanager
+def replicas_of_two(folder: Path, *names: str) -> Iterator[Replicas]:
+    """Replicas that serve seed 0, at revision 1."""
+    made = Replicas(folder, names)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,189 @@
+"""Replicas of two ranks take part in a fleet's changes as one node each: all ranks of all replicas change, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import X, values, whole
+from weightswap_fleet import FleetPlan, FleetRefused
+from weightswap_fleet.documents import TrialOrder
+from weightswap_fleet.node.ranks import Rank
+from weightswap_runtime.errors import InputMismatch, NoWeights, RanksRefused, Unsupported
+from weightswap_runtime.following.place import described, known_weights
+
+from .rank_threads import Replicas, replicas_of_two
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[Replicas]:
+    with replicas_of_two(tmp_path, "a", "b") as made:
+        yield made
+
+
+def serve(replicas: Replicas, seed: int) -> bool:
+    """Return whether all ranks have these weights, and calls answer as one process with them."""
+    for keeper in replicas.keepers.values():
+        output, marks = keeper.model(X)
+        assert torch.allclose(output, whole(values(seed), X), atol=1e-4)
+        assert marks.tolist() == [float(seed)] * 2
+    return replicas.served() == {replicas.weights_id(seed)}
+
+
+def test_a_swap_and_its_rollback_are_every_rank_s(replicas: Replicas) -> None:
+    assert serve(replicas, 0)
+    receipt = replicas.swap(replicas.file(1))
+    assert (receipt.kind, receipt.revision, receipt.late) == ("swap", 2, {})
+    assert set(receipt.nodes) == {"a", "b"}
+    assert serve(replicas, 1)
+    assert {keeper.status().revision for keeper in replicas.keepers.values()} == {2}
+    back = replicas.rollback()
+    assert (back.kind, back.late) == ("rollback", {})
+    assert all(each.resident for each in back.nodes.values())
+    assert serve(replicas, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_take_no_rank_of_any_replica_does(replicas: Replicas, rank: int) -> None:
+    before, damaged = replicas.place.read(), str(replicas.damaged(1))
+    if rank == 1:  # only the second rank of one replica reads what is damaged
+
+        def misled(method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (damaged, *arguments[1:]) if method == "stage" else arguments
+
+        replicas.others["b"].before = misled
+    with pytest.raises(FleetRefused) as refused:
+        replicas.swap(Path(damaged) if rank == 0 else replicas.file(1))
+    assert set(refused.value.reasons) == ({"a", "b"} if rank == 0 else {"b"})
+    assert "digest" in str(refused.value)
+    if rank == 1:
+        (error,) = refused.value.reasons.values()
+        assert isinstance(error, RanksRefused)
+        assert list(error.reasons) == [1]
+    assert replicas.place.read() == before
+    assert {keeper.preparing for keeper in replicas.keepers.values()} == {""}
+    assert serve(replicas, 0)
+    replicas.others["b"].before = lambda method, arguments: arguments
+    replicas.swap(replicas.file(1))
+    assert serve(replicas, 1)
+
+
+def test_a_rank_that_kept_nothing_reads_what_is_rolled_back_to(replicas: Replicas) -> None:
+    """Its staging had begun when the first rank's was refused, so it alone has no previous weights."""
+    replicas.swap(replicas.file(1))
+    other = replicas.others["b"].rank.result()
+    other.stage(str(replicas.file(2)), (), {"expect": replicas.weights_id(2)})
+    while not other.state().has_staged:
+        pass
+    assert other.state().previous_weights_id is None
+    receipt = replicas.rollback()
+    assert {name: each.resident for name, each in receipt.nodes.items()} == {"a": True, "b": False}
+    assert receipt.late == {}
+    assert serve(replicas, 0)
+
+
+def test_wrong_goldens_are_refused_before_the_decision(replicas: Replicas) -> None:
+    before = replicas.place.read()
+    with pytest.raises(FleetRefused, match="rank 0: GoldenMismatch"):
+        replicas.swap(replicas.with_goldens(1, outputs_of=2))
+    assert replicas.place.read() == before
+    assert serve(replicas, 0)
+    receipt = replicas.swap(replicas.with_goldens(3, outputs_of=3))
+    assert {each.verified for each in receipt.nodes.values()} == {"goldens"}
+    assert serve(replicas, 3)
+
+
+def test_what_the_place_says_is_followed(replicas: Replicas) -> None:
+    replicas.place.set(replicas.file(2), revision=1)
+    for keeper in replicas.keepers.values():
+        keeper.reconcile()
+    assert serve(replicas, 2)
+    replicas.place.set(replicas.damaged(1), revision=2, known=known_weights(replicas.damaged(1)))
+    for keeper in replicas.keepers.values():
+        keeper.reconcile()
+        assert "digest" in keeper.status().error
+    assert serve(replicas, 2)
+
+
+class Caller(threading.Thread):
+    """A thread that calls a replica's first rank all the time, with pins, and checks each answer."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__()
+        self._model, self._ids = replicas.keepers["a"].model, [replicas.weights_id(seed) for seed in range(3)]
+        self.done = threading.Event()
+        self.seen: set[int] = set()
+        self.wrong: list[Any] = []
+
+    def run(self) -> None:
+        while not self.done.is_set() and not self.wrong:
+            try:
+                with self._model.pin() as pinned:
+                    output, marks = pinned(X)
+                    weights_id = pinned.weights_id
+            except Exception as error:
+                self.wrong.append(error)
+                return
+            seed = int(marks[0])
+            self.seen.add(seed)
+            is_whole = torch.allclose(output, whole(values(seed), X), atol=1e-4)
+            if not is_whole or marks.tolist() != [seed] * 2 or weights_id != self._ids[seed]:
+                self.wrong.append((output, marks, weights_id))
+
+
+def test_calls_while_weights_change_are_of_one_set(replicas: Replicas) -> None:
+    """Of several threads, with pins: a pin keeps changes out."""
+    callers = [Caller(replicas) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    try:
+        for turn in range(30):
+            replicas.swap(replicas.file(1 + turn % 2))
+    finally:
+        for caller in callers:
+            caller.done.set()
+            caller.join()
+    assert [caller.wrong for caller in callers] == [[], []]
+    assert all({1, 2} <= caller.seen for caller in callers)
+    assert serve(replicas, 2)
+
+
+def test_inputs_that_are_refused_are_told_to_nobody(replicas: Replicas) -> None:
+    model, others = replicas.keepers["a"].model, replicas.others["a"]
+    others.told.clear()
+    with pytest.raises(InputMismatch):
+        model(torch.zeros(2, 3))
+    assert others.told == []
+    assert serve(replicas, 0)
+
+
+def test_a_trial_is_refused_by_name(replicas: Replicas) -> None:
+    path = replicas.file(1)
+    weights = described(str(path), known_weights(path), "ana", "", replicas.place.read())
+    with pytest.raises(Unsupported, match="a: has its model on several ranks, on which weights cannot be on trial"):
+        replicas.keepers["a"].prepare_trial(TrialOrder("trial", str(path), weights, FleetPlan(share=0.5)))
+    assert serve(replicas, 0)
+
+
+def test_status_and_metrics(replicas: Replicas) -> None:
+    status = replicas.keepers["a"].status()
+    assert (status.node, status.revision, status.error) == ("a", 1, "")
+    assert status.weights_id == replicas.weights_id(0)
+    assert len(status.ranks) == 2
+    assert status.replicas == (status.keeper,)
+    assert 'weightswap_fleet_revision{model="two"} 1.0' in replicas.keepers["a"].metrics()
+
+
+def test_a_replica_starts_with_the_desired_weights_or_not_at_all(tmp_path: Path) -> None:
+    with replicas_of_two(tmp_path) as replicas:
+        replicas.place.set(replicas.damaged(1), revision=1, known=known_weights(replicas.damaged(1)))
+        replicas.place.read()
+        (replicas.folder / "0.safetensors").unlink()
+        with pytest.raises(NoWeights, match="digest"):
+            replicas.start("a")
+        assert replicas.others["a"].ask(Rank.state)[0].weights_id is None
