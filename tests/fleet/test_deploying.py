@@ -14,10 +14,11 @@ import torch
 
 import weightswap_fleet
 from tests.support.packages import needs
+from tests.support.ranks import split_artifact, write_goldens, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_fleet.documents import Spec
 from weightswap_runtime import DesiredPlace, DigestMismatch, NonFiniteWeights, Unsupported, WeightFileError
-from weightswap_runtime.errors import GraphMismatch, NoWeights, StagingBusy
+from weightswap_runtime.errors import GraphMismatch, NoWeights, RanksRefused, StagingBusy
 
 from .nodes import Fleet
 
@@ -132,7 +133,7 @@ def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: p
     now = [keeper.status() for keeper in fleet.keepers.values()]
     before = [each._replace(spec=each.spec._replace(place="/elsewhere", since=-1.0)) for each in now]
     answers = {
-        actors._keeper_name(each.spec, each.node): each if known else TimeoutError("late")
+        actors.keeper_name(each.spec, each.node): each if known else TimeoutError("late")
         for each, known in ((before[0], True), (before[1], False), (now[0], True), (now[1], False))
     }
     monkeypatch.setattr(actors, "_keepers", lambda fleet: list(answers))
@@ -190,7 +191,9 @@ def test_a_replica_whose_model_failed_says_so_also_without_a_keeper(monkeypatch:
         raise RayError
 
     monkeypatch.setattr(replica, "keeper_of_this_node", gone)
-    one = SimpleNamespace(_spec=Spec("fleet", "a", "", "place", "tiny", 0.0), _model=SimpleNamespace(failed=""))
+    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
+    seat = SimpleNamespace(check=lambda: replica._KeptSeat.check(SimpleNamespace(_spec=spec)))
+    one = SimpleNamespace(_spec=spec, _model=SimpleNamespace(failed=""), _seat=seat)
     asyncio.run(replica.Replica.check_health(one))
     one._model.failed = "an arena is half written"
     with pytest.raises(StaleReplica, match="the model of this replica has failed"):
@@ -209,3 +212,51 @@ def test_all_names_of_the_package_are_there() -> None:
     assert {getattr(weightswap_fleet, name).__name__ for name in weightswap_fleet.__all__} == {
         *weightswap_fleet.__all__
     }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "why"),
+    [
+        (1, {}, "ranks=1: .*two is exported for 2 ranks; give ranks=2"),
+        (4, {}, "ranks=4: .*two is exported for 2 ranks; give ranks=2"),
+        (2, {"ray_actor_options": {"num_cpus": 0}}, "each rank needs a resource, such as num_cpus=1"),
+    ],
+)
+def test_ranks_are_those_of_the_artifact(ranks: int, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    artifact, weights = split_artifact(tmp_path / "two"), write_set(tmp_path / "1.safetensors", 1)
+    with pytest.raises(Unsupported, match=why):
+        deployment(artifact, weights, ranks=ranks, **options)
+    assert DesiredPlace(tmp_path).read().weights is None
+
+
+def test_an_artifact_for_one_process_has_no_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(Unsupported, match=r"ranks=2: .* is for one process; give ranks=1, or an artifact for 2"):
+        deployment(tiny.path, weight_file(1), ranks=2)
+
+
+def test_first_weights_of_ranks_are_tried_on_all_of_them(tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    artifact = split_artifact(tmp_path / "two")
+    damaged = write_set(tmp_path / "1.safetensors", 1)
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(raw)
+    with pytest.raises(RanksRefused, match="digest"):
+        deployment(artifact, damaged, ranks=2)
+    wrong = write_set(tmp_path / "2.safetensors", 2)
+    write_goldens(wrong, 2, outputs_of=1)
+    with pytest.raises(RanksRefused, match="rank 1: GoldenMismatch"):
+        deployment(artifact, wrong, ranks=2)
+    assert DesiredPlace(tmp_path).read().weights is None
+    deployed = deployment(
+        artifact, write_set(tmp_path / "3.safetensors", 3), ranks=2, ray_actor_options={"num_cpus": 2}
+    )
+    options = deployed._bound_deployment._replica_config
+    assert options.placement_group_bundles == [{"CPU": 2}] * 2
+    assert options.placement_group_strategy == "STRICT_PACK"
+    assert DesiredPlace(tmp_path).read().revision == 1

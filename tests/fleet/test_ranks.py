@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import X, values, whole
+from tests.support.ranks import X, values, whole, write_set
 from weightswap_fleet import FleetPlan, FleetRefused
 from weightswap_fleet.documents import TrialOrder
 from weightswap_fleet.node.ranks import Rank
-from weightswap_runtime.errors import InputMismatch, NoWeights, RanksRefused, Unsupported
+from weightswap_runtime import write_delta
+from weightswap_runtime.errors import InputMismatch, NoWeights, RanksRefused, StageClosed, Unsupported
 from weightswap_runtime.following.place import described, known_weights
 
 from .rank_threads import Replicas, replicas_of_two
@@ -160,6 +161,32 @@ def test_inputs_that_are_refused_are_told_to_nobody(replicas: Replicas) -> None:
         model(torch.zeros(2, 3))
     assert others.told == []
     assert serve(replicas, 0)
+
+
+def test_a_rank_does_not_answer_with_other_weights_than_the_first(replicas: Replicas) -> None:
+    """Nothing leads to that. If it did, there would be no answer, rather than a mixture."""
+    rank = replicas.others["a"].rank.result()
+    with pytest.raises(StageClosed, match="the first rank calls 111111111111, here"):
+        rank.call("forward", "1" * 64, [X])
+    assert serve(replicas, 0)
+
+
+def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
+    """One that starts with such a delta reads its base, too; one of what is cut is refused by all."""
+    replicas.swap(replicas.file(1))
+    other = write_set(replicas.folder / "other.safetensors", 1, bias=7.0)
+    write_delta(replicas.file(1), other, out=replicas.where / "whole.safetensors")
+    receipt = replicas.swap(replicas.where / "whole.safetensors")
+    assert (receipt.late, replicas.served()) == ({}, {known_weights(other).weights_id})
+    expected = whole(values(1) | {"bias": torch.full((4,), 7.0)}, X)
+    for keeper in (*replicas.keepers.values(), replicas.start("c")):
+        output, marks = keeper.model(X)
+        assert marks.tolist() == [1.0, 1.0]
+        assert torch.allclose(output, expected, atol=1e-4)
+    write_delta(other, replicas.file(2), out=replicas.where / "parts.safetensors")
+    with pytest.raises(FleetRefused, match="of which each rank has a part; swap a full set") as refused:
+        replicas.swap(replicas.where / "parts.safetensors")
+    assert set(refused.value.reasons) == {"a", "b", "c"}
 
 
 def test_a_trial_is_refused_by_name(replicas: Replicas) -> None:
