@@ -1,4 +1,7 @@
-"""Demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
+"""Demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic.
+
+With `--ranks` each replica is two processes, which have the model together.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ from build import export_topology, flipped_copy, pack_checkpoint
 from dataset import Digits, split_digits
 from network import DigitsNet
 from numpy.typing import NDArray
+from ranks import PLAN, SIZE
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from training import LEARNING_RATE, save, train_epoch
 
+from weightswap_exporter import Parallel
 from weightswap_fleet import Fleet, FleetReceipt, FleetRefused, connect, deployment
 from weightswap_runtime import Artifact
 
@@ -164,15 +169,15 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
 
 
 @contextmanager
-def _cluster() -> Iterator[None]:
-    """Start a Ray node for each replica, all on this machine."""
+def _cluster(cpus: int) -> Iterator[None]:
+    """Start a Ray node for each replica, with so many CPUs, all on this machine."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # it starts slowly on a busy machine
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    options = {"num_cpus": cpus, "object_store_memory": 100 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
         for _ in range(REPLICAS - 1):
@@ -190,22 +195,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo_fleet", description=__doc__)
     parser.add_argument("--epochs", type=int, default=4, help="epochs to train (4)")
     parser.add_argument("--pace", type=float, default=1.5, help="minimum seconds that each version serves (1.5)")
+    parser.add_argument("--ranks", action="store_true", help=f"each replica is {SIZE} processes")
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs: must be at least 2, or there is nothing to roll back to")
-    began = time.monotonic()
+    began, ranks = time.monotonic(), SIZE if options.ranks else 1
     with tempfile.TemporaryDirectory(prefix="weightswap-fleet-") as name:
         folder = Path(name)
-        artifact = export_topology(folder / "digits.artifact")
+        artifact = export_topology(folder / "digits.artifact", Parallel(SIZE, PLAN) if options.ranks else None)
         _, held_out = split_digits()
         checkpoints = train(options.epochs, folder, artifact, held_out)
         first = next(iter(checkpoints.values())).path
-        with _cluster():
+        with _cluster(ranks):
             from ray import serve
 
-            application = deployment(
-                artifact.path, first, name=_NAME, num_replicas=REPLICAS, ray_actor_options={"num_cpus": 1}
-            )
+            placed = {"num_replicas": REPLICAS, "ray_actor_options": {"num_cpus": 1}, "ranks": ranks}
+            application = deployment(artifact.path, first, name=_NAME, **placed)
             serve.run(application, name=_NAME)
             fleet = connect(_NAME)
             clients = [Client(fleet, checkpoints, held_out, seed) for seed in range(CLIENTS)]

@@ -67,6 +67,8 @@ def test_what_one_rank_cannot_take_no_rank_of_any_replica_does(replicas: Replica
         assert isinstance(error, RanksRefused)
         assert list(error.reasons) == [1]
     assert replicas.place.read() == before
+    assert all("digest" in why for each in replicas.keepers.values() for why in each.status().refused.values())
+    assert len(replicas.keepers["b"].status().refused) == 1
     assert {keeper.preparing for keeper in replicas.keepers.values()} == {""}
     assert serve(replicas, 0)
     replicas.others["b"].before = lambda method, arguments: arguments

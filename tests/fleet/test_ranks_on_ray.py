@@ -9,18 +9,22 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tests.support.packages import needs
 from tests.support.ranks import X, split_artifact, values, whole, write_set
-from weightswap_fleet import FleetRefused
+from weightswap_fleet import FleetError, FleetRefused
 from weightswap_runtime.following.place import known_weights
+from weightswap_tools.commands import fleet as fleet_commands
 
 from .clusters import cluster, soon, until
 
@@ -175,24 +179,53 @@ def test_what_is_refused_no_replica_takes(deployed: Deployed) -> None:
     assert [client.failures for client in clients] == [[], []]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_takes_its_replica_along_and_both_come_back(deployed: Deployed, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "blow"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_rank_that_is_gone_takes_its_replica_along_and_all_come_back(
+    deployed: Deployed, rank: int, blow: signal.Signals
+) -> None:
+    """Under traffic: answers are right, or errors."""
     fleet, files = deployed
     soon(lambda: fleet.swap(files.sets[1]))
-    before = fleet.nodes
-    victim = min(before.values(), key=lambda each: each.node)
+    victim = min(fleet.nodes.values(), key=lambda each: each.node)
     with calling(deployed) as clients:
-        os.kill(victim.ranks[rank], signal.SIGKILL)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victim.ranks), 60)
-        receipt = soon(lambda: fleet.swap(files.sets[2]))  # with whoever is there
+        os.kill(victim.ranks[rank], blow)
+        until(lambda: not any(map(runs, victim.ranks)))
+        soon(lambda: fleet.swap(files.sets[2]))  # with whoever is there
         until(lambda: len(fleet.nodes) == 2 and victim.node not in fleet.nodes)
-        assert fleet.wait(60)
+        assert soon(lambda: fleet.wait(60))
         assert served(deployed) == {2}
         again = soon(lambda: fleet.swap(files.sets[3]))
         assert len(again.nodes) == 2
         until(lambda: all(client.has_seen(again.revision) for client in clients))
     assert served(deployed) == {3}
-    assert receipt.revision < again.revision
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.tuples(st.sampled_from([0, 1]), st.floats(0.0, 0.1)), min_size=1, max_size=2))
+@example(deaths=[(1, 0.02), (0, 0.04)])
+def test_ranks_that_are_killed_anywhere_in_a_change(deployed: Deployed, deaths: list[tuple[int, float]]) -> None:
+    """One after another. What the place says is what all serve in the end."""
+    fleet, files = deployed
+    with calling(deployed):
+        for turn, (rank, after) in enumerate(deaths):
+            nodes = until(lambda: soon(lambda: list(fleet.nodes.values())))
+            victim = nodes[turn % len(nodes)].ranks[rank]
+            killing = threading.Timer(after, os.kill, (victim, signal.SIGKILL))
+            killing.start()
+            with suppress(FleetError):
+                fleet.swap(files.sets[1 + turn % 3])
+            killing.join()
+            until(lambda pid=victim: not runs(pid) and len(soon(lambda: fleet.nodes)) == 2)  # type: ignore[misc]
+            assert soon(lambda: fleet.wait(60))
+            assert served(deployed) == {files.seed(fleet.desired.weights_id)}
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process has not ended, whoever still has to learn of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_trial_is_refused_by_name(deployed: Deployed) -> None:
@@ -218,3 +251,29 @@ def test_over_http_and_metrics(deployed: Deployed) -> None:
     assert torch.allclose(torch.tensor(data["y"]), whole(values(2), X).flatten(), atol=1e-4)
     text = fleet.metrics()
     assert text.count("\nweightswap_fleet_revision{") == 2
+
+
+def test_on_the_command_line(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deployment that comes later replaces all replicas, and the weights stay."""
+    files, before = deployed.files, deployed.fleet.nodes
+    monkeypatch.setattr(fleet_commands, "cluster", _connected_already)
+    soon(lambda: deployed.fleet.swap(files.sets[1]))
+    deploy = ("deploy", files.artifact, "--weights", files.sets[0], "--name", "split", "--replicas", 2)
+    assert "is exported for 2 ranks; give ranks=2" in run(*deploy, status=2)
+    run(*deploy, "--ranks", 2)
+    until(lambda: len(deployed.fleet.nodes) == 2 and not before.keys() & deployed.fleet.nodes.keys())
+    assert "serve it    2 of 2 replicas\n" in run("status", "--name", "split")
+    assert served(deployed) == {1}
+    document = json.loads(run("status", "--name", "split", "--json"))
+    assert [len(node["ranks"]) for node in document["nodes"]] == [2, 2]
+
+
+@contextmanager
+def _connected_already(address: str) -> Iterator[None]:
+    yield
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(fleet_commands.fleet_command, list(map(str, arguments)))
+    assert done.exit_code == status, done.output
+    return done.output

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightswap_fleet.documents import Spec
-from weightswap_runtime.errors import StageCancelled
+from weightswap_runtime.errors import RanksRefused, StageCancelled, text_of
 from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
@@ -85,7 +85,11 @@ class RanksWeights(NodeWeights):
             if not is_wanted():
                 raise StageCancelled("these weights are not wanted any more")
             time.sleep(_POLL)
-        staged.try_on_ranks()
+        try:
+            staged.try_on_ranks()
+        except RanksRefused as error:
+            self._refuse(staged.weights_id, text_of(error))
+            raise
 
     def keeps(self, weights_id: str) -> bool:
         """A rank that has begun to stage others, which were refused, may have no previous weights any more."""

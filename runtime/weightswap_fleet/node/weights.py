@@ -44,12 +44,17 @@ class NodeWeights:
 
     def _note(self, event: Event) -> None:
         """Remember weights that are refused. The dict is replaced, as other threads read it."""
-        refused = {each: why for each, why in self.refused.items() if each != event.weights_id}
         if weights_id := refused_weights(event):
-            refused[weights_id] = text_of(event.error) if event.error else ""
-            self.refused = dict(list(refused.items())[-_MOST_REFUSED:])
+            self._refuse(weights_id, text_of(event.error) if event.error else "")
         elif event.receipt is not None:
-            self.refused = refused
+            self.refused = self._others_refused(event.weights_id)
+
+    def _refuse(self, weights_id: str, why: str) -> None:
+        refused = self._others_refused(weights_id) | {weights_id: why}
+        self.refused = dict(list(refused.items())[-_MOST_REFUSED:])
+
+    def _others_refused(self, weights_id: str | None) -> dict[str, str]:
+        return {each: why for each, why in self.refused.items() if each != weights_id}
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Start to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
