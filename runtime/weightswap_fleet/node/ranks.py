@@ -52,7 +52,7 @@ class LeadingRanks(Ranks):
         # calls need no comparison: one process, this one, has told all of them what their inputs are
         super().__init__(group, timeout=timeout, check_calls=False)
         self._others = others
-        self._alone = threading.RLock()
+        self._alone = _Alone()
         self._steps: dict[str, Callable[[Rank], object]] = {
             "trial": Rank.try_staged,
             "commit": Rank.commit,
@@ -79,6 +79,29 @@ class LeadingRanks(Ranks):
             flat = check()  # first: inputs that are refused are nobody else's concern
             self._others.tell(Rank.call, name, weights_id(), flat)
             return super().call(name, lambda: flat, weights_id, run)
+
+
+class _Alone(AbstractContextManager["_Alone"]):
+    """A reentrant lock that threads get in turn: one that calls all the time must not keep a change waiting."""
+
+    def __init__(self) -> None:
+        self._waiting, self._taken = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> _Alone:
+        if self._owner != threading.get_ident():
+            with self._waiting:  # whoever has waited is next, as the last owner has to come here again
+                self._taken.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._taken.release()
 
 
 def open_first(spec: Spec, address: str, others: Others) -> Model:
