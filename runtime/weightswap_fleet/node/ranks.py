@@ -67,10 +67,10 @@ class LeadingRanks(Ranks):
     def without_changes(self) -> AbstractContextManager[object]:
         return self._alone
 
-    def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None]) -> None:
+    def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None], about: str = "") -> None:
         if step in self._steps:
             self._others.tell(self._steps[step])
-        super().agree(step, prepare)
+        super().agree(step, prepare, about)
 
     def call(
         self, name: str, check: Callable[[], list[Any]], weights_id: Callable[[], str], run: Callable[[list[Any]], R]

@@ -189,7 +189,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
                 "try_on_ranks(): for a model on several ranks; in one process a staging tries the weights"
             )
         with ranks.turn("trial"), self._closing:
-            ranks.agree("trial", lambda: self._facts(ranks.patience))
+            ranks.agree("trial", lambda: self._facts(ranks.patience), about=self._work.where)
             weights = self._opened()
             self._work.store.try_on_ranks(weights)
             self._work.report = weights.report
@@ -209,17 +209,20 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             return self._commit(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with ranks.turn("commit"):
-            ranks.agree("commit", lambda: self._facts(ranks.patience, deadline), about=self._work.where)
+            ranks.agree("commit", lambda: self._ready(ranks.patience, deadline), about=self._work.where)
             return self._commit(timeout)
 
-    def _facts(self, patience: float, deadline: float) -> dict[str, str] | None:
-        """Return what must be the same on all ranks of a model; None if that is not known yet, or while a pin holds
-        memory that a commit needs. Raises as `wait`, and LeaseTimeout at the deadline."""
+    def _ready(self, patience: float, deadline: float) -> dict[str, str] | None:
+        """Return what `_facts` does; None also while a pin holds memory that a commit needs. Raises LeaseTimeout, too,
+        at the deadline."""
+        facts = self._facts(patience)
+        return facts if facts is None or self._work.store.is_free(patience, deadline) else None
+
+    def _facts(self, patience: float) -> dict[str, str] | None:
+        """Return what must be the same on all ranks of a model; None if that is not known yet. Raises as `wait`."""
         if not self.done and not self._work.join(patience):
             return None
         weights = self._opened()
-        if not self._work.store.is_free(patience, deadline):
-            return None
         return {"weights": weights.identity.weights_id, "trials": str(weights.trials), "kind": weights.report.kind}
 
     def _commit(self, timeout: float | None) -> SwapReceipt:
