@@ -30,7 +30,12 @@ from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import Directory
 from weightswap_runtime import Model, load, write_delta
 
-ON_RAY = ("tests/fleet/test_cluster", "tests/docs/test_fleet.py", "tests/docs/test_bench.py::test_fleet")
+ON_RAY = (
+    "tests/fleet/test_cluster",
+    "tests/fleet/test_ranks_on_ray",
+    "tests/docs/test_fleet.py",
+    "tests/docs/test_bench.py::test_fleet",
+)
 SLOWEST = (
     *ON_RAY,
     "tests/promises/never_a_mixture/test_machine",
