@@ -7,6 +7,7 @@ Where it has not, the rank reads and hashes everything, and keeps its own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from itertools import groupby
@@ -16,7 +17,7 @@ from weightswap_runtime.format.cuts import Share
 from weightswap_runtime.format.identity import Counts, count_nonfinite
 from weightswap_runtime.format.weight_set import StoredTensor, WeightSet
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory.arena import Arena, ByteRange
+from weightswap_runtime.memory.arena import Arena, ByteRange, allocate
 from weightswap_runtime.tensors import BLOCK, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
@@ -55,6 +56,7 @@ def read_shares(
     ]
     digests = {key: _known(weights, key) for key in names.values()}
     counts: dict[str, list[Counts]] = {key: [] for key in names.values()}
+    beside = _Beside()
 
     def read(piece: _Piece) -> None:
         stored, share = weights.tensors[piece.key], shares[piece.weight]
@@ -66,7 +68,7 @@ def read_shares(
                 _fill(part, stored, piece.begin, job)
                 blocks = block_digests(part)
             else:
-                data = memoryview(bytearray(piece.end - piece.begin))
+                data = beside.memory()[: piece.end - piece.begin]
                 _fill(data, stored, piece.begin, job)
                 blocks = block_digests(data)
                 share.gather(piece.begin, data, part)
@@ -82,20 +84,39 @@ def read_shares(
     )
 
 
+class _Beside(threading.local):
+    """Memory of each thread for what is not read into its place."""
+
+    _memory: memoryview | None = None
+
+    def memory(self) -> memoryview:
+        """Return room for the blocks that are read at once."""
+        if self._memory is None:
+            self._memory = memoryview(allocate(_AT_ONCE * BLOCK))
+        return self._memory
+
+
 def _known(weights: WeightSet, key: str) -> list[bytes]:
     given = weights.stamp.blocks_of(key) if weights.stamp else None
     return list(given or [b""] * block_count(weights.tensors[key].nbytes))
 
 
 def _ranges(weights: WeightSet, key: str, share: Share) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a tensor's bytes to be read: whole blocks, few at a time."""
+    """Yield the ranges of a tensor's bytes to be read: whole blocks, few at a time; apart from others those of which
+    the rank has every byte, which are read into their place."""
     size = weights.tensors[key].nbytes
     count = block_count(size)
+    ends = [min(number * BLOCK, size) for number in range(count + 1)]
+    places = [share.before(end) for end in ends]
     needed = list(range(count))
     if weights.stamp and weights.stamp.blocks_of(key):
-        places = [share.before(min(number * BLOCK, size)) for number in range(count + 1)]
         needed = [number for number in needed if places[number] < places[number + 1]]
-    for _, run in groupby(enumerate(needed), key=lambda item: item[1] - item[0]):
+
+    def kind(item: tuple[int, int]) -> tuple[int, bool]:
+        index, number = item
+        return number - index, places[number + 1] - places[number] == ends[number + 1] - ends[number]
+
+    for _, run in groupby(enumerate(needed), key=kind):
         following = [number for _, number in run]
         for start in range(0, len(following), _AT_ONCE):
             chosen = following[start : start + _AT_ONCE]
