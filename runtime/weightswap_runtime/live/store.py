@@ -51,7 +51,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.staging.delta import files_after, stage_chain, stage_delta
 from weightswap_runtime.staging.given import GivenRows
-from weightswap_runtime.staging.given_rows import stage_rows
+from weightswap_runtime.staging.given_rows import check_tables, stage_rows
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full, stage_part
@@ -252,6 +252,7 @@ class Store:
             return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)
         else:
             planned = plan(weights, staging.manifest, request, self.layout.shares)
+            check_tables(planned, staging)
             if request.only:
                 identity, report, patch = stage_part(planned, *self._base(weights.where), staging)
                 return self._residency.stage_patch(identity, report, patch, request.timeout, staging.job)

@@ -55,6 +55,12 @@ def stage_rows(
     return identity, msgspec.structs.replace(report, ignored=ignored), patch, contents
 
 
+def check_tables(planned: Plan, staging: Staging) -> None:
+    """Raise WeightsMismatch if weights that are staged whole are not those of the tracker that is given with them."""
+    if isinstance(planned.weights, GivenRows):
+        _tables(planned.weights, planned.match, staging)
+
+
 def _read_changes(weights: GivenRows, planned: Plan, served: Identity, staging: Staging) -> Contents:
     """Copy the rows that have changed, and all of what else differs from the served weights.
 
@@ -105,7 +111,7 @@ def _tables(weights: GivenRows, match: Match, staging: Staging) -> list[_Table]:
     held = {key: name for name, keys in match.found.items() for key in keys}
     inputs = {key: name for name, keys in match.computed.items() for key in keys.values()}
     tables: dict[str, _Table] = {}
-    problems: list[str] = []
+    problems = _ambiguous(weights, by_name, match)
     for rows in weights.rows:
         key = _key_of(rows, weights, match)
         if rows.tensor is not None and key in match.ignored:
@@ -120,7 +126,10 @@ def _tables(weights: GivenRows, match: Match, staging: Staging) -> list[_Table]:
         elif key in inputs:
             problem = f"{inputs[key]} is computed from it, so that it has no rows of its own"
         elif rows.tensor is not None:
-            problem = "no tensor that is given is this table of the tracker: give the model that it was made of"
+            problem = (
+                "no tensor that is given is this table of the tracker: give the model that it was made of; if that has "
+                "got another tensor since, make a new tracker"
+            )
         else:
             problem = "no such table"
         problems += [f"{rows.name}: {problem}"] if problem else []
@@ -133,7 +142,22 @@ def _key_of(rows: ChangedRows, weights: GivenRows, match: Match) -> str | None:
     """Return the name among what is given of the table that rows are of."""
     if rows.tensor is not None:  # a tracker's name may have the prefix of a wrapper
         return next((key for key in weights.tensors if _source(weights, key).is_of(rows.tensor)), None)
-    return match.found[rows.name][0] if rows.name in match.found else rows.name
+    if rows.name in weights.tensors or rows.name not in match.found:
+        return rows.name
+    return match.found[rows.name][0]
+
+
+def _ambiguous(weights: GivenRows, by_name: Mapping[str, NamedTensor], match: Match) -> list[str]:
+    """Return problems of names that are of one given tensor, and of the weight that another one is, where others of the
+    names are the weights' alone: nobody can tell which of both is meant."""
+    names = [rows.name for rows in weights.rows if rows.tensor is None]
+    if all(name in weights.tensors for name in names):
+        return []
+    return [
+        f"{name}: the name of a given tensor, and in the graph that of another one; name all tables as they are given"
+        for name in names
+        if name in weights.tensors and name in by_name and name not in match.found.get(name, ())
+    ]
 
 
 def _source(weights: GivenRows, key: str) -> MemorySource:

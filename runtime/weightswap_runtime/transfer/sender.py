@@ -42,7 +42,7 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
 from weightswap_runtime.process_groups import Members
 from weightswap_runtime.staging.given import GivenRows, GivenWeights
-from weightswap_runtime.staging.given_rows import stage_rows
+from weightswap_runtime.staging.given_rows import check_tables, stage_rows
 from weightswap_runtime.staging.request import PathLike, Patterns, Staging, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import TensorType, tensor_digest
@@ -371,6 +371,7 @@ class _FileInMemory:
                 identity, delta = self._lay_rows(weights, before, staging._replace(replaces=before))
             else:
                 planned = plan(weights, staging.manifest, request)
+                check_tables(planned, staging)
                 self.identity = None
                 identity, _ = stage_full(planned, self._arena, staging)
         self._write_header(identity, staging.manifest.graph_id)

@@ -428,6 +428,45 @@ def test_weights_that_are_computed_have_no_rows_of_their_own(tmp_path: Path) -> 
                 served.swap(values, rows={name: [1]})
 
 
+class Layers(nn.Module):
+    """Loads an older form, in which each layer has the number before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Embedding(50, 4) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return sum(((number + 1) * layer(ids) for number, layer in enumerate(self.layers)), torch.zeros(1))
+
+
+def load_shifted(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    shifted = {f"layers.{number + 1}.weight": values[f"layers.{number}.weight"] for number in range(2)}
+    model.load_state_dict({"layers.0.weight": values["first"], **shifted}, assign=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"keys": "checkpoint"}], ids=str)
+def test_names_of_rows_are_those_of_the_given_tensors(options: dict[str, Any], tmp_path: Path) -> None:
+    names = ("first", "layers.0.weight", "layers.1.weight")
+    values = {name: torch.randn(50, 4) for name in names}
+    out = tmp_path / "a.artifact"
+    artifact = export(Layers().eval(), (torch.arange(4),), out=out, load=load_shifted, checkpoint=values)
+    with load(artifact, values) as served:
+        for chosen in (names, names[1:], names[:2], names[1:2]):
+            rows = {name: [number] for number, name in enumerate(chosen, 1)}
+            for name, ids in rows.items():
+                values[name][ids] += 1
+            receipt = served.swap(values, rows=rows, **options)
+            assert (receipt.kind, receipt.bytes_read) == ("delta", 16 * len(rows))
+            assert receipt.weights_id == id_of(values, artifact, tmp_path)
+        values["layers.1.weight"][7] += 1
+        assert served.swap(values, rows={"layers.2.weight": [7]}, **options).bytes_read == 16  # no given tensor's name
+        assert served.weights_id == id_of(values, artifact, tmp_path)
+        with pytest.raises(
+            WeightsMismatch, match=r"layers\.0\.weight: the name of a given tensor, and in the graph that"
+        ):
+            served.swap(values, rows={"layers.0.weight": [1], "layers.2.weight": [2]}, **options)
+
+
 # trackers
 
 
@@ -495,15 +534,29 @@ def test_what_steps_do_not_account_for_is_read_whole(
 def test_a_tracker_is_of_the_model_that_is_given(artifact: Artifact) -> None:
     training = Training()
     with load(artifact, training.model) as served:
-        served.swap(training.model, rows=training.tracker)
-        with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
-            served.swap(Recommender(), rows=training.tracker)
+        for _ in range(2):  # all weights, and rows
+            with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
+                served.swap(Recommender(), rows=training.tracker)
+            training.train()
+            served.swap(training.model, rows=training.tracker)
+            assert torch.equal(served(X), training.model(X).detach())
         served.swap(nn.DataParallel(training.model), rows=training.tracker)
         arrays = {name: value.numpy() for name, value in training.model.state_dict().items()}
         for given in (training.model.state_dict(), arrays):
             training.train()
             assert served.swap(given, rows=training.tracker).kind == "delta"
             assert torch.equal(served(X), training.model(X).detach())
+
+
+def test_a_model_that_has_got_another_table_needs_a_new_tracker(artifact: Artifact, tmp_path: Path) -> None:
+    training = Training()
+    with load(artifact, training.model) as served:
+        training.model.items.weight = nn.Parameter(torch.zeros(ITEMS, 16))
+        for _ in range(2):
+            with pytest.raises(WeightsMismatch, match="has got another tensor since, make a new tracker"):
+                served.swap(training.model, rows=training.tracker)
+        receipt = served.swap(training.model, rows=RowTracker(training.model))
+        assert receipt.weights_id == id_of(training.model, artifact, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -108,6 +108,21 @@ def test_rows_travel_as_deltas(trainer: Trainer, served: Model) -> None:
     assert (receipt.labels, receipt.base) == ({"step": "7"}, receipt.weights_id)
 
 
+def test_other_weights_than_those_of_the_tracker_are_refused(
+    served: Model, sender: Sender, artifact: Artifact, tmp_path: Path
+) -> None:
+    trainer = Trainer(sender, artifact, tmp_path, tracked=True)
+    before = served.weights_id
+    average = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
+        sender.send(average, rows=trainer.tracker)
+    assert served.weights_id == before
+    assert [trainer.send(served) for _ in range(2)] == ["full", "delta"]
+    with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
+        sender.send(average, rows=trainer.tracker)
+    assert trainer.send(served) == "delta"
+
+
 def test_who_serves_others_gets_all_weights(trainer: Trainer, served: Model) -> None:
     trainer.send(served)
     trainer.send(served)
