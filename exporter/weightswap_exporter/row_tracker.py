@@ -146,7 +146,7 @@ class RowTracker:
         unknown = [
             table.names[0]
             for table in self._tables
-            if not table.is_known() or (lent is not None and table.names[0] in lent.unknown)
+            if not table.is_known() or table.is_within or (lent is not None and table.names[0] in lent.unknown)
         ]
         return [ChangedRows(table.names[0], table.tensor, table.take()) for table in self._tables], unknown
 
@@ -162,8 +162,8 @@ class RowTracker:
             rows, unknown = self._take()
             if unknown and self._base:
                 _log.warning(
-                    "%s changed otherwise than by an optimizer's step, so all weights are given; RowTracker.mark() "
-                    "says which rows did",
+                    "%s changed otherwise than by an optimizer's step, or by one that has failed or not ended, so all "
+                    "weights are given; RowTracker.mark() says which rows did",
                     ", ".join(unknown),
                 )
             self._lent = Lent(self, rows, unknown, "" if unknown else self._base, self._takings)
@@ -185,9 +185,9 @@ class RowTracker:
         """Be told of every optimizer's steps, and of lookups that change rows, as long as this tracker is there."""
         this = weakref.ref(self)  # torch keeps its hooks, and they shall not keep the model
 
-        def tell(step: Callable[[RowTracker, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+        def tell(step: Callable[..., None], optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
             if tracker := this():
-                step(tracker, optimizer)
+                step(tracker, optimizer, has_closure=len(args) > 1 or bool(options))
 
         hooks = [
             register_optimizer_step_pre_hook(partial(tell, RowTracker._before_step)),
@@ -200,17 +200,19 @@ class RowTracker:
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._refuse(optimizer)
         for table, _ in self._stepped(optimizer):
-            table.enter()
+            table.begin(optimizer, has_closure=has_closure)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for table, group in self._stepped(optimizer):
             # torch changes a table once, and does not count its fused changes
             once = None if type(optimizer) in self._row_local else int(not group.get("fused"))
-            if table.add_gradient():  # else a hook has cleared it, if the step has changed anything
+            is_seen = table.add_gradient()  # else a hook has cleared it, if the step has changed anything
+            if is_seen:
                 table.leave(most=once)
+            table.end(optimizer, is_known=is_seen or once != 0)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[_Table, Mapping[str, Any]]]:
         """Yield the tables that an optimizer changes, with the options that it has for them."""
@@ -276,6 +278,8 @@ class _Table:
         self._changed = torch.zeros(-(-self.rows // 8) * 8, dtype=torch.bool, device=tensor.device)
         self._version, self._memory = tensor._version, weakref.ref(tensor.untyped_storage())
         self._is_known = True
+        self._steps: set[weakref.ref[Optimizer]] = set()  # that have begun, and have not ended, or have failed
+        self._has_begun_with_gradient = False
 
     def add(self, ids: torch.Tensor) -> None:
         self._changed.index_fill_(0, ids.detach().reshape(-1).to(self._changed.device, torch.int64), True)
@@ -296,6 +300,24 @@ class _Table:
     def enter(self) -> None:
         """Call before a change that is accounted for."""
         self._is_known = self.is_known()
+
+    def begin(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Call before a step. If one before has failed, it may have changed rows, which torch does not count if it is a
+        fused one. has_closure: the step computes the gradient."""
+        self._has_begun_with_gradient = has_closure or self.tensor.grad is not None
+        self._is_known = self.is_known() and weakref.ref(optimizer) not in self._steps
+        self._steps.add(weakref.ref(optimizer))
+
+    def end(self, optimizer: Optimizer, *, is_known: bool) -> None:
+        """Call after a step that has not failed. is_known: False if no gradient and no count says what it has done."""
+        self._is_known = self._is_known and (is_known or not self._has_begun_with_gradient)
+        self._steps.discard(weakref.ref(optimizer))
+
+    @property
+    def is_within(self) -> bool:
+        """True from the begin of a step to its end, of which hooks and other threads may take rows; for good if it has
+        failed."""
+        return bool(self._steps)
 
     def leave(self, *, most: int | None = None) -> None:
         """Call after a change that is accounted for. most: changes in place that it consists of, if that is known: a
@@ -347,6 +369,7 @@ class _Table:
         else:
             self._changed.zero_()
         self._is_known = True
+        self._steps.difference_update([step for step in self._steps.copy() if step() is None])
         self.leave()
         return ids
 

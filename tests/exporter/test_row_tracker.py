@@ -310,15 +310,82 @@ def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
     assert tracker.take()[1] == ["items.weight"]
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("with_closure", [True, False])
+@pytest.mark.parametrize(("sparse", "fused"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_gradient_that_is_cleared_within_a_step_is_no_sign_of_no_change(set_to_none: bool, sparse: bool) -> None:
+def test_a_gradient_that_is_cleared_within_a_step_is_no_sign_of_no_change(
+    set_to_none: bool, sparse: bool, fused: bool, with_closure: bool
+) -> None:
     model = Recommender(sparse=sparse)
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none))
     tracker = RowTracker(model, optimizer)
-    train(model, [optimizer], 1)
+
+    def closure() -> float:
+        loss = model(ids_of(model)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    if with_closure:
+        optimizer.step(closure)
+    else:
+        train(model, [optimizer], 1)
     assert tracker.take()[1] == ["users.weight", "items.weight"]
+
+
+def test_a_fused_step_changes_no_table_that_has_no_gradient() -> None:
+    model = Recommender(sparse=False)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    tracker = RowTracker(model, optimizer)
+    model.users(torch.tensor([7])).sum().backward()
+    optimizer.step()
+    assert reported(tracker) == {"users.weight": [7], "items.weight": []}
+    assert tracker.take()[1] == []
+
+
+OWN = {"each": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
+def test_rows_of_a_step_that_has_not_ended_are_not_known(options: dict[str, bool]) -> None:
+    model = Recommender(sparse=False)
+    optimizer = SGD(model.parameters(), lr=0.1, **options)
+    tracker = RowTracker(model, optimizer)
+    found = []
+    hook = optimizer.register_step_post_hook(lambda *_: found.append(tracker.take()[1]))
+    train(model, [optimizer])
+    assert found == [["users.weight", "items.weight"]] * 3
+    hook.remove()
+    assert tracker.take()[1] == []
+    train(model, [optimizer])
+    assert tracker.take()[1] == []
+
+
+@pytest.mark.parametrize("again", ["taken", "stepped", "another optimizer"])
+@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
+def test_rows_of_a_step_that_has_failed_are_not_known(options: dict[str, bool], again: str) -> None:
+    model = Recommender(sparse=False)
+    optimizer = SGD(model.parameters(), lr=0.1, **options)
+    tracker = RowTracker(model, optimizer)
+
+    def fail(*_: object) -> None:
+        raise ValueError("failed")
+
+    hook = optimizer.register_step_post_hook(fail)
+    with pytest.raises(ValueError, match="failed"):
+        train(model, [optimizer])
+    hook.remove()
+    if again == "another optimizer":
+        del optimizer, hook
+        gc.collect()
+        optimizer = SGD(model.parameters(), lr=0.1, **options)
+    if again != "taken":
+        train(model, [optimizer])
+    assert tracker.take()[1] == ["users.weight", "items.weight"]
+    train(model, [optimizer])
+    tracker.take()
+    train(model, [optimizer])
+    assert tracker.take()[1] == []
 
 
 def test_a_step_with_a_closure_has_the_gradient_of_its_closure() -> None:
