@@ -228,7 +228,7 @@ class RowTracker:
         problems = [
             f"{table.names[0]}: {problem}"
             for table, group in self._stepped(optimizer)
-            if (problem := _spreads(optimizer, group))
+            if (problem := _spreads(optimizer, group, table.tensor.dtype))
         ]
         if problems:
             raise Unsupported(
@@ -425,22 +425,41 @@ def _inner(optimizer: Any) -> Iterator[Optimizer]:
         yield optimizer
 
 
-def _spreads(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """Return why an optimizer changes rows without a gradient; empty if it does not."""
+def _spreads(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """Return why an optimizer changes rows without a gradient in a table of this dtype; empty if it does not."""
     kind = type(optimizer)
     name = kind.__name__
     if kind is torch.optim.SparseAdam:
         return ""
     if group.get("weight_decay"):
         return f"the weight decay of {name} changes all rows at each step"
-    if kind is torch.optim.Adagrad:
-        return "" if group.get("eps") else "Adagrad with eps=0 makes NaN of rows that have had no gradient"
-    if kind is torch.optim.SGD:
-        momentum = "the momentum of SGD keeps changing rows in steps in which they have no gradient"
-        return momentum if group.get("momentum") else ""
+    if kind is torch.optim.SGD and group.get("momentum"):
+        return "the momentum of SGD keeps changing rows in steps in which they have no gradient"
+    if kind in (torch.optim.SGD, torch.optim.Adagrad):
+        return _spreads_zeros(name, group, dtype)
     if "betas" in group or group.get("momentum"):
         return f"the moments of {name} keep changing rows in steps in which they have no gradient"
     return f"{name} may change rows that have no gradient (RowTracker(row_local=[{name}]) says that it does not)"
+
+
+def _spreads_zeros(name: str, group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """Return why an optimizer makes something else than nothing of a gradient that is zero; empty if it does not."""
+    if group.get("maximize"):
+        return (
+            f"{name} with maximize=True makes 0.0 of each -0.0 in rows that have no gradient (negate the loss instead)"
+        )
+    lr = group.get("lr", 0.0)
+    on_device = isinstance(lr, torch.Tensor) and not lr.is_cpu  # a training on a device shall not wait for this
+    if not on_device and not 0 <= float(lr) <= torch.finfo(torch.float32).max:
+        return f"{name} with lr={float(lr)} changes rows that have no gradient (it has to be finite, from 0 on)"
+    if name == "Adagrad":
+        least = torch.finfo(dtype if dtype.is_floating_point else torch.float32).tiny
+        if not group.get("eps", 0) >= least:
+            return (
+                f"Adagrad with eps={group.get('eps')} makes NaN of rows that have had no gradient (in a table of "
+                f"{dtype} it has to be {least:.2g} or more)"
+            )
+    return ""
 
 
 # torchrec, which is never imported for it: its sharded modules exist only if it was.

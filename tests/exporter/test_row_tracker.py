@@ -141,6 +141,11 @@ SPREADING: dict[str, tuple[Callable[..., Any], str]] = {
     "momentum": (lambda tables: SGD(tables, lr=0.1, momentum=0.9), "users.weight: the momentum of SGD keeps"),
     "weight decay": (lambda tables: SGD(tables, lr=0.1, weight_decay=0.1), "the weight decay of SGD changes all rows"),
     "Adagrad without eps": (lambda tables: Adagrad(tables, eps=0), "Adagrad with eps=0 makes NaN"),
+    "eps that is zero in the table's dtype": (lambda tables: Adagrad(tables, eps=1e-50), "has to be 1.2e-38 or more"),
+    "maximize": (lambda tables: SGD(tables, lr=0.1, maximize=True), "negate the loss instead"),
+    "maximize of Adagrad": (lambda tables: Adagrad(tables, maximize=True), "Adagrad with maximize=True makes 0.0"),
+    "lr is NaN": (lambda tables: SGD(tables, lr=torch.tensor(torch.nan)), "SGD with lr=nan changes rows that"),
+    "lr is infinite": (lambda tables: Adagrad(tables, lr=float("inf")), "Adagrad with lr=inf changes rows that"),
     "decay of Adagrad": (lambda tables: Adagrad(tables, weight_decay=0.1), "the weight decay of Adagrad"),
     "Adam": (torch.optim.Adam, "the moments of Adam keep changing rows in steps in which they have no gradient"),
     "AdamW": (torch.optim.AdamW, "the weight decay of AdamW changes all rows at each step"),
@@ -159,7 +164,21 @@ def test_an_optimizer_that_changes_other_rows_is_refused_at_once(build: Callable
     RowTracker(model, torch.optim.AdamW(model.top.parameters()), row_local=[type(optimizer)])
 
 
-@pytest.mark.parametrize("late", ["a new optimizer", "a new group", "a new momentum"])
+def test_the_least_eps_is_that_of_the_dtype_of_the_table() -> None:
+    for dtype, least in ((torch.float16, 1e-4), (torch.bfloat16, 1e-10), (torch.float64, 1e-50)):
+        model = Recommender(sparse=False, dtype=dtype)
+        optimizer = Adagrad(model.parameters(), eps=least)
+        tracker = RowTracker(model, optimizer)
+        before = copies(model, tracker)
+        model(ids_of(model)).sum().backward()
+        optimizer.step()
+        assert reported(tracker) == differing(model, before)
+    model = Recommender(sparse=False, dtype=torch.float16)
+    with pytest.raises(Unsupported, match=r"eps=1e-10 makes NaN .* a table of torch\.float16 it has to be 6\.1e-05"):
+        RowTracker(model, Adagrad(model.parameters()))
+
+
+@pytest.mark.parametrize("late", ["a new optimizer", "a new group", "a new momentum", "a new lr"])
 def test_an_optimizer_that_comes_later_is_refused_before_it_changes_anything(late: str) -> None:
     model = Recommender(sparse=False)
     first = SGD([model.users.weight, *model.top.parameters()], lr=0.1)
@@ -169,12 +188,14 @@ def test_an_optimizer_that_comes_later_is_refused_before_it_changes_anything(lat
         first.add_param_group({"params": [model.items.weight], "momentum": 0.5})
     if late == "a new momentum":
         first.param_groups[0]["momentum"] = 0.9
+    if late == "a new lr":
+        first.param_groups[0]["lr"] = float("nan")
     model(ids_of(model)).sum().backward()
     before = copies(model, tracker)
     with pytest.raises(Unsupported, match="RowTracker: "):
         second.step()
     assert not any(differing(model, before).values())
-    RowTracker(model, tables=["users.weight"] if late != "a new momentum" else ["items.weight"], row_local=[])
+    RowTracker(model, tables=["users.weight" if "group" in late or "optimizer" in late else "items.weight"])
 
 
 def test_optimizers_within_others_are_examined() -> None:
