@@ -400,6 +400,11 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
         raise CheckpointError(
             f"RowTracker: {listed(odd)}: no dense table with rows and values; leave it out of tables="
         )
+    if apart := [text for name in chosen if (text := _tied_apart(name, whole))]:
+        raise CheckpointError(
+            f"RowTracker: {listed(apart, between='; ')}, so that a step of one changes the other unnoticed. Tie them "
+            "by the same object (head.weight = table.weight), or leave the table out of RowTracker(tables=)"
+        )
     groups: dict[object, list[str]] = {tie_key(whole[name]): [] for name in chosen}
     for name in [*chosen, *(name for name in whole if name not in chosen)]:
         if (tied := groups.get(tie_key(whole[name]))) is not None:
@@ -410,6 +415,22 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
 def _is_table(tensor: torch.Tensor) -> bool:
     odd = is_composed(tensor) or is_sharded(tensor) or is_fake(tensor) or tensor.layout != torch.strided
     return not odd and tensor.dim() > 0 and tensor.numel() > 0
+
+
+def _tied_apart(name: str, whole: Mapping[str, torch.Tensor]) -> str:
+    """Return which other tensors have some of a table's memory, of which torch may count changes apart; else empty."""
+    table = whole[name]
+    storage, begin, end = _extent(table)
+    beside = [(other, _extent(value)) for other, value in whole.items() if value is not table and value.numel()]
+    shared = [other for other, extent in beside if extent[0] == storage and extent[1] < end and begin < extent[2]]
+    return f"{name} has memory of {listed(shared)}, which is another tensor" if shared else ""
+
+
+def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
+    """Return the storage of a tensor, and the bytes of it that the tensor spans."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata, begin, begin + (last + 1) * tensor.element_size()
 
 
 def _inner(optimizer: Any) -> Iterator[Optimizer]:

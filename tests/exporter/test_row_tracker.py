@@ -137,6 +137,38 @@ def test_a_table_that_is_also_the_last_layer_changes_wherever_it_has_a_gradient(
     tracker.mark("head.weight", [5])
 
 
+SHARING: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "data": lambda weight: weight.data,
+    "detached": lambda weight: weight.detach(),
+    "turned": lambda weight: weight.data.t(),
+    "a part": lambda weight: weight.data[:2],
+}
+
+
+@pytest.mark.parametrize("view", SHARING.values(), ids=SHARING)
+def test_a_table_whose_memory_another_parameter_has_is_refused(view: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    model = Recommender()
+    model.head = nn.Linear(1, 1)
+    model.head.weight = nn.Parameter(view(model.items.weight))
+    with pytest.raises(
+        CheckpointError, match=r"items\.weight has memory of head\.weight, which is another tensor.* Tie"
+    ):
+        RowTracker(model)
+    assert RowTracker(model, tables=["users.weight"]).tables == ("users.weight",)
+    model.head.weight = model.items.weight
+    RowTracker(model)
+
+
+def test_tables_that_are_parts_of_one_memory_are_tracked_apart() -> None:
+    model, memory = Recommender(sparse=False), torch.randn(45_000, 16)
+    model.users.weight, model.items.weight = (nn.Parameter(part) for part in memory.split([5_000, 40_000]))
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    tracker = RowTracker(model, optimizer)
+    before = copies(model, tracker)
+    train(model, [optimizer])
+    assert reported(tracker) == differing(model, before)
+
+
 SPREADING: dict[str, tuple[Callable[..., Any], str]] = {
     "momentum": (lambda tables: SGD(tables, lr=0.1, momentum=0.9), "users.weight: the momentum of SGD keeps"),
     "weight decay": (lambda tables: SGD(tables, lr=0.1, weight_decay=0.1), "the weight decay of SGD changes all rows"),
