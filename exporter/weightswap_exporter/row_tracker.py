@@ -429,8 +429,8 @@ def _tied_apart(name: str, whole: Mapping[str, torch.Tensor]) -> str:
 def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
     """Return the storage of a tensor, and the bytes of it that the tensor spans."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage()._cdata, begin, begin + (last + 1) * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage()._cdata, begin, begin + int(last + 1) * tensor.element_size()
 
 
 def _inner(optimizer: Any) -> Iterator[Optimizer]:

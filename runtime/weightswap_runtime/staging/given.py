@@ -206,16 +206,33 @@ def _named_rows(rows: Mapping[Any, Any], where: str) -> list[NamedRows]:
 def _ids(given: Any) -> Offsets | str:
     """Return a copy of ids, or what is wrong with them."""
     torch = sys.modules.get("torch")
+    is_torchs = torch is not None and isinstance(given, torch.Tensor)
     try:
-        is_torchs = torch is not None and isinstance(given, torch.Tensor)
-        array = np.array(given.detach().cpu().numpy() if is_torchs else given)
+        array = np.array(given.detach().cpu().resolve_neg().numpy() if is_torchs else given)
+    except RuntimeError as error:  # of torch
+        return f"expected the ids of rows, as a plain tensor with values; got another one ({error})"
     except (TypeError, ValueError, OverflowError) as error:
         return f"expected the ids of rows ({error})"
-    if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
-        return f"expected the ids of rows, got {array.dtype} of the shape {list(array.shape)}"
-    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+    return _problem_of_ids(given, array, is_torchs) or array.astype(np.int64)
+
+
+def _problem_of_ids(given: Any, array: np.ndarray[Any, Any], is_torchs: bool) -> str:
+    kind = array.dtype.kind
+    if array.ndim == 1 and kind == "b" and array.size:
+        advice = "mask.nonzero().flatten()" if is_torchs else "numpy.flatnonzero(mask)"
+        return f"expected the ids of rows, got a mask; give {advice}"
+    if array.ndim != 1 or not (kind in "iu" or not array.size):
+        # numpy makes other numbers of those that are too large for its integers
+        large = [each for each in given if _is_too_large(each)] if isinstance(given, Sequence) else []
+        found = f"expected the ids of rows, got {array.dtype} of the shape {list(array.shape)}"
+        return f"row {large[0]}: is no row of a table" if large else found
+    if kind == "u" and array.size and _is_too_large(int(array.max())):
         return f"row {array.max()}: is no row of a table"
-    return array.astype(np.int64)
+    return ""
+
+
+def _is_too_large(number: object) -> bool:
+    return isinstance(number, int) and not -(2**63) <= number < 2**63
 
 
 def as_file(where: str, open_source: Callable[[Check], ByteSource]) -> GivenWeights:

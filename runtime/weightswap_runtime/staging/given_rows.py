@@ -29,8 +29,8 @@ from .sets import Plan, fill, plan
 
 Contents = Mapping[str, tuple[Changed, memoryview]]  # what differs of each weight, and its new bytes end to end
 _ADVICE = (
-    "Give the ascending ids of the rows that have changed. What cannot be given by rows is left out of rows=: it is "
-    "compared, and taken whole if it has changed."
+    "Give the ascending ids of the rows that have changed, each once, as by torch.unique(ids). What cannot be given by "
+    "rows is left out of rows=: it is compared, and taken whole if it has changed."
 )
 
 
