@@ -11,6 +11,7 @@ serves other weights than those gets the full set after all.
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
     from weightswap_runtime.staging.given import Given, Rows
     from weightswap_runtime.staging.transforms import Transforms
+
+_log = logging.getLogger("weightswap.transfer")
 
 
 class Sending:
@@ -204,10 +207,17 @@ class Sender(AbstractContextManager["Sender"]):
 
     def _stage(self, request: SwapRequest) -> Sending:
         is_by_rows = isinstance(request.source, GivenWeights) and request.source.has_rows
-        memory = (self._take_latest() if is_by_rows else None) or self._take()
+        latest = self._take_latest() if is_by_rows else None
+        memory = latest or self._take()
         try:
             delta = memory.fill(request, self._staging_of(request))
             assert memory.identity is not None
+            if is_by_rows and delta is None:
+                self._log_full(
+                    "the tracker's rows do not start from the weights that were sent last; others may have taken rows"
+                    if latest
+                    else "none were sent before, or their sending has failed or not ended"
+                )
             self._latest = sending = Sending(memory, memory.identity.weights_id, delta, request.source)
             with self._changed:
                 self._check_open()
@@ -287,7 +297,11 @@ class Sender(AbstractContextManager["Sender"]):
         if sending._delta is not None:
             with suppress(BaseMismatch):  # others are served: they need all weights
                 return self._link.deliver(sending.weights_id, sending._delta, deadline)
+            self._log_full("the receiver does not serve the weights that were sent last")
         return self._link.deliver(sending.weights_id, sending._memory, deadline)
+
+    def _log_full(self, why: str) -> None:
+        _log.info("%s: all weights are sent, not only rows: %s", self.to, why)
 
     def _next(self) -> Sending | None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import time
 from collections.abc import Iterator
@@ -121,6 +122,27 @@ def test_other_weights_than_those_of_the_tracker_are_refused(
     with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
         sender.send(average, rows=trainer.tracker)
     assert trainer.send(served) == "delta"
+
+
+def test_a_log_says_why_all_weights_are_sent(
+    served: Model, sender: Sender, artifact: Artifact, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(sender, artifact, tmp_path, tracked=True)
+
+    def why(kind: str) -> str:
+        caplog.clear()
+        assert trainer.send(served) == kind
+        return "".join(record.getMessage() for record in caplog.records if record.name == "weightswap.transfer")
+
+    with caplog.at_level(logging.INFO, "weightswap.transfer"):
+        assert why("full").endswith("not only rows: none were sent before, or their sending has failed or not ended")
+        assert why("delta") == ""
+        served.swap(Recommender())
+        assert why("full").endswith("not only rows: the receiver does not serve the weights that were sent last")
+        with load(artifact, trainer.model) as another:
+            train(trainer.model, trainer.optimizers)
+            another.swap(trainer.model, rows=trainer.tracker)
+        assert "the tracker's rows do not start from the weights that were sent last" in why("full")
 
 
 def test_who_serves_others_gets_all_weights(trainer: Trainer, served: Model) -> None:
