@@ -293,7 +293,7 @@ class _Table:
             ids = gradient._indices()[0]
             self.add(ids)
             return bool(ids.numel())
-        rows = gradient.detach().reshape(self.rows, -1).any(dim=1)
+        rows = _bits(gradient.detach()).reshape(self.rows, -1).any(dim=1)
         self._changed[: self.rows].logical_or_(rows.to(self._changed.device))
         return not rows.is_cpu or bool(rows.any())  # a training on a device shall not wait for this
 
@@ -374,6 +374,14 @@ class _Table:
         return ids
 
 
+def _bits(gradient: torch.Tensor) -> torch.Tensor:
+    """Return numbers as integers of the same bits, of which -0.0 is not zero: a step makes 0.0 of -0.0 by it."""
+    if gradient.is_complex():
+        return gradient
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[gradient.element_size()]
+    return gradient.resolve_neg().view(integer)
+
+
 def _looks_up(module: nn.Module) -> bool:
     """Return whether a module looks up the ids that it is called with: a class of the user's may compute others."""
     own = getattr(module.forward, "__func__", None)
@@ -400,7 +408,8 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
         raise CheckpointError(
             f"RowTracker: {listed(odd)}: no dense table with rows and values; leave it out of tables="
         )
-    if apart := [text for name in chosen if (text := _tied_apart(name, whole))]:
+    extents = {name: _extent(value) for name, value in whole.items() if value.numel()}
+    if apart := [text for name in chosen if (text := _tied_apart(name, whole, extents))]:
         raise CheckpointError(
             f"RowTracker: {listed(apart, between='; ')}, so that a step of one changes the other unnoticed. Tie them "
             "by the same object (head.weight = table.weight), or leave the table out of RowTracker(tables=)"
@@ -417,20 +426,29 @@ def _is_table(tensor: torch.Tensor) -> bool:
     return not odd and tensor.dim() > 0 and tensor.numel() > 0
 
 
-def _tied_apart(name: str, whole: Mapping[str, torch.Tensor]) -> str:
-    """Return which other tensors have some of a table's memory, of which torch may count changes apart; else empty."""
-    table = whole[name]
-    storage, begin, end = _extent(table)
-    beside = [(other, _extent(value)) for other, value in whole.items() if value is not table and value.numel()]
-    shared = [other for other, extent in beside if extent[0] == storage and extent[1] < end and begin < extent[2]]
-    return f"{name} has memory of {listed(shared)}, which is another tensor" if shared else ""
+class _Extent(NamedTuple):
+    """A storage, and the bytes of it that a tensor spans."""
+
+    storage: object
+    begin: int
+    end: int
 
 
-def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
-    """Return the storage of a tensor, and the bytes of it that the tensor spans."""
+def _extent(tensor: torch.Tensor) -> _Extent:
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
-    return tensor.untyped_storage()._cdata, begin, begin + int(last + 1) * tensor.element_size()
+    return _Extent(tensor.untyped_storage()._cdata, begin, begin + int(last + 1) * tensor.element_size())
+
+
+def _tied_apart(name: str, whole: Mapping[str, torch.Tensor], extents: Mapping[str, _Extent]) -> str:
+    """Return which other tensors have some of a table's memory, of which torch may count changes apart; else empty."""
+    storage, begin, end = extents[name]
+    shared = [
+        other
+        for other, extent in extents.items()
+        if extent.storage == storage and extent.begin < end and begin < extent.end and whole[other] is not whole[name]
+    ]
+    return f"{name} has memory of {listed(shared)}, which is another tensor" if shared else ""
 
 
 def _inner(optimizer: Any) -> Iterator[Optimizer]:
@@ -469,6 +487,8 @@ def _spreads_zeros(name: str, group: Mapping[str, Any], dtype: torch.dtype) -> s
         return (
             f"{name} with maximize=True makes 0.0 of each -0.0 in rows that have no gradient (negate the loss instead)"
         )
+    if dtype.is_complex:
+        return f"{name} makes 0.0 of each -0.0 in rows of {dtype} that have no gradient"
     lr = group.get("lr", 0.0)
     on_device = isinstance(lr, torch.Tensor) and not lr.is_cpu  # a training on a device shall not wait for this
     if not on_device and not 0 <= float(lr) <= torch.finfo(torch.float32).max:

@@ -441,6 +441,45 @@ def test_rows_of_a_step_that_has_failed_are_not_known(options: dict[str, bool], 
     assert tracker.take()[1] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_gradient_of_minus_zero_changes_rows_of_minus_zero(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.full((9, 4), -0.0, dtype=dtype))
+    model = nn.Module()
+    model.table = weight
+    tracker = RowTracker(model, optimizer := SGD([weight], lr=0.1), tables=["table"])
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[[2, 5]] = -weight.grad[[2, 5]]
+    before = weight.detach().clone()
+    optimizer.step()
+    changed = (before.view(torch.uint8) != weight.detach().view(torch.uint8)).any(1).nonzero().flatten().tolist()
+    assert reported(tracker) == {"table": changed} == {"table": [2, 5]}
+
+
+class Turning(torch.optim.Optimizer):
+    """Changes the rows of a gradient, of any dtype."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter[parameter.grad.any(1)] *= -1
+
+
+def test_tables_of_complex_numbers_need_an_optimizer_that_is_known_to_change_rows_alone() -> None:
+    weight = nn.Parameter(torch.ones((9, 4), dtype=torch.complex64))
+    model = nn.Module()
+    model.table = weight
+    with pytest.raises(Unsupported, match=r"table: SGD makes 0\.0 of each -0\.0 in rows of torch\.complex64"):
+        RowTracker(model, SGD([weight], lr=0.1), tables=["table"])
+    optimizer = Turning([weight])
+    tracker = RowTracker(model, optimizer, tables=["table"], row_local=[Turning])
+    weight[torch.tensor([3, 4])].real.sum().backward()
+    optimizer.step()
+    assert reported(tracker) == {"table": [3, 4]}
+
+
 def test_a_step_with_a_closure_has_the_gradient_of_its_closure() -> None:
     model = Recommender()
     optimizer = SGD(model.parameters(), lr=0.1)
