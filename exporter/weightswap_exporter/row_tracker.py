@@ -67,8 +67,9 @@ class RowTracker:
     row_local: classes of other optimizers that change only rows with a gradient.
 
     Raises Unsupported for an optimizer that changes other rows, too: by momentum, by Adam's moments on dense gradients,
-    or by weight decay. The step of such an optimizer raises it before it changes anything, if the tracker was not told
-    of it. Raises CheckpointError for names that are no tables.
+    by weight decay, or by what it makes of zeros. The step of such an optimizer raises it before it changes anything,
+    if the tracker was not told of it. Raises CheckpointError for names that are no tables, and for tables whose memory
+    another tensor has.
 
     Memory: a byte for each row; from the first publication on, 6 % of the tables. It holds the model's tables.
     """

@@ -140,11 +140,11 @@ class Model(ServedModel):
         onto: for a delta, the files that lead to its base weights, each with its weights id: a full set, then deltas.
           They are read if the base weights are not served.
         rows: of a module or a mapping, what has changed in its tables since the weights that are served: ascending ids
-          of rows by the tables' names, or a `RowTracker`. Only these rows are read; a table without ids has none.
-          All other tensors are compared with the served weights by their digests, and taken whole if they differ. The
-          result has the id that `pack` gives to all of the tensors; rows that have changed and are not named are not
-          seen. A tracker's rows are taken by the commit; if they do not start from the served weights, as at first, or
-          after a rollback, everything is read, as without `rows`. Nobody may write from this call on.
+          of rows by the tables' names in `weights`, or a `RowTracker`. Only these rows are read; a table without ids
+          has none. All other tensors are compared with the served weights by their digests, and taken whole if they
+          differ. The result has the id that `pack` gives to all of the tensors; rows that have changed and are not
+          named are not seen. A tracker's rows are taken by the commit; if they do not start from the served weights, as
+          at first, or after a rollback, everything is read, as without `rows`. Nobody may write from this call on.
         base: the weights id that ids by name start from; if others are served, they are a BaseMismatch.
 
         Raises WeightFileError, SourceChanged, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch,
