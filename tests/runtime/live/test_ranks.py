@@ -6,6 +6,7 @@ Ranks are threads here, with groups of gloo between them; tests/promises/never_a
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +122,7 @@ GIVEN: dict[str, Callable[[Path], Any]] = {
     "a file with digests": lambda path: write_set(path / "a.safetensors", 2),
     "without those of blocks": lambda path: write_set(path / "b.safetensors", 2, with_blocks=False),
     "a checkpoint": lambda path: checkpoint(path / "c.safetensors", 2),
+    "parts of a trainer's ranks": lambda path: parts_of_ranks(path, 2),
     "a mapping": lambda _: content(2),
     "numpy": lambda _: {name: value.numpy() for name, value in content(2).items()},
     "an iterator": lambda _: iter(content(2).items()),
@@ -134,6 +136,16 @@ def content(seed: int) -> dict[str, torch.Tensor]:
 def checkpoint(path: Path, seed: int) -> Path:
     safetensors.torch.save_file(content(seed), path)
     return path
+
+
+def parts_of_ranks(folder: Path, seed: int) -> Path:
+    """Write what torch's HuggingFaceStorageWriter writes of each of two ranks that have half of the rows."""
+    for rank in range(2):
+        parts = {name: value.chunk(2)[rank].contiguous() for name, value in content(seed).items()}
+        offsets = {name: {"saved_offsets": [rank * len(part), *[0] * (part.ndim - 1)]} for name, part in parts.items()}
+        name = f"shard-0000{rank}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file(parts, folder / name, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    return folder
 
 
 @pytest.mark.parametrize("kind", GIVEN)
