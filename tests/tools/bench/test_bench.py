@@ -37,7 +37,8 @@ def test_calls_swaps_and_memory(tiny: TinyArtifact, weight_file: Weights, reside
     assert calls.calls_per_second == calls.calls / calls.seconds
     assert [swap.bytes_read for swap in found.swaps] == [15 * 4 + 5 * 4 + 4 + 8] * 2
     assert found.memory is not None
-    assert 0 < found.memory.before_load <= found.memory.peak_swapping
+    # no order: what earlier tests of this process have left may be freed meanwhile
+    assert min(found.memory.before_load, found.memory.after_load, found.memory.peak_swapping) > 0
     assert (found.engine, found.residency, found.failed) == ("torch", residency, "")
 
 
