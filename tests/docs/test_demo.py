@@ -10,6 +10,7 @@ import sys
 import tomllib
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,17 +57,20 @@ print(judge(mixture, 0, "id-0"), judge(mixture, 1, "id-1"))
 """
 
 
+def played(out: Path, *arguments: str) -> tuple[Any, str]:
+    """Return the summary of a demo that writes its report to `out`, and what it said."""
+    command = [sys.executable, str(DIGITS / "main.py"), f"--out={out}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "summary.json").read_text()), done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("residency", ["double", "single"])
 def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
     out = tmp_path / "report"
-    arguments = [f"--epochs={EPOCHS}", "--pace=0.4", f"--residency={residency}", f"--out={out}"]
-    done = subprocess.run(
-        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=80, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    summary = json.loads((out / "summary.json").read_text())
+    arguments = [f"--epochs={EPOCHS}", "--pace=0.4", f"--residency={residency}"]
+    summary, said = played(out, *arguments)
     assert summary["ok"]
     assert summary["server_imports_clean"]
     assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == 0
@@ -90,19 +94,14 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
     assert len(picture) > 20_000
     assert str(tmp_path) not in (out / "summary.json").read_text()
     for row in generations:
-        assert row["weights_id"][:12] in done.stdout
+        assert row["weights_id"][:12] in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residency", ["double", "single"])
 def test_two_ranks_answer_together(tmp_path: Path, residency: str) -> None:
-    arguments = ["--ranks", f"--epochs={EPOCHS}", "--pace=0.6", f"--residency={residency}", f"--out={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    arguments = ["--ranks", f"--epochs={EPOCHS}", "--pace=0.6", f"--residency={residency}"]
+    summary, _ = played(tmp_path, *arguments)
     assert summary["ok"]
     assert summary["server_imports_clean"]
     assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == summary["totals"]["stale"] == 0
@@ -125,13 +124,8 @@ def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("residency", ["double", "single"])
 def test_a_trainer_sends_from_memory(tmp_path: Path, residency: str) -> None:
     """It is killed in the middle of a send, goes on, and diverges once; each answer is of the step that it names."""
-    arguments = ["--live", f"--epochs={EPOCHS}", "--pace=1", f"--residency={residency}", f"--out={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    arguments = ["--live", f"--epochs={EPOCHS}", "--pace=1", f"--residency={residency}"]
+    summary, _ = played(tmp_path, *arguments)
     assert summary["ok"]
     assert summary["server_imports_clean"]
     assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == summary["totals"]["stale"] == 0

@@ -25,7 +25,7 @@ from .engine_check import differ, problem_of
 
 MOST_BYTES = 1 << 30  # of random weights
 _TIMEOUT = 120.0  # seconds for which a rank waits for another
-_CALLER = 5
+_CALLER = 6
 
 
 class _Call(NamedTuple):

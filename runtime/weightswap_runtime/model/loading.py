@@ -100,21 +100,24 @@ def load(
     """
 
     def open_model() -> Model:
-        return _open(
-            artifact,
-            share=share,
-            ranks=ranks,
-            device=device,
-            engine=engine,
-            options=EngineOptions(threads, prologue, cuda_graphs=cuda_graphs),
-            residency=residency,
-            staging=staging,
-            keep_previous=keep_previous,
-            op_libraries=op_libraries,
-            max_variants=max_variants,
-            max_hash_trees=max_hash_trees,
-            admit=admit,
-        )
+        if share is not None:
+            _check_share(share, admit)
+        opened = _open_artifact(artifact, op_libraries)
+        _check_ranks(opened, ranks, share)
+        model_device = _device_of(device, share)
+        chosen = choose_engine(engine, opened, model_device)
+        opened = as_taken(chosen, opened)
+        if share is None:
+            memory, split = open_memory(model_device, staging), opened.manifest.ranks
+            rows = opened.manifest.weights
+            store = Store(rows, residency, keep_previous, memory, None, max_hash_trees, ranks, split)
+        else:
+            store = share._store
+        store.admit = admit or store.admit
+        group = ranks.group_name if ranks else None
+        options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs, group)
+        opened_engine = _open_chosen(engine, chosen, opened, model_device, options)
+        return Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
 
     model = open_model() if ranks is None else _open_together(ranks, open_model)
     if on_event is not None:
@@ -144,56 +147,24 @@ def _open_together(ranks: Ranks, open_model: Callable[[], Model]) -> Model:
     return opened[0]
 
 
-def _open(
-    artifact: PathLike | Artifact,
-    *,
-    share: Model | None,
-    ranks: Ranks | None,
-    device: str,
-    engine: EngineName,
-    options: EngineOptions,
-    residency: ResidencyName,
-    staging: StagingMode,
-    keep_previous: Literal["host"] | None,
-    op_libraries: Sequence[str],
-    max_variants: int,
-    max_hash_trees: int | None,
-    admit: Admit | None,
-) -> Model:
-    """Open a model without weights. The arguments are those of `load`."""
-    if share is not None:
-        _check_share(share, admit)
+def _open_artifact(artifact: PathLike | Artifact, op_libraries: Sequence[str]) -> Artifact:
     if op_libraries:
         from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
         import_libraries(op_libraries)
-    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    _check_ranks(opened, ranks, share)
-    model_device = device_name(device) if share is None or device != HOST else share.device
-    if share is not None and model_device != share.device:
+    return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+
+
+def _device_of(device: str, share: Model | None) -> str:
+    """Return the name of a model's device, which is that of the model that it shares with. Raises Unsupported."""
+    if share is None:
+        return device_name(device)
+    if device != HOST and device_name(device) != share.device:
         raise Unsupported(
             f"device={device!r}: the model to share with is on {share.device!r}. Leave device= out, or load this one "
             "without share="
         )
-    chosen = choose_engine(engine, opened, model_device)
-    opened = as_taken(chosen, opened)
-    if share is None:
-        memory = open_memory(model_device, staging)
-        store = Store(
-            opened.manifest.weights,
-            residency,
-            keep_previous,
-            memory,
-            max_hash_trees=max_hash_trees,
-            ranks=ranks,
-            split=opened.manifest.ranks,
-        )
-    else:
-        store = share._store
-    store.admit = admit or store.admit
-    options = options._replace(on_host=store.stages_on_host, group=ranks.group_name if ranks else None)
-    opened_engine = _open_chosen(engine, chosen, opened, model_device, options)
-    return Model(opened, store, device=model_device, engine=opened_engine, max_variants=max_variants)
+    return share.device
 
 
 def _check_ranks(artifact: Artifact, ranks: Ranks | None, share: Model | None) -> None:
@@ -233,5 +204,5 @@ def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, o
     except Unsupported as error:
         if requested != AUTO or chosen == "torch":
             raise
-        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=4)
         return open_engine("torch", artifact, device, options)
