@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from threading import RLock, local
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from .errors import StageCancelled, Unsupported, is_number
-from .threads import is_lost
+from .errors import OutOfMemory, StageCancelled, Unsupported, is_number
+from .threads import Background, is_lost
 
 POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
 _local = local()
@@ -58,6 +58,7 @@ _survivor: object = None  # the token of the thread that survived the last fork
 
 
 L = TypeVar("L")
+T = TypeVar("T")
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -93,6 +94,79 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class Uninterrupted:
+    """A block in which work is done as a whole, whatever interrupt arrives: an exception that a signal handler raises.
+
+    Signal handlers run in the main thread alone, so there `run` lets another thread do the work. The interrupt is
+    raised at the end of the block, when what the work has done is noted. The work itself may look for it with `check`,
+    which first calls another such function. thread: the token of the thread that waits for the work.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self.thread = this_thread()
+        self._check = check
+        self._interrupt: BaseException | None = None
+
+    def __enter__(self) -> Uninterrupted:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._interrupt is not None and self._interrupt is not error:
+            raise self._interrupt
+
+    def check(self) -> None:
+        """Raise what ends a wait."""
+        self._check()
+        if self._interrupt is not None:
+            raise self._interrupt
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do the work; when it has ended, return its result or raise its error. Raises OutOfMemory for no thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return work()
+        once = _Once(work)
+        while True:
+            try:
+                once.do_in_thread()
+                break
+            except BaseException as error:
+                if once.to_do and isinstance(error, RuntimeError):
+                    raise OutOfMemory(f"cannot start a thread to commit in ({error})") from error
+                self._interrupt = error
+        if once.errors:
+            raise once.errors.pop()
+        return once.results.pop()
+
+
+class _Once(Generic[T]):
+    """Work that is done once, in a thread. Its parts are C: an interrupt in a Future or an Event may leave it locked."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.to_do = [work]  # for one thread: an interrupt may hide from its starter that it has started
+        self.results: list[T] = []
+        self.errors: list[BaseException] = []
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    def do_in_thread(self) -> None:
+        """Return when a thread has done the work. After an interrupt, call it again."""
+        while not (self.results or self.errors):
+            if self.to_do:
+                Background(self._do, "weightswap-commit", lambda: None).start()
+            self._ended.acquire(timeout=POLL_SECONDS)
+
+    def _do(self) -> None:
+        try:
+            work = self.to_do.pop()
+        except IndexError:
+            return
+        try:
+            self.results.append(work())
+        except BaseException as error:
+            self.errors.append(error)
+        self._ended.release()
 
 
 P = ParamSpec("P")

@@ -3,9 +3,9 @@
 A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
 reference. In single residency it holds new calls, waits for the leases, and releases the calls after the copy.
 
-An interrupt at any instruction leaves the old weights, the new ones, or a model that reports its failure; never a
-mixture, and never a lease that does not end. So leases, holds and stagings are objects that exist before they take
-effect, and that count only while they are referenced: what an interrupted frame has left behind ends with the frame.
+An interrupt at any instruction leaves the old weights or the new ones, and no lease that does not end. So a commit in
+place runs where none arrives (`threads.Uninterrupted`), and leases and stagings are objects that exist before they take
+effect and count only while they are referenced: what an interrupted frame has left behind ends with the frame.
 """
 
 from __future__ import annotations
@@ -44,16 +44,6 @@ class Pin(Claim):
         return time.monotonic() - self._since > PATIENCE
 
 
-class Hold(Claim):
-    """A claim that keeps new calls waiting, since `since` (time.perf_counter())."""
-
-    __slots__ = ("since",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.since = time.perf_counter()
-
-
 class Leasable(Protocol):
     """Something that versions are stored in and leased from. `leases` belongs to the gate."""
 
@@ -87,7 +77,7 @@ class Gate(Generic[S]):
         self._lock = fork_safe(RLock())  # reentrant: a signal handler may call the model while this thread holds it
         self._changed = Condition(self._lock)
         self._current: Version[S] | None = None
-        self._hold: ClaimReference | None = None
+        self._held_since: float | None = None  # time.perf_counter() from which on a commit holds new calls
         self._failure: str | None = None
         self._closed = False
 
@@ -97,12 +87,7 @@ class Gate(Generic[S]):
 
     @property
     def failure(self) -> str | None:
-        """The reason why calls are refused; None if they are not, or a commit is under way."""
-        return None if self._holder() else self._failure
-
-    @property
-    def broken(self) -> str | None:
-        """The reason why the arena does not hold one set of weights, also during a commit; for holders of a claim."""
+        """The reason why calls are refused: the arena does not hold one set of weights. None if they are not."""
         return self._failure
 
     def acquire(self, lease: Claim) -> Version[S]:
@@ -112,9 +97,7 @@ class Gate(Generic[S]):
         Raises NoWeights, ModelFailed and ModelClosed.
         """
         with self._lock:
-            while (hold := self._holder()) and not self._leased_by(lease.thread):
-                if hold.thread is lease.thread:
-                    raise ModelFailed("a signal handler cannot call the model while its thread is committing in place")
+            while self._held_since is not None and not self._leased_by(lease.thread):
                 self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
                 raise ModelFailed(f"an in-place commit failed ({self._failure}); swap or roll back to serve again")
@@ -154,7 +137,7 @@ class Gate(Generic[S]):
         """Wait until `session` is not leased. Raises LeaseTimeout, and what `check` raises meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while _is_leased(session, deadline):
+            while _is_leased(session, deadline, this_thread()):
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
@@ -172,39 +155,50 @@ class Gate(Generic[S]):
             return time.perf_counter() - start
 
     @contextmanager
-    def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[Hold]:
-        """Hold new calls and wait for the leases on `session`; calls go on when the block ends.
+    def hold(
+        self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None, thread: object = None
+    ) -> Iterator[float]:
+        """Hold new calls and wait for the leases on `session`; yield the time.perf_counter() since when. Calls go on
+        when the block ends.
 
-        While a pin is old, calls are not held: a pin that is never released must not stop the service. Raises
+        While a pin is old, calls are not held: a pin that is never released must not stop the service. thread: the
+        token of the one that waits for the commit (this one by default): its own leases would never end. Raises
         LeaseTimeout, and what `check` raises meanwhile.
         """
-        hold = Hold()
+        thread = this_thread() if thread is None else thread
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            with self._lock:
-                while self._holder() or not self._hold_idle(session, deadline, hold, check):
-                    self._changed.wait(POLL_SECONDS)
-                    check()
-                    self._check_open()
+        with self._lock:
+            while self._held_since is not None or not self._hold_idle(session, deadline, check, thread):
+                self._changed.wait(POLL_SECONDS)
+                check()
                 self._check_open()
-            yield hold
+            since = self._held_since or time.perf_counter()
+        try:
+            yield since
         finally:
-            hold.end()
             with self._lock:
-                self._changed.notify_all()
+                self._let_go()
 
-    def _hold_idle(self, session: S, deadline: float | None, hold: Hold, check: Callable[[], None]) -> bool:
+    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None], thread: object) -> bool:
         """Hold new calls until `session` is idle. Return False, without a hold, if a pin is or becomes old."""
-        self._hold, hold.since = weakref.ref(hold), time.perf_counter()
-        while _is_leased(session, deadline):
-            if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
-                self._hold = None
-                self._changed.notify_all()
-                return False
-            self._changed.wait(POLL_SECONDS)
-            check()
+        self._held_since, is_idle = time.perf_counter(), False
+        try:
             self._check_open()
-        return True
+            while _is_leased(session, deadline, thread):
+                if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
+                    return False
+                self._changed.wait(POLL_SECONDS)
+                check()
+                self._check_open()
+            is_idle = True
+        finally:
+            if not is_idle:
+                self._let_go()
+        return is_idle
+
+    def _let_go(self) -> None:
+        self._held_since = None
+        self._changed.notify_all()
 
     def close(self) -> None:
         """Refuse every call from now on, and drop the current version. Leases that were granted stay valid."""
@@ -222,21 +216,16 @@ class Gate(Generic[S]):
         with self._lock:
             self._failure = reason
 
-    def _holder(self) -> Claim | None:
-        """Return the claim that holds new calls, if any."""
-        hold = self._hold() if self._hold else None
-        return hold if hold is not None and hold.holds else None
-
     def _leased_by(self, thread: object) -> bool:
         return self._current is not None and any(
             lease.thread is thread for lease in _held_leases(self._current.session)
         )
 
 
-def _is_leased(session: Leasable, deadline: float | None) -> bool:
-    """Return whether a session is leased. Raises LeaseTimeout if this thread has a lease, or `deadline` has passed."""
+def _is_leased(session: Leasable, deadline: float | None, thread: object) -> bool:
+    """Return whether a session is leased. Raises LeaseTimeout if `thread` has a lease, or `deadline` has passed."""
     leases = _held_leases(session)
-    if any(lease.thread is this_thread() for lease in leases):
+    if any(lease.thread is thread for lease in leases):
         raise LeaseTimeout(
             "this thread itself has pinned the weights that would be overwritten; first leave the `with model.pin()` "
             'block, or close the context with on_swap="pin"'

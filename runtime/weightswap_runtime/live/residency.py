@@ -23,7 +23,7 @@ from weightswap_runtime.errors import (
     is_of_device,
 )
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.jobs import Job
+from weightswap_runtime.jobs import Job, Uninterrupted
 from weightswap_runtime.memory.arena import (
     Arena,
     ArenaLayout,
@@ -102,8 +102,8 @@ class Residency(Protocol):
         """Stage the live set with a patch applied. Raises LeaseTimeout, OutOfMemory and StageCancelled."""
         ...
 
-    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
-        """Serve staged weights. `check` is called during the wait for calls and pins; it may raise to end it."""
+    def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:
+        """Serve staged weights. `caller.check` is called during the wait for calls and pins, and may end it."""
         ...
 
     @property
@@ -111,8 +111,8 @@ class Residency(Protocol):
         """The version that a rollback would serve."""
         ...
 
-    def rollback(self, timeout: float | None) -> Commit:
-        """Serve the previous version. Raises NothingToRollBack."""
+    def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
+        """Serve the previous version, as in `commit`. Raises NothingToRollBack."""
         ...
 
 
@@ -206,7 +206,7 @@ class Double:
         self._resident.pop(session, None)
         session.content = None
 
-    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
+    def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:
         assert staged.session is not None
         return self._exchange(staged.session, staged.identity)
 
@@ -221,7 +221,7 @@ class Double:
     def previous(self) -> Version[Session] | None:
         return self._resident.get(self._idle()) or self._displaced
 
-    def rollback(self, timeout: float | None) -> Commit:
+    def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
         idle = self._idle()
         if self._gate.current is None or not (idle in self._resident or self._displaced):
             raise NothingToRollBack(
@@ -229,7 +229,7 @@ class Double:
                 '(keep_previous="host" would keep them). Swap the file that you want.'
             )
         if idle not in self._resident:
-            self._restore(idle, timeout)
+            self._restore(idle, timeout, caller.check)
         idle.run_added_prologues("the previous weights")  # a model may have joined since
         return self._exchange(idle, self._resident[idle].identity)
 
@@ -237,11 +237,11 @@ class Double:
         current = self._gate.current
         return self.sessions[1] if current and current.session is self.sessions[0] else self.sessions[0]
 
-    def _restore(self, idle: Session, timeout: float | None) -> None:
+    def _restore(self, idle: Session, timeout: float | None, check: Check) -> None:
         """Restore the weights that a staging without a commit has overwritten."""
         assert self._saved is not None
         assert self._displaced is not None
-        self._gate.wait_idle(idle, timeout)
+        self._gate.wait_idle(idle, timeout, check)
         idle.content = None
         with idle.arena.writing():
             self._saved.write_to(idle.arena, self._workers)
@@ -316,21 +316,21 @@ class Single:
             patch.write_to(arena, self._workers, job)
         return arena
 
-    def commit(self, staged: StagedWeights, timeout: float | None, check: Check) -> Commit:
+    def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:
         version = Version(self._live, next_generation(self._gate), staged.identity)
         if staged.patch is not None:
-            return self._commit_in_place(staged.patch, version, None, timeout, check)
+            return self._commit_in_place(staged.patch, version, None, timeout, caller)
         session = staged.session
         assert session is not None
         if session is not self._live:
-            return self._commit_in_place(session.arena, version, session, timeout, check)
+            return self._commit_in_place(session.arena, version, session, timeout, caller)
         return version, self._gate.exchange(version), 0
 
     @property
     def previous(self) -> Version[Session] | None:
         return self._previous[1] if self._previous else None
 
-    def rollback(self, timeout: float | None) -> Commit:
+    def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
         if self._previous is None:
             why = (
                 "nothing was committed before these weights"
@@ -340,7 +340,7 @@ class Single:
             raise NothingToRollBack(f"{why}. Swap the file that you want.")
         content, old = self._previous
         version = Version(self._live, next_generation(self._gate), old.identity)
-        return self._commit_in_place(content, version, None, timeout)
+        return self._commit_in_place(content, version, None, timeout, caller)
 
     def _commit_in_place(
         self,
@@ -348,7 +348,7 @@ class Single:
         version: Version[Session],
         staged: Session | None,
         timeout: float | None,
-        check: Check = lambda: None,
+        caller: Uninterrupted,
     ) -> Commit:
         """Hold the calls, copy `source` over the live weights, exchange.
 
@@ -358,9 +358,9 @@ class Single:
         """
         kept = self._snapshot(source)
         undo = self._undo(source, staged, kept)
-        with self._gate.hold(self._live, timeout, check) as hold, ExitStack() as writing:
+        with self._gate.hold(self._live, timeout, caller.check, caller.thread) as since, ExitStack() as writing:
             writing.enter_context(self._live.arena.writing(urgent=True))  # a refusal here leaves the model as it is
-            with self._failed_until_exchange():
+            with self._failed_by_errors():
                 before, self._previous = self._previous, kept
                 refusal = self._copy(source, version, staged, undo)
                 writing.close()  # not later: calls that follow the exchange wait for this mark
@@ -376,17 +376,16 @@ class Single:
         finally:
             del refusal  # breaks the cycle with its traceback, which would keep this frame and the staging alive
         copied = source if isinstance(source, Patch) else self._layout
-        return version, time.perf_counter() - hold.since, copied.nbytes
+        return version, time.perf_counter() - since, copied.nbytes
 
     @contextmanager
-    def _failed_until_exchange(self) -> Iterator[None]:
-        """Mark the model as failed until the exchange, as the arena mixes both sets; raise errors as ModelFailed."""
-        self._gate.fail("it has not ended")  # what an interrupt leaves behind: it passes the handlers below
+    def _failed_by_errors(self) -> Iterator[None]:
+        """Mark the model as failed after an error, as the arena may mix both sets. Raises ModelFailed."""
         try:
             yield
         except ModelClosed:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._gate.fail(f"{type(error).__name__}: {error}")
             advice = f" {RESTART}" if is_of_device(error) else ""
             raise ModelFailed(
@@ -422,7 +421,7 @@ class Single:
         """
         current = self._gate.current
         is_copied = staged is not None and type(staged.arena) is type(self._live.arena)  # not computed
-        if is_copied or not self._live.has_prologue or current is None or self._gate.broken is not None:
+        if is_copied or not self._live.has_prologue or current is None or self._gate.failure is not None:
             return None
         if isinstance(source, Patch):
             content: Arena | Patch = self._save_ranges(source, source.undo)
@@ -447,7 +446,7 @@ class Single:
         current = self._gate.current
         if not self._keep or current is None:
             return None
-        if self._gate.broken is not None:
+        if self._gate.failure is not None:
             return self._kept_apart(source)
         if isinstance(source, Patch):
             return self._save_ranges(source, source.saved), current

@@ -44,7 +44,15 @@ from weightswap_runtime.format.manifest import Manifest, NamedTensor, Split
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.hash_tree import HashTrees
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children
+from weightswap_runtime.jobs import (
+    POLL_SECONDS,
+    Claim,
+    ClaimReference,
+    Job,
+    Uninterrupted,
+    fork_safe,
+    renew_in_children,
+)
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
@@ -239,7 +247,7 @@ class Store:
         """Stage a file as a set of its own, or as a patch of the weights that are served."""
         request = staging.request
         if delta:
-            served = self._current_id if self.gate.broken is None else None
+            served = self._current_id if self.gate.failure is None else None
             through = files_after(served, weights, delta, staging)
             if through is not None:
                 arena, identity = self._base(weights.where)
@@ -263,7 +271,7 @@ class Store:
 
     def _base(self, where: str) -> tuple[Arena, Identity]:
         """Return the served weights, for a staging that builds on them. Raises BaseMismatch if there are none."""
-        if self.gate.current is None or self.gate.broken is not None:
+        if self.gate.current is None or self.gate.failure is not None:
             why = "no weights are served yet" if self.gate.current is None else "the model has failed"
             raise BaseMismatch(
                 f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
@@ -302,11 +310,12 @@ class Store:
         self, member: Member, staged: StagedWeights, by: str, timeout: float | None, check: Check
     ) -> SwapReceipt:
         """Serve staged weights. `check` is called during the wait for calls and pins."""
-        with self._refusal_events(member, by, staged.report.kind, staged.report.source):
-            before = self._current_id
-            self.try_on_ranks(staged)
-            committed = self._on_all_ranks("commit", lambda: self._residency.commit(staged, timeout, check))
-        return self._committed(member, staged.report, committed, before, by)
+        with Uninterrupted(check) as caller:
+            with self._refusal_events(member, by, staged.report.kind, staged.report.source):
+                before = self._current_id
+                self.try_on_ranks(staged)
+                committed = self._commit("commit", caller, lambda: self._residency.commit(staged, timeout, caller))
+            return self._committed(member, staged.report, committed, before, by)
 
     def try_on_ranks(self, staged: StagedWeights) -> None:
         """Try staged weights on all ranks, unless that was done. Raises RanksRefused and RanksLost."""
@@ -341,7 +350,11 @@ class Store:
         self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
     ) -> SwapReceipt:
         """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
-        with self._refusal_events(member, by, "rollback", "rollback"), ExitStack() as stack:
+        with (
+            Uninterrupted() as caller,
+            self._refusal_events(member, by, "rollback", "rollback"),
+            ExitStack() as stack,
+        ):
 
             def prepare() -> dict[str, str]:
                 # ranks do not wait for one another's stagings: none of their threads could end one meanwhile
@@ -349,7 +362,7 @@ class Store:
                 if expect is not None and self.previous_id != expect:
                     raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
                 if self.previous_id is None:
-                    self._residency.rollback(timeout)  # says why there is nothing
+                    self._residency.rollback(timeout, caller)  # says why there is nothing
                 return {"weights": str(self.previous_id)}
 
             if self.ranks is None:
@@ -357,7 +370,7 @@ class Store:
             else:
                 self._agree_on_rollback(self.ranks, stack, prepare, timeout)
             old = self.gate.current
-            committed = self._on_all_ranks("rollback", lambda: self._residency.rollback(timeout))
+            committed = self._commit("rollback", caller, lambda: self._residency.rollback(timeout, caller))
             identity = committed[0].identity
             report = StagingReport(
                 weights_id=identity.weights_id,
@@ -384,16 +397,18 @@ class Store:
             return False
         return True
 
-    def _on_all_ranks(self, what: str, commit: Callable[[], Commit]) -> Commit:
+    def _commit(self, what: str, caller: Uninterrupted, commit: Callable[[], Commit]) -> Commit:
         """Do what all ranks have agreed to do. Where it can still fail, which is in place, all say how it went.
 
         Raises ModelFailed if it has failed on any rank: all then refuse calls.
         """
-        if self.ranks is None or self.residency == "double":
-            return commit()
+        if self.residency == "double":
+            return commit()  # one reference is exchanged
+        if self.ranks is None:
+            return caller.run(commit)
         made: list[Commit] = []
         try:
-            self.ranks.agree(f"end of the {what}", partial(_done, lambda: made.append(commit())))
+            self.ranks.agree(f"end of the {what}", partial(_done, lambda: made.append(caller.run(commit))))
         except RanksRefused as error:
             reasons = [f"rank {rank}: {reason}" for rank, reason in error.reasons.items()]
             self.gate.fail(f"of the ranks of this model; {listed(reasons, between='; ')}")
@@ -428,11 +443,8 @@ class Store:
         try:
             with memory_errors(f"{source}: no memory for it"):
                 yield
-        except BaseException as error:
-            interrupted = not isinstance(error, Exception)
-            if interrupted and self.gate.broken is None:
-                raise
-            kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
+        except Exception as error:
+            kind: EventKind = "failed" if isinstance(error, ModelFailed) else "refused"
             graph_id, seconds = member.artifact.graph_id, time.perf_counter() - start
             # no local refers to the error: the cycle with its traceback would keep this frame and the staging alive
             self.events.emit(

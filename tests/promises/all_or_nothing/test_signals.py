@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
-from weightswap_runtime import BaseMismatch, Event, Model, ModelFailed, StageClosed, load
-from weightswap_runtime.jobs import Claim
-from weightswap_runtime.live.gate import Hold
+from weightswap_runtime import Event, Model, StageClosed, load
 from weightswap_runtime.memory.arena import HostArena
 
 
@@ -41,62 +42,43 @@ def test_an_exception_in_a_commit_listener_finds_the_commit_done(
     assert serves(model, 2)
 
 
-def test_an_interrupt_in_an_in_place_commit_leaves_a_model_that_says_that_it_failed(
+def test_an_interrupt_in_a_commit_in_place_waits_for_its_end(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
-    copy, interrupts = HostArena.write_to, list[KeyboardInterrupt]()
-
-    def interrupted(arena: HostArena, other: HostArena, workers: object) -> None:
-        copy(arena, other, workers)  # type: ignore[arg-type]
-        if interrupts and gate_holds(model):
-            raise interrupts.pop()
-
-    monkeypatch.setattr(HostArena, "write_to", interrupted)
-    failures: list[Event] = []
-    model.listen(lambda event: failures.append(event) if event.kind == "failed" else None)
-    for change in (lambda: model.swap(weight_file(1)), model.rollback):
-        interrupts.append(KeyboardInterrupt())
+    in_copies(model, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    events: list[Event] = []
+    model.listen(events.append)
+    for change, served in ((lambda: model.swap(weight_file(1)), 1), (model.rollback, 0)):
         with pytest.raises(KeyboardInterrupt):
             change()
-        assert not interrupts
-        assert model.failed
-        with pytest.raises(ModelFailed, match="in-place commit failed"):
-            model(X)
-    assert [type(event.error) for event in failures] == [KeyboardInterrupt, KeyboardInterrupt]
-    model.rollback()
-    assert serves(model, 0)
-    model.swap(weight_file(2))
-    assert serves(model, 2)
+        assert serves(model, served)
+        assert not model.failed
+    assert [event.kind for event in events] == ["staging", "staged", "committed", "rolled back"]
+    assert [receipt.generation for receipt in model.history] == [0, 1, 2]
 
 
-def test_broken_weights_are_no_base_while_another_thread_holds_the_commit(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_a_wait_for_pins(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
-    ends = Claim.end
+    staged = model.stage(weight_file(1))
+    held, over = threading.Event(), threading.Event()
 
-    def broken(arena: HostArena, other: HostArena, workers: object) -> None:
-        raise KeyboardInterrupt
+    def hold() -> None:
+        with model.pin():
+            held.set()
+            over.wait(10)
 
-    def kept(claim: Claim) -> None:
-        if isinstance(claim, Hold):
-            raise KeyboardInterrupt
-        ends(claim)
-
-    monkeypatch.setattr(HostArena, "write_to", broken)
-    monkeypatch.setattr(Claim, "end", kept)
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        model.swap(weight_file(1))
-    monkeypatch.undo()
-    assert gate_holds(model)
-    with pytest.raises(BaseMismatch, match="the model has failed"):
-        model.stage(weight_file(2), only="bias")
-    del interrupted
-
-
-def gate_holds(model: Model) -> bool:
-    return model._gate._holder() is not None
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        staged.commit(timeout=None)
+    assert serves(model, 0)
+    over.set()
+    thread.join(10)
+    staged.commit()
+    assert serves(model, 1)
 
 
 def test_a_signal_handler_may_call_the_model(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -123,20 +105,27 @@ def test_a_signal_handler_may_call_the_model(tiny: TinyArtifact, weight_file: Wr
     assert in_a_child(work)
 
 
-def test_a_signal_handler_is_refused_while_its_thread_commits_in_place(
+def test_a_signal_handler_that_calls_the_model_gets_an_answer_after_the_commit(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
-    copy, refused = HostArena.write_to, []
+    answers = []
+    in_copies(model, monkeypatch, lambda: signal.raise_signal(signal.SIGALRM))
+    signal.signal(signal.SIGALRM, lambda *_: answers.append(serves(model, 1)))
+    try:
+        model.swap(weight_file(1))
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert answers == [True]
 
-    def handled(arena: HostArena, other: HostArena, workers: object) -> None:
-        if gate_holds(model):
-            with pytest.raises(ModelFailed, match="a signal handler cannot call"):
-                model(X)
-            refused.append(1)
-        copy(arena, other, workers)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HostArena, "write_to", handled)
-    model.swap(weight_file(1))
-    assert refused == [1]
-    assert serves(model, 1)
+def in_copies(model: Model, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """Call `then` in the middle of each commit in place."""
+    copy = HostArena.write_to
+
+    def write_to(arena: HostArena, *args: Any) -> None:
+        if model._gate._held_since is not None:
+            then()
+        copy(arena, *args)
+
+    monkeypatch.setattr(HostArena, "write_to", write_to)

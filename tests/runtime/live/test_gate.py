@@ -209,13 +209,3 @@ def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() ->
     assert numbers[0] in numbers[1:]  # the system gives them out again
     assert len(refusals) == len(numbers) - 1
     assert all("still held by 1 call" in refusal for refusal in refusals)
-
-
-def test_a_hold_that_was_left_behind_ends_with_its_frame() -> None:
-    gate, place = opened()
-    hold = gate.hold(place, 1)
-    hold.__enter__()
-    del hold  # as after an interrupt: nobody leaves the block
-    lease = Claim()
-    gate.acquire(lease)
-    gate.release(place, lease)
