@@ -141,7 +141,7 @@ class Uninterrupted:
 
 
 class _Once(Generic[T]):
-    """Work that is done once, in a thread. Its parts are C: an interrupt in a Future or an Event may leave it locked."""
+    """Work that is done once, in a thread. Its parts are in C: an interrupt may leave a Future or an Event locked."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.to_do = [work]  # for one thread: an interrupt may hide from its starter that it has started

@@ -168,6 +168,8 @@ def newly_nonfinite(
     If no weights are served, NaN counts in every weight, and infinity in those that require a gradient: these are
     trained, and not masks.
     """
+    if not counts:
+        return {}
     size = {weight.name: weight.nbytes * 8 // DTYPES[weight.dtype].bits for weight in weights if weight.name in counts}
     trained = {weight.name for weight in weights if weight.requires_grad}
 

@@ -213,6 +213,8 @@ class Contexts:
 
     def outdated_by(self, weights_id: str) -> dict[str, int]:
         """Count the contexts of other weights than these, by the outcome of their policy."""
+        if not self._contexts:
+            return {}
         with self._lock:
             live = [context for context in self._contexts if not context.closed]
         outcomes = Counter(_OUTCOMES[each.on_swap] for each in live if each.weights_id not in (None, weights_id))

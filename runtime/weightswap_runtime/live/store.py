@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from threading import RLock
@@ -350,37 +350,34 @@ class Store:
         self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
     ) -> SwapReceipt:
         """Serve the previous weights. Raises NothingToRollBack, also if their id is not `expect`."""
-        with (
-            Uninterrupted() as caller,
-            self._refusal_events(member, by, "rollback", "rollback"),
-            ExitStack() as stack,
-        ):
+        ticket = Claim()
+        try:
+            with Uninterrupted() as caller, nullcontext() if self.ranks is None else self.ranks.turn("rollback"):
+                with self._refusal_events(member, by, "rollback", "rollback"):
+                    if self.ranks is None:
+                        self.turns.claim(ticket, wait, None)
+                        self._check_previous(expect)
+                    else:
+                        self._agree_on_rollback(self.ranks, ticket, expect, timeout)
+                    old = self.gate.current
+                    committed = self._commit("rollback", caller, lambda: self._residency.rollback(timeout, caller))
+                identity = committed[0].identity
+                served = old.identity.nonfinite if old else None
+                report = StagingReport(
+                    weights_id=identity.weights_id,
+                    labels=dict(identity.labels),
+                    kind="rollback",
+                    source="rollback",
+                    reloadable=False,
+                    nonfinite=newly_nonfinite(self._weights, identity.nonfinite, served),
+                )
+                return self._committed(member, report, committed, old.weights_id if old else None, by)
+        finally:
+            ticket.end()
 
-            def prepare() -> dict[str, str]:
-                # ranks do not wait for one another's stagings: none of their threads could end one meanwhile
-                stack.enter_context(self.turns.claimed(wait if self.ranks is None else None))
-                if expect is not None and self.previous_id != expect:
-                    raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
-                if self.previous_id is None:
-                    self._residency.rollback(timeout, caller)  # says why there is nothing
-                return {"weights": str(self.previous_id)}
-
-            if self.ranks is None:
-                prepare()
-            else:
-                self._agree_on_rollback(self.ranks, stack, prepare, timeout)
-            old = self.gate.current
-            committed = self._commit("rollback", caller, lambda: self._residency.rollback(timeout, caller))
-            identity = committed[0].identity
-            report = StagingReport(
-                weights_id=identity.weights_id,
-                labels=dict(identity.labels),
-                kind="rollback",
-                source="rollback",
-                reloadable=False,
-                nonfinite=newly_nonfinite(self._weights, identity.nonfinite, old.identity.nonfinite if old else None),
-            )
-            return self._committed(member, report, committed, old.weights_id if old else None, by)
+    def _check_previous(self, expect: str | None) -> None:
+        if expect is not None and self.previous_id != expect:
+            raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
 
     def is_free(self, patience: float, deadline: float) -> bool:
         """Wait until no pin holds memory that a commit in place needs, for `patience` seconds; return whether it is so.
@@ -418,18 +415,16 @@ class Store:
             ) from error
         return made[0]
 
-    def _agree_on_rollback(
-        self, ranks: Ranks, stack: ExitStack, prepare: Callable[[], dict[str, str]], timeout: float | None
-    ) -> None:
+    def _agree_on_rollback(self, ranks: Ranks, ticket: Claim, expect: str | None, timeout: float | None) -> None:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        facts: dict[str, str] = {}
 
         def ready() -> dict[str, str] | None:
-            if not facts:
-                facts.update(prepare())
-            return facts if self.is_free(ranks.patience, deadline) else None
+            self.turns.claim(ticket, None, None)  # no wait: no other thread of this rank could end a staging meanwhile
+            self._check_previous(expect)
+            if self.previous_id is None:
+                self._residency.rollback(timeout, Uninterrupted())  # says why there is nothing
+            return {"weights": str(self.previous_id)} if self.is_free(ranks.patience, deadline) else None
 
-        stack.enter_context(ranks.turn("rollback"))
         ranks.agree("rollback", ready)
 
     @property
@@ -491,7 +486,7 @@ class Store:
     def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
         """Drop the variants that do not belong to these weights; return the names of those kept and dropped."""
         names: dict[str, tuple[str, ...]] = {}
-        for variants in list(self.variants):
+        for variants in list(self.variants) if self.variants else ():
             names |= {what: names.get(what, ()) + more for what, more in variants.keep_for(weights_id, by).items()}
         return names
 
