@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -66,7 +68,9 @@ class Owner(Controller):
         deadline, job = time.monotonic() + 60, self.store.job
         assert job is not None
         while not self.go.wait(0.001):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "\n".join(
+                "".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()
+            )
             job.check()
         job.check()  # so that one that was cancelled before has overwritten nothing
 
